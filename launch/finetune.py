@@ -13,10 +13,15 @@ from pipeline.settings.command import main
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.finetune import run
 
+
+def finetune(config: RunConfig) -> None:
+    run(config, draw="pipeline.review.draw")
+
+
 if __name__ == "__main__":
     main(
         RunConfig,
-        run,
+        finetune,
         """
         Fine-tune pre-trained weights on another data set, usually at a higher resolution: the head is replaced by a
         zero-initialised one, and positions are resampled to the new patch grid. The same command starts, resumes and

@@ -16,7 +16,7 @@ from pipeline.settings.run import RunConfig
 def pretrain(config: RunConfig) -> None:
     from pipeline.train.start import run  # Late: --help and mistakes in the settings need no pyarrow.
 
-    run(config)
+    run(config, draw="pipeline.review.draw")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Each folder of the library says who uses it, and that is true, and is short; what a folder may import is in pyproject.toml."""
+"""Each folder of the library says who uses it, and that is true, and is short; what it may import, or start, is in pyproject.toml."""
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -55,6 +56,41 @@ def test_no_room_has_more_files_than_a_reader_keeps_in_mind() -> None:
 def test_no_file_is_longer_than_a_reader_follows() -> None:
     lines = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in _MODULES.values()}
     assert {file for file, count in lines.items() if count > _MAX_LINES} == _LONG_FILES
+
+
+def test_a_room_starts_no_process_of_a_room_above() -> None:
+    """A module named in a string, as for `python -m MODULE`, must be one that could be imported; docstrings may name any."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(c["layers"] for c in contracts if c["name"] == "Imports between the rooms go down this list")
+
+    def depth(module: str) -> int:
+        return next(
+            (n for n, layer in enumerate(layers) if any(_is_in(module, m) for m in layer.split(" | "))), len(layers)
+        )
+
+    named = {
+        (module, found)
+        for module, path in _MODULES.items()
+        if not module.startswith("launch.")
+        for text in _texts(ast.parse(path.read_text()))
+        for found in re.findall(
+            r"\b(?:pipeline|data_tools)(?:\.\w+)+", re.sub(r"(\w)/(?=\w)", r"\1.", text).replace(".py", "")
+        )
+        if found in _MODULES
+    }
+    assert ("pipeline.lifecycle.host_check", "pipeline.lifecycle.host_check") in named, "no string is found any more"
+    assert not {(module, found) for module, found in named if depth(found) < depth(module)}
+
+
+def _texts(tree: ast.Module) -> list[str]:
+    """The strings of a module but its docstrings."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and isinstance(node.body[0], ast.Expr)
+    }
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return [node.value for node in constants if isinstance(node.value, str)]
 
 
 def _imported(tree: ast.Module) -> list[str]:

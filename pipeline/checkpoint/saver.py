@@ -110,10 +110,11 @@ class Saver:
         self._send(_Given(Request(job=job), step))
         self.blocked += time.perf_counter() - begin
 
-    def mark_best(self, step: int, metric: str, value: float) -> None:
+    def mark_best(self, step: int, metric: str, value: float, lower_is_better: bool = False) -> None:
         """Retain the checkpoint of `step` until one with a better `metric` exists. Queued behind the save in flight."""
         if self.ranks.is_main and math.isfinite(value):
-            self._send(_Given(Request(best=Best(self.folder, self.retry, step, metric, value)), None))
+            best = Best(self.folder, self.retry, step, metric, value, lower_is_better)
+            self._send(_Given(Request(best=best), None))
 
     def read(self) -> dict[str, float]:
         """Metrics since the last call, maximum over ranks: seconds training waited for saving, and seconds writers worked."""

@@ -230,9 +230,9 @@ class Checkpoints:
         if name not in kept.always:
             self._keep(replace(kept, always=[*kept.always, name]))
 
-    def keep_if_best(self, name: str, metric: str, value: float) -> bool:
-        """Exempt this checkpoint while it is the best by `metric` (lower for a loss, else higher). Returns whether it is."""
-        kept, sign = self.kept(), -1 if metric.endswith("loss") else 1
+    def keep_if_best(self, name: str, metric: str, value: float, lower_is_better: bool = False) -> bool:
+        """Exempt this checkpoint while it is the best by `metric`. Returns whether it is."""
+        kept, sign = self.kept(), -1 if lower_is_better else 1
         worse = kept.metric == metric and kept.value is not None and sign * value <= sign * kept.value
         if worse or math.isnan(value):
             return False

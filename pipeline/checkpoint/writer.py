@@ -110,6 +110,7 @@ class Best:
     step: int
     metric: str
     value: float
+    lower_is_better: bool
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ def _one_line(error: Exception, folder: AnyPath) -> str:
 def mark_best(best: Best) -> None:
     """Apply Checkpoints.keep_if_best."""
     checkpoints = Checkpoints(to_path(best.folder, Retry(best.retry, "data.retry_minutes")))
-    checkpoints.keep_if_best(step_name(best.step), best.metric, best.value)
+    checkpoints.keep_if_best(step_name(best.step), best.metric, best.value, best.lower_is_better)
 
 
 def answer(line: str, memory: int) -> Reply:

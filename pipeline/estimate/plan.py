@@ -20,7 +20,10 @@ class Due:
 
 @dataclass(frozen=True)
 class Plan:
-    """All lengths in optimizer steps. keep_every, probe_every: 0 is never. save_scored: a checkpoint at each evaluation."""
+    """All lengths in optimizer steps. keep_every, probe_every: 0 is never.
+
+    best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations; "" is none.
+    """
 
     steps: int
     warmup: int
@@ -34,7 +37,7 @@ class Plan:
     global_batch: int
     world_size: int
     log_every: int = 1
-    save_scored: bool = False
+    best_from: str = ""
     cooldown: int = 0
 
     def due(self, step: int) -> Due:
@@ -43,11 +46,12 @@ class Plan:
         scores = step % self.eval_every == 0 or is_last
         probe = self.probe_every > 0 and (step % self.probe_every == 0 or is_last)
         keep = self.keep_every > 0 and step % self.keep_every == 0
+        evaluations = frozenset(name for name, is_due in (("scores", scores), ("probe", probe)) if is_due)
         return Due(
             log=step % self.log_every == 0 or is_last,
-            save=step % self.checkpoint_every == 0 or keep or is_last or (scores and self.save_scored),
+            save=step % self.checkpoint_every == 0 or keep or is_last or self.best_from in evaluations,
             keep=keep,
-            evaluations=frozenset(name for name, is_due in (("scores", scores), ("probe", probe)) if is_due),
+            evaluations=evaluations,
         )
 
     @property
@@ -111,7 +115,6 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         global_batch=train.global_batch,
         world_size=world_size,
         log_every=train.log_every,
-        save_scored=config.checkpoint.best != "",
         cooldown=cooldown,
     )
 

@@ -21,13 +21,17 @@ class MaskedViT(VisionTransformer):
         self.head = Dense(config.width, config.patch_outputs)
         initialize_head(self.head, config.head_bias)
 
-    def forward(self, images: Tensor, sources: Tensor, corrupted: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, images: Tensor, sources: Tensor | None = None, corrupted: Tensor | None = None) -> Tensor:
         """Predictions (B, corrupted patches, `patch_outputs`) from images (B, 3, height, width) in [-1, 1].
+
+        Without `sources` and `corrupted`: the features (B, D) of the whole images, which its head does not read.
 
         sources: int64 (B, patches), the patch whose embedding each patch gets: its own index, another patch's, or the number
             of patches for the mask token.
         corrupted: int64 (B, corrupted patches), indices of the patches to predict.
         """
+        if sources is None or corrupted is None:
+            return self.features(images)
         patches = self.embed(images)
         B, N, D = patches.shape
         choices = torch.cat([patches, self.mask_token.expand(B, -1, -1)], dim=1)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Count, Limits
+from pipeline.base.metric import GROUPS, Metric, as_tag, metric_of
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 from pipeline.settings.run_sections import OBJECTIVES
 
@@ -22,6 +23,8 @@ from pipeline.settings.run_sections import OBJECTIVES
 NOTE = "mlflow.note.content"
 # Metric that MLflow alone has: a run's score in per cent. The tag of the same name says it in words, with the data.
 SCORE = "score"
+# Tag of a run: the metrics that its objective and its evaluators declare (`base/metric.py`).
+METRICS_TAG = "mlflow.declared_metrics"  # MLflow does not show tags that begin with "mlflow."
 # Parameter of a training run on GPUs: the speed of the whole run that pipeline/estimate predicted at its start.
 PREDICTED_SPEED = "images_per_second_predicted"
 # Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language models.
@@ -43,43 +46,23 @@ A run that began from other weights names that run in its description, and is na
 """,
 }
 
-# What follows "loss" in MLflow: losses of different objectives do not compare. Nothing is softmax, or an earlier version's.
-_OF_OBJECTIVE = f"(_({'|'.join(OBJECTIVES)}))?"
-_GROUPS = {
-    "train": rf"loss{_OF_OBJECTIVE}|lr|grad_norm|epoch|images_seen|exaflops",
-    "speed": r"images_per_second|mfu|data_wait|peak_memory_gib|time_\w+|checkpoint_\w+_seconds",
-    "health": r"skipped_steps|loss_spikes|bad_samples|storage_retries",
-    "probe": r".+_\d+shot(_\w+|_l2_[\w.+-]+)?|.+_\d+nn",
-    "eval": rf".+_(top1|top5|loss{_OF_OBJECTIVE}|color_accuracy|num_samples|num_unreadable|macro_\w+)",
-}
-_OBJECTIVE = re.compile(rf"(?<=loss){_OF_OBJECTIVE}$")
 # Of a URI: the password between the user and the host, and among the parameters behind the question mark.
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
 _PASSWORD_PARAMETER = re.compile(r"(?<=[?&])(password|passwd|sslpassword)=[^&\s'\"]*")
 
 
-def metric_name(name: str) -> str:
-    """A metric of metrics.jsonl as MLflow shows it, with its group: "loss" is "train/loss". Unknown names stay as they are."""
-    for group, names in _GROUPS.items():
-        if re.fullmatch(names, name):
-            return f"{group}/{name}"
-    return name
+def metric_name(name: str, declared: Mapping[str, Metric] | None = None) -> str:
+    """A metric of metrics.jsonl as MLflow shows it, with its group: "loss" is "train/loss". Names without a group stay as they are."""
+    group = metric_of(name, declared).group
+    return f"{group}/{name}" if group else name
 
 
 def plain_name(name: str) -> str:
     """The name in metrics.jsonl: "train/loss" and "train/loss_sigmoid" are "loss". Names without a group stay as they are."""
-    group, slash, rest = name.partition("/")
-    return _OBJECTIVE.sub("", rest) if slash and metric_name(rest) == f"{group}/{rest}" else name
-
-
-def is_score(name: str) -> bool:
-    """Whether a metric, under the name that MLflow shows, was measured by an evaluation or a probe."""
-    return name.startswith(("eval/", "probe/"))
-
-
-def is_loss(name: str) -> bool:
-    """Whether a metric is better the lower it is."""
-    return name.endswith("loss")
+    group, _, rest = name.partition("/")
+    if group not in GROUPS or not rest:
+        return name
+    return next((rest.removesuffix(f"_{kind}") for kind in OBJECTIVES if rest.endswith(f"_{kind}")), rest)
 
 
 def hide_passwords(text: str) -> str:
@@ -181,7 +164,8 @@ class RunFacts:
     artifacts: files to upload, names in the run folder, each once it exists and again when it has changed.
     score: the metric that says how good the run is, by which registered models are compared; "" for a run without one. scored_on: on
     what; by default the data of the evaluation. hosts: on which the run trains. before: how its last start ended.
-    origin: the weights that the run began with; None for new ones. objective: train.loss; "" if it is not known.
+    origin: the weights that the run began with; None for new ones. objective: train.loss; "" if it is not known. metrics: what
+    objective and evaluators declare of theirs, the most telling first.
     """
 
     name: str
@@ -201,6 +185,11 @@ class RunFacts:
     scored_on: str = ""
     origin: WeightsOrigin | None = None
     objective: str = ""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+    def metric(self, name: str) -> Metric:
+        """What a metric of this run is."""
+        return metric_of(name, self.metrics)
 
     def with_source(self) -> "RunFacts":
         """With the tags of this process: user, command, revision; for the page, and for facts.json."""
@@ -209,7 +198,7 @@ class RunFacts:
     def all_tags(self) -> dict[str, str]:
         """The tags of the run when it starts; empty values are left out."""
         origin = self.origin.tags() if self.origin else {}
-        tags = {"kind": self.kind, NOTE: self.description, **self.tags, **origin}
+        tags = {"kind": self.kind, NOTE: self.description, METRICS_TAG: as_tag(self.metrics), **self.tags, **origin}
         tags |= {f"{relation}_run_id": run_id for relation, run_id in self.parents.items()}
         return {name: hide_passwords(text) for name, text in tags.items() if text}
 
@@ -229,18 +218,24 @@ class RunFacts:
     def score_in_words(self, name: str, value: float) -> str:
         """A score as the list of runs shows it: "53.67 % flowers:val"."""
         evaluated = next((dataset_name(facts) for facts in self.datasets if facts.context == "evaluation"), "")
-        number = f"loss {value:.4f}" if is_loss(name) else f"{100 * value:.2f} %"
-        return f"{number} {self.scored_on or evaluated}".strip()
+        metric = self.metric(name)
+        what = "" if metric.is_share else "loss " if metric.unit == "loss" else f"{name} "
+        return f"{what}{metric.text(value)} {self.scored_on or evaluated}".strip()
 
     def sent_name(self, metric: str) -> str:
-        """A metric as it is sent: a loss with its objective, "loss_sigmoid", so that no chart mixes losses that do not compare."""
-        return f"{metric}_{self.objective}" if is_loss(metric) and self.objective not in ("", "softmax") else metric
+        """A metric as MLflow shows it: with its group, and a loss with its objective, "train/loss_sigmoid".
+
+        Losses of different objectives do not compare, and one chart must not mix them.
+        """
+        name, is_loss = metric_name(metric, self.metrics), self.metric(metric).unit == "loss"
+        return f"{name}_{self.objective}" if is_loss and self.objective not in ("", "softmax") else name
 
     def as_sent(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step as they are sent: also SCORE, by which the list of runs is sorted. A loss does not sort with accuracies."""
+        """Metrics of a step as they are sent: also SCORE, by which the list of runs is sorted: only shares sort together."""
         sent = {self.sent_name(name): value for name, value in metrics.items()}
         value = metrics.get(name := self.score_among(metrics.keys()), math.nan)
-        return sent if is_loss(name) or not math.isfinite(value) else {**sent, SCORE: round(100 * value, 2)}
+        can_sort = self.metric(name).is_share and math.isfinite(value)
+        return {**sent, SCORE: round(100 * value, 2)} if can_sort else sent
 
     def axes(self, step: int) -> dict[str, float]:
         """Metrics of a step that serve as x axes."""

@@ -5,10 +5,12 @@ study/, train/ and transfer/.
 """
 
 import importlib
+from dataclasses import replace
 
 from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
+from pipeline.base.metric import Metric
 from pipeline.model import Config, Model, configure
 from pipeline.objectives.objective import Objective
 from pipeline.settings.run import RunConfig
@@ -21,13 +23,36 @@ def kind(loss: str) -> type[Objective]:
     return getattr(importlib.import_module(f"pipeline.objectives.{file}"), name)
 
 
+def metrics(config: RunConfig) -> dict[str, dict[str, Metric]]:
+    """What each evaluator of a run measures, the most telling first: evaluator -> name in metrics.jsonl -> metric."""
+    measured = kind(config.train.loss).metrics(config)
+    counts = dict.fromkeys(("num_samples", "num_unreadable"), Metric("count")) if measured else {}
+    split = config.data.evaluated_split
+    return {
+        "scores": {f"{split}_{name}": replace(metric, group="eval") for name, metric in (measured | counts).items()},
+        "probe": config.probe.metrics(config.probe.prefix) if config.probe.every.amount else {},
+    }
+
+
+def best_from(config: RunConfig) -> str:
+    """The evaluator that measures checkpoint.best, "" without one. Raises UserError if none does."""
+    best = config.checkpoint.best
+    rankable = {
+        name: evaluator
+        for evaluator, measured in metrics(config).items()
+        for name, metric in measured.items()
+        if metric.better
+    }
+    if best and best not in rankable:
+        possible = f"must be one of {', '.join(rankable)}" if rankable else "must be empty: nothing is measured"
+        raise UserError(f"checkpoint.best = {quoted(best)} {possible}.")
+    return rankable.get(best, "")
+
+
 def check(config: RunConfig) -> None:
     """Raise UserError for settings that do not fit the run's objective."""
-    objective = kind(config.train.loss)
-    objective.check(config)
-    metrics = [f"{config.data.evaluated_split}_{name}" for name in objective.metrics(config)]
-    if config.checkpoint.best and config.checkpoint.best not in metrics:
-        raise UserError(f"checkpoint.best = {quoted(config.checkpoint.best)} must be one of {', '.join(metrics)}.")
+    kind(config.train.loss).check(config)
+    best_from(config)
 
 
 def create(config: RunConfig, backbone: Model) -> Objective:

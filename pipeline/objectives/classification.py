@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
 from pipeline.model import Model
@@ -24,8 +25,9 @@ class Classification(Objective):
     predicts_classes = True
 
     @classmethod
-    def metrics(cls, config: RunConfig) -> tuple[str, ...]:
-        return ("top1", "top5", "loss")
+    def metrics(cls, config: RunConfig) -> dict[str, Metric]:
+        accuracy = Metric("proportion", "higher")
+        return {"top1": accuracy, "top5": accuracy, **super().metrics(config)}
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
+from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
@@ -34,18 +35,14 @@ class MaskedPatches(Objective):
     """Masked patch prediction. The mask token and the head are parts of the backbone, a MaskedViT, and are left out of its weights."""
 
     @classmethod
-    def metrics(cls, config: RunConfig) -> tuple[str, ...]:
-        return ("loss",) if _PREDICTED[config.train.loss] == "pixels" else ("loss", "color_accuracy")
+    def metrics(cls, config: RunConfig) -> dict[str, Metric]:
+        colors = {"color_accuracy": Metric("share", "higher")} if _PREDICTED[config.train.loss] != "pixels" else {}
+        return super().metrics(config) | colors
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
         super().check(config)
         loss = config.train.loss
-        if config.probe.every.amount:
-            raise UserError(
-                f"probe.every = {config.probe.every} with train.loss = {loss}: this model reads corrupted images. Probe its "
-                "checkpoints with launch/evaluate.py."
-            )
         if config.init.weights is not None:
             raise UserError(
                 f"train.loss = {loss} starts with a new model: set model.name, and leave out init.weights. To fine-tune its "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
+from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
@@ -58,9 +59,14 @@ class Objective(nn.Module):
             )
 
     @classmethod
-    def metrics(cls, config: RunConfig) -> tuple[str, ...]:
-        """Names of what is measured on held-out images, the most telling first; checkpoint.best may be one of them."""
-        return ("loss",)
+    def metrics(cls, config: RunConfig) -> dict[str, Metric]:
+        """What is measured on held-out images, the most telling first; {} for nothing. checkpoint.best may be any that is better higher or lower."""
+        return {"loss": Metric("loss", "lower")}
+
+    @classmethod
+    def values(cls, config: RunConfig) -> dict[str, Metric]:
+        """What `loss` returns to log, by name, as "train_alignment"."""
+        return {}
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:

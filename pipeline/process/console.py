@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tqdm import tqdm
@@ -46,12 +47,18 @@ class Console:
             self.bar.close()
 
 
-def progress_line(done: int, total: int, metrics: dict[str, float], global_batch: int) -> str:
-    """A line of the training log: step, loss, lr, gradient norm, images/s, MFU, shares of time, memory, skips, time left."""
+def progress_line(
+    done: int, total: int, metrics: dict[str, float], global_batch: int, logged: Mapping[str, str] | None = None
+) -> str:
+    """A line of the training log: step, loss, lr, gradient norm, images/s, MFU, shares of time, memory, skips, time left.
+
+    logged: what the objective logs beside its loss: name -> text.
+    """
     retries, communication = metrics["storage_retries"], metrics["time_communication"]
+    own = "".join(f"{name.removeprefix('train_')} {text}  " for name, text in (logged or {}).items())
     left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
     return (
-        f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
+        f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  {own}lr {metrics['lr']:.2e}  "
         f"grad {metrics['grad_norm']:.3f}  {metrics['images_per_second']:,.1f} img/s  MFU {metrics['mfu']:.1%}  "
         f"data {metrics['data_wait']:.1%} fwd {metrics['time_forward']:.0%} bwd {metrics['time_backward']:.0%} "
         f"opt {metrics['time_optimizer']:.0%}{f' comm {communication:.0%}' if communication else ''} "

@@ -55,8 +55,8 @@ def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float
 
     (0, {}) when a run has no evaluation, or its amounts are unknown.
     """
-    evaluations = {name: evaluated(record) for name, record in records.items()}
-    if not records or any(not len(series) for series in evaluations.values()):
+    evaluations = {name: series for name, record in records.items() if (series := record.evaluations) is not None}
+    if not records or len(evaluations) < len(records):
         return 0.0, {}
     amounts = {name: axis.amounts(record, evaluations[name].steps) for name, record in records.items()}
     budget = float(min(of_run[-1] for of_run in amounts.values()))
@@ -71,12 +71,6 @@ def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float
             AtBudget(None, 0.0) if last is None else AtBudget(record.score_at(last), float(amounts[name][last]))
         )
     return budget, found
-
-
-def evaluated(record: RunRecord) -> Series:
-    """The series that `record.score_at` counts in; empty if the run was never evaluated."""
-    series = record.accuracy if record.accuracy is not None else record.held_out_loss
-    return series if series is not None else Series(np.empty(0, np.int64), np.empty(0), np.empty(0))
 
 
 def in_units(amount: float, axis: Axis) -> str:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipeline.process.outputs import try_output
 from pipeline.review import rescore
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, draw_curves, in_units
 from pipeline.review.reader import RunReader, open_store
-from pipeline.review.record import RunRecord, Score, Series
+from pipeline.review.record import RunRecord, Score, Series, title_of
 from pipeline.review.statistics import (
     LEVEL,
     MAX_NAMED,
@@ -325,11 +326,11 @@ def _order(score: Score | None) -> float:
     """Sorts scores, the best first; none at all last."""
     if score is None:
         return math.inf
-    return score.value if score.is_loss else -score.value
+    return -score.metric.sign * score.value
 
 
 def curves(records: Records) -> list[Picture]:
-    """The figures of accuracy and loss on the evaluated images, and of training loss."""
+    """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log beside."""
     losses = by_loss(records)
     loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
     evaluated = {name: _evaluated_images(record) for name, record in records.items()}
@@ -337,10 +338,22 @@ def curves(records: Records) -> list[Picture]:
     evaluation = {name: f"Loss on {images}{loss_of.get(name, '')}" for name, images in evaluated.items()}
     training = {name: f"Training loss{loss_of.get(name, '')}" for name in records}
     return [
-        *_curves(records, "accuracy", accuracies, lambda r: r.accuracy, percent=True),
-        *_curves(records, "held_out_loss", evaluation, lambda r: r.held_out_loss),
+        *_curves(records, "accuracy", accuracies, lambda r: r.of_split("top1"), percent=True),
+        *_curves(records, "held_out_loss", evaluation, lambda r: r.of_split("loss")),
         *_curves(records, "training_loss", training, lambda r: r.metrics.get("loss"), smooth=True),
+        *_further_curves(records, evaluated),
     ]
+
+
+def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[Picture]:
+    """evaluated: run -> on which images."""
+    for key in dict.fromkeys(key for record in records.values() for key in record.further):
+        found = {run: record for run, record in records.items() if key in record.further}
+        title = title_of(key).capitalize()
+        about = {run: title if r.further[key] == key else f"{title} on {evaluated[run]}" for run, r in found.items()}
+        percent = all(record.metric(record.further[key]).is_share for record in found.values())
+        file = f"metric_{key.replace('/', '_')}"
+        yield from _curves(found, file, about, partial(RunRecord.further_series, key=key), percent=percent, smooth=True)
 
 
 def _evaluated_images(record: RunRecord) -> str:

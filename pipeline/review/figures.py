@@ -21,7 +21,7 @@ from pipeline.evaluate.render import draw_confusion, shorten
 from pipeline.explain import galleries
 from pipeline.explain.figures import png as gallery_png
 from pipeline.review.budgets import COLOURS, running_mean
-from pipeline.review.record import RunRecord, Series, parse_predictions
+from pipeline.review.record import RunRecord, Series, parse_predictions, title_of
 from pipeline.settings.run import RunConfig
 
 # A longer series is drawn as its running mean, with its points in the background.
@@ -37,13 +37,16 @@ _THREADS = 1
 # ---------------------------------------------------------------------- curves
 def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | None:
     """PNG of the curves of one run; None if it has none. others: runs whose loss and accuracy are drawn in grey."""
-    losses = {"training": record.metrics.get("loss"), f"split {record.split}": record.held_out_loss}
+    losses = {"training": record.metrics.get("loss"), f"split {record.split}": record.of_split("loss")}
     panels = [
         ("loss", _present(losses), 1.0, [other.metrics.get("loss") for other in others]),
-        ("held-out accuracy, %", _accuracies(record), 100.0, [other.accuracy for other in others]),
+        ("held-out accuracy, %", _accuracies(record), 100.0, [other.of_split("top1") for other in others]),
         ("learning rate", _present({"": record.metrics.get("lr")}), 1.0, []),
         ("images/s", _present({"": record.metrics.get("images_per_second")}), 1.0, []),
     ]
+    for key, name in record.further.items():
+        title, scale = (f"{title_of(key)}, %", 100.0) if record.metric(name).is_share else (title_of(key), 1.0)
+        panels.append((title, {"": record.metrics[name]}, scale, [other.metrics.get(name) for other in others]))
     shares = _present({part: record.metrics.get(metric) for metric, part in _PARTS.items()})
     drawn = [panel for panel in panels if panel[1]]
     num_panels = len(drawn) + bool(shares)
@@ -64,8 +67,11 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
 
 
 def _accuracies(record: RunRecord) -> dict[str, Series]:
-    probes = {name: series for name, series in record.metrics.items() if name.endswith(("shot", "nn"))}
-    return _present({f"split {record.split}": record.accuracy, **probes})
+    metrics = {name: record.metric(name) for name in record.metrics}
+    probes = [name for name, m in metrics.items() if m.group == "probe" and m.better and m.is_share]
+    return _present(
+        {f"split {record.split}": record.of_split("top1"), **{name: record.metrics[name] for name in probes}}
+    )
 
 
 def _present(lines: dict[str, Series | None]) -> dict[str, Series]:

@@ -222,8 +222,7 @@ def _run_box(record: RunRecord, is_subject: bool = False, used: WeightsOrigin | 
     if used is not None:
         lines += _used_lines(used)
     elif record.last_score is not None:
-        lines.append(f"{record.last_score.name}: {100 * record.last_score.value:.2f} %" if not record.last_score.is_loss
-                     else f"{record.last_score.name}: {record.last_score.value:.4f}")  # fmt: skip
+        lines.append(f"{record.last_score.name}: {record.last_score.metric.text(record.last_score.value)}")
     if record.status not in ("finished", ""):
         lines.append(record.status)
     return Box(_key(record), "run", lines, is_subject)

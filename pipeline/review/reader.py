@@ -19,6 +19,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import path_inside, read_bytes
 from pipeline.base.json_record import Count, Share
+from pipeline.base.metric import Metric, from_tag, metric_of
 from pipeline.base.tracking_uri import sqlite_file
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, read_state
@@ -27,9 +28,18 @@ from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PAGE, End, PageFolder, parse_starts
-from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, StoredRun, hide_passwords, origin_in, plain_name
+from pipeline.monitor.run_page import (
+    METRICS_TAG,
+    SCORE,
+    DatasetFacts,
+    RunFacts,
+    StoredRun,
+    hide_passwords,
+    origin_in,
+    plain_name,
+)
 from pipeline.monitor.tracking import default_uri
-from pipeline.review.record import PREDICTIONS, Files, RunRecord, Series, as_count, as_number, can_be
+from pipeline.review.record import PREDICTIONS, Files, RunRecord, Series, as_count, as_number
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
@@ -137,9 +147,9 @@ def from_folder(folder: Path) -> RunRecord:
     if not is_run(folder):
         raise UserError(f"{folder} is not the folder of a started run: config.json is missing.")
     files = FolderFiles(folder)
-    metrics, num_damaged, left_out = _metrics_of(folder)
-    left_out += PageFolder(folder).refused(_READ)
     facts = _facts(files)
+    metrics, num_damaged, left_out = _metrics_of(folder, facts.metrics if facts else {})
+    left_out += PageFolder(folder).refused(_READ)
     status = read_status(folder)
     word, outcome = (status.status, status.reason or status.status) if status else ("", "")
     if word == "running" and holder(folder) is None:
@@ -159,10 +169,11 @@ def from_folder(folder: Path) -> RunRecord:
     return _complete(
         record, folder=folder, run_id=run_id_of(folder), status=word, outcome=tags.get("outcome", outcome or word),
         parameters=parameters, num_damaged=num_damaged, left_out=(*record.left_out, *left_out),
+        declared=facts.metrics if facts else {},
     )  # fmt: skip
 
 
-def _metrics_of(folder: Path) -> tuple[dict[str, Series], int, list[str]]:
+def _metrics_of(folder: Path, declared: Mapping[str, Metric]) -> tuple[dict[str, Series], int, list[str]]:
     """Returns (metrics, number of damaged lines, phrases that say what else was left out)."""
     if (file := _inside(folder, METRICS_FILE)) is None:
         return {}, 0, []
@@ -171,17 +182,20 @@ def _metrics_of(folder: Path) -> tuple[dict[str, Series], int, list[str]]:
     for record in records:
         for name, value in record.metrics.items():
             points.setdefault(name, []).append((record.step, value, record.time))
-    metrics, impossible = _all_series(points)
+    metrics, impossible = _all_series(points, declared)
     return metrics, num_damaged, impossible
 
 
-def _all_series(points: Mapping[str, list[tuple[int, float, int]]]) -> tuple[dict[str, Series], list[str]]:
+def _all_series(
+    points: Mapping[str, list[tuple[int, float, int]]], declared: Mapping[str, Metric]
+) -> tuple[dict[str, Series], list[str]]:
     """Returns (metrics, phrases that say which points were left out, because no such metric can have such a value)."""
     metrics, impossible = dict[str, Series](), list[str]()
     for name, found in points.items():
-        possible = [point for point in found if can_be(name, point[1])]
+        metric = metric_of(name, declared)
+        possible = [point for point in found if metric.can_be(point[1])]
         if len(possible) < len(found):
-            odd = next(value for _, value, _ in found if not can_be(name, value))
+            odd = next(value for _, value, _ in found if not metric.can_be(value))
             impossible.append(f"{len(found) - len(possible):,} points of {name} are ignored, which cannot be {odd:.6g}")
         if possible:
             metrics[name] = series(possible)
@@ -245,11 +259,14 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
         # A run that an earlier version began has points without a group too, which are the older ones.
         points[grouped] = [*found, *points.get(grouped, [])] if name == grouped else [*points.get(grouped, []), *found]
     files = StoredFiles(store, stored.run_id)
-    metrics, impossible = _all_series({name: sorted(of, key=lambda point: point[2]) for name, of in points.items()})
+    declared = from_tag(stored.tags.get(METRICS_TAG, ""))
+    metrics, impossible = _all_series(
+        {name: sorted(of, key=lambda point: point[2]) for name, of in points.items()}, declared
+    )
     tags = {
         name: text
         for name, text in stored.tags.items()
-        if name not in ("mlflow.runName", "run_folder", "progress", SCORE)
+        if name not in ("mlflow.runName", "run_folder", "progress", SCORE, METRICS_TAG)
     }
     record = _assemble(files, stored.name, f"mlflow:{stored.run_id}", None, tags, stored.parameters, metrics)
     word = _STATUS.get(stored.status, stored.status.lower())
@@ -258,6 +275,7 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     return _complete(
         record, run_id=stored.run_id, datasets=stored.datasets or record.datasets, parents=parents, outcome=outcome,
         status="diverged" if outcome.startswith("diverged") else word, left_out=(*record.left_out, *impossible),
+        declared=declared,
     )  # fmt: skip
 
 

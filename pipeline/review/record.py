@@ -3,7 +3,6 @@
 Metrics have the names of metrics.jsonl: the groups by which MLflow shows them are taken off.
 """
 
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 
 from pipeline.base import npz
 from pipeline.base.errors import UserError
+from pipeline.base.metric import MAX_NUMBER, Metric, metric_of
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import Start
@@ -22,13 +22,9 @@ from pipeline.transfer.vtab_tasks import TASKS
 
 PREDICTIONS = "predictions.npz"
 _MAX_PREDICTIONS = 1 << 30  # Bytes of one array; training keeps the predictions of 100,000 images.
-# Larger numbers mean a damaged file; sums and products of smaller ones stay finite.
-_MAX_NUMBER = 1e18
-# Metrics that are shares, and those that are counts or amounts.
-_SHARE = re.compile(r".*(_top1|_top5|_color_accuracy|_macro_\w+|_\d+shot|_\d+nn)|top1|vtab_mean")
-_AMOUNT = re.compile(
-    r".*_num_(samples|unreadable)|skipped_steps|loss_spikes|bad_samples|storage_retries|images_per_second|mfu|data_wait|peak_memory_gib"
-)
+
+
+ACCURACY = Metric("proportion", "higher")
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,15 @@ class Series:
         return len(self.steps)
 
 
-def can_be(name: str, value: float) -> bool:
-    """Whether a metric can have a value: shares are in [0, 1], amounts are not negative, and others may also be nan or inf."""
-    if _SHARE.fullmatch(name):
-        return 0 <= value <= 1
-    return not _AMOUNT.fullmatch(name) or 0 <= value <= _MAX_NUMBER
+def best_of(series: Series, metric: Metric) -> int:
+    """The place of the best value; of the last one if none is finite."""
+    values = np.where(np.isfinite(series.values), metric.sign * series.values, -np.inf)
+    return int(np.argmax(values)) if np.isfinite(values).any() else len(series) - 1
+
+
+def title_of(name: str) -> str:
+    """A metric's name in words, without the split: "top-1", "patch rank"."""
+    return {"top1": "top-1", "top5": "top-5"}.get(name, name.replace("_", " "))
 
 
 def as_number(text: object) -> float:
@@ -56,7 +56,7 @@ def as_number(text: object) -> float:
         number = float(str(text))
     except ValueError:
         return 0.0
-    return number if abs(number) <= _MAX_NUMBER else 0.0
+    return number if abs(number) <= MAX_NUMBER else 0.0
 
 
 def as_count(text: object) -> int:
@@ -87,9 +87,9 @@ def parse_predictions(content: bytes, where: str, *more: str) -> dict[str, np.nd
 
 @dataclass(frozen=True)
 class Score:
-    """A score on held-out images. value: a share, or a loss. step: None if it has none. num_samples: 0 if unknown.
+    """A score on held-out images. step: None if it has none. num_samples: 0 if unknown.
 
-    interval: at 95 %; None for a loss, and where the number of images is unknown.
+    interval: at 95 %, of a proportion; None where the number of images is unknown.
     """
 
     name: str
@@ -97,13 +97,16 @@ class Score:
     step: int | None = None
     num_samples: int = 0
     interval: Interval | None = None
-    is_loss: bool = False
+    metric: Metric = ACCURACY
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether it is a proportion of images; only such scores are tested for more than noise."""
+        return self.metric.unit == "proportion"
 
     def __str__(self) -> str:
-        if self.is_loss:
-            return f"{self.value:.4f}"
         spread = f" [{100 * self.interval.low:.2f}, {100 * self.interval.high:.2f}]" if self.interval else ""
-        return f"{100 * self.value:.2f} %{spread}"
+        return f"{self.metric.text(self.value)}{spread}"
 
 
 class Files(Protocol):
@@ -129,7 +132,7 @@ class RunRecord:
     run began with, as they were then; None for new ones, and for runs of earlier versions. steps: planned ones, 0 if
     unknown. images_per_step, flops_per_image: 0 if unknown. starts: None for each of which nothing is known. results: of a grid or
     a sweep. num_damaged: lines of metrics.jsonl that could not be read. left_out: what else of its files was not read, and why, in
-    phrases.
+    phrases. declared: what the run says of its metrics.
     """
 
     name: str
@@ -155,6 +158,7 @@ class RunRecord:
     results: dict[str, Any] = field(default_factory=dict)
     num_damaged: int = 0
     left_out: tuple[str, ...] = ()
+    declared: dict[str, Metric] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[str]:
@@ -242,32 +246,55 @@ class RunRecord:
         named = (name.removesuffix("_top1") for name in self.metrics if name.endswith("_top1"))
         return evaluated.split if evaluated else next(named, "")
 
-    @property
-    def accuracy(self) -> Series | None:
-        """Top-1 on the held-out split at each evaluation."""
-        return self.metrics.get(f"{self.split}_top1")
+    def metric(self, name: str) -> Metric:
+        """What a metric of this run is."""
+        return metric_of(name, self.declared)
+
+    @cached_property
+    def held_out(self) -> list[str]:
+        """Names of what was measured on the held-out split and has a direction, the most telling first."""
+        # Runs of earlier versions declare nothing.
+        known = (f"{self.split}_{name}" for name in ("top1", "top5", "loss", "color_accuracy"))
+        order = dict.fromkeys([*self.declared, *known])
+        measured = {name: self.metric(name) for name in order if name in self.metrics}
+        return [name for name, metric in measured.items() if metric.group == "eval" and metric.better]
+
+    @cached_property
+    def further(self) -> dict[str, str]:
+        """What figures show beside accuracy and losses, of the held-out split and of what the objective logs: own name -> metric."""
+        measured = {name.removeprefix(f"{self.split}_"): name for name in self.held_out}
+        logged = [name for name, metric in self.declared.items() if metric.group == "train" and name in self.metrics]
+        found = measured | {name: name for name in logged}
+        return {own: name for own, name in found.items() if own not in ("top1", "top5", "loss")}
+
+    def further_series(self, key: str) -> Series:
+        return self.metrics[self.further[key]]
+
+    def of_split(self, name: str) -> Series | None:
+        """A metric of the held-out split by its name without the split, such as "top1"."""
+        return self.metrics.get(f"{self.split}_{name}")
 
     @property
-    def held_out_loss(self) -> Series | None:
-        return self.metrics.get(f"{self.split}_loss")
+    def evaluations(self) -> Series | None:
+        """The series that `score_at` counts in: the most telling metric of the held-out split; None without an evaluation."""
+        return self.metrics[self.held_out[0]] if self.held_out else None
 
     def score_at(self, number: int) -> Score:
-        """The held-out score of evaluation `number`: accuracy, or the loss of a model without classes."""
-        series, is_loss = (self.accuracy, False) if self.accuracy is not None else (self.held_out_loss, True)
-        assert series is not None
+        """The held-out score of evaluation `number`."""
+        name = self.held_out[0]
+        series, metric = self.metrics[name], self.metric(name)
         step, value = int(series.steps[number]), float(series.values[number])
-        counts = self.metrics.get(f"{self.split}_num_samples")
+        counts, evaluated = self.of_split("num_samples"), self.dataset("evaluation")
         found = np.flatnonzero(counts.steps == step) if counts else np.empty(0, np.int64)
-        evaluated = self.dataset("evaluation")
         num = int(counts.values[found[0]]) if counts and len(found) else evaluated.num_samples if evaluated else 0
-        interval = of_samples(value, num) if num and not is_loss and 0 <= value <= 1 else None
-        return Score(f"{self.split} {'loss' if is_loss else 'top-1'}", value, step, num, interval, is_loss)
+        interval = of_samples(value, num) if num and metric.unit == "proportion" and 0 <= value <= 1 else None
+        title = title_of(name.removeprefix(f"{self.split}_"))
+        return Score(f"{self.split} {title}", value, step, num, interval, metric)
 
     @cached_property
     def last_score(self) -> Score | None:
         """The last score: of the held-out split, over a grid's seeds, or over a sweep's tasks. None without one."""
-        series = self.accuracy if self.accuracy is not None else self.held_out_loss
-        if series is not None and len(series):
+        if self.held_out:
             return self.score_at(-1)
         if self.kind == "vtab":
             return self._vtab_score()
@@ -278,10 +305,10 @@ class RunRecord:
     @cached_property
     def best_score(self) -> Score | None:
         """The best score of all evaluations."""
-        series, is_loss = (self.accuracy, False) if self.accuracy is not None else (self.held_out_loss, True)
-        if series is None or not len(series) or not np.isfinite(series.values).any():
+        if not self.held_out:
             return self.last_score
-        return self.score_at(int(np.nanargmin(series.values) if is_loss else np.nanargmax(series.values)))
+        name = self.held_out[0]
+        return self.score_at(best_of(self.metrics[name], self.metric(name)))
 
     @cached_property
     def sweep(self) -> Column | None:

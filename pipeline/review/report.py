@@ -21,7 +21,7 @@ from pipeline.review.budgets import FLOPS, in_units
 from pipeline.review.compare import code_facts, folder_name, median_speed, when
 from pipeline.review.figures import draw_run
 from pipeline.review.reader import RunReader, open_store
-from pipeline.review.record import RunRecord, Score, Series, as_number
+from pipeline.review.record import RunRecord, Score, Series, as_number, best_of, title_of
 from pipeline.settings import changes
 from pipeline.settings.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
@@ -218,40 +218,27 @@ def _scores(record: RunRecord) -> Iterator[Block]:
 
 
 def _score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
-    names = {
-        "top1": "top-1 accuracy",
-        "top5": "top-5 accuracy",
-        "color_accuracy": "accuracy of patch colours",
-        "loss": "loss",
-    }
-    for suffix, shown in names.items():
-        series = record.metrics.get(f"{record.split}_{suffix}")
-        if not series:
-            continue
-        is_loss = suffix == "loss"
+    titles = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "color_accuracy": "accuracy of patch colours"}
+    for name in record.held_out:
+        series, metric, own_name = record.metrics[name], record.metric(name), name.removeprefix(f"{record.split}_")
+        shown = titles.get(own_name, title_of(own_name))
         count = record.score_at(-1).num_samples
-        best = _best(series, is_loss)
-        has_interval = suffix in ("top1", "top5")
         cells = []
-        for number in (len(series) - 1, best):
+        for number in (len(series) - 1, best_of(series, metric)):
             value = float(series.values[number])
-            interval = of_samples(value, count) if has_interval and count and 0 <= value <= 1 else None
-            cells += [str(Score(shown, value, None, count, interval, is_loss)), f"{series.steps[number]:,}"]
+            has_interval = metric.unit == "proportion" and count and 0 <= value <= 1
+            interval = of_samples(value, count) if has_interval else None
+            cells += [str(Score(shown, value, None, count, interval, metric)), f"{series.steps[number]:,}"]
         yield (f"{shown}, split {record.split}", *cells, f"{count:,}" if count else "–")
 
 
 def _probe_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
     for name, series in sorted(record.metrics.items()):
-        if name.endswith(("shot", "nn")) and name.rpartition("_")[2].rstrip("shotn").isdigit():
-            best = _best(series, is_loss=False)
-            cells = [(f"{100 * series.values[i]:.2f} %", f"{series.steps[i]:,}") for i in (len(series) - 1, best)]
+        metric = record.metric(name)
+        if metric.group == "probe" and metric.better:
+            places = (len(series) - 1, best_of(series, metric))
+            cells = [(metric.text(float(series.values[i])), f"{series.steps[i]:,}") for i in places]
             yield (f"probe {name}", *cells[0], *cells[1], "–")
-
-
-def _best(series: Series, is_loss: bool) -> int:
-    if not np.isfinite(series.values).any():
-        return len(series) - 1
-    return int(np.nanargmin(series.values) if is_loss else np.nanargmax(series.values))
 
 
 # ---------------------------------------------------------------------- curves and figures

@@ -186,7 +186,7 @@ def contenders(records: Records) -> list[Contender]:
     scored = {
         name: record
         for name, record in records.items()
-        if (score := record.last_score) is not None and not score.is_loss and math.isfinite(score.value)
+        if (score := record.last_score) is not None and score.is_accuracy and math.isfinite(score.value)
     }
     found = []
     for names in seed_groups(scored):
@@ -275,7 +275,7 @@ def _measure(record: RunRecord) -> Hashable:
         return ("VTAB-1k", score.name, protocol)
     facts = record.dataset("evaluation")
     data = (facts.digest or facts.source) if facts else str(record.results.get("data") or record.tags.get("data", ""))
-    kind = f"loss {record.settings.get('train.loss')}" if score.is_loss else "accuracy"
+    kind = "accuracy" if score.is_accuracy else f"{score.name} {record.settings.get('train.loss')}"
     split = record.split or str(record.results.get("split", ""))
     return (data, split, score.num_samples, kind)
 
@@ -340,7 +340,7 @@ def scored_on(record: RunRecord) -> str:
     split = record.split or record.results.get("split", "unknown")
     count = f", {counted(score.num_samples, 'image')}" if score.num_samples else ""
     fingerprint = f", fingerprint {facts.digest}" if facts and facts.digest else ""
-    return f"{name}, split {split}{count}{fingerprint}{', by ' + score.name if score.is_loss else ''}"
+    return f"{name}, split {split}{count}{fingerprint}{', by ' + score.name if not score.is_accuracy else ''}"
 
 
 def _by_value(records: Records, value: Callable[[RunRecord], str]) -> dict[str, list[str]]:

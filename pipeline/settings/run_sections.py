@@ -1,11 +1,13 @@
 """The sections of a run's settings: model, data, augmentation, training and so on. `run.py` puts them together."""
 
 from dataclasses import dataclass, make_dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pipeline.architecture.config import OPTIONS, Kernel
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
+from pipeline.base.metric import Metric
 from pipeline.settings.quantities import (
     MAX_BATCH,
     MAX_SIDE,
@@ -354,6 +356,15 @@ class ProbeConfig:
     def probes(self) -> bool:
         return any(self.shots) or self.neighbours > 0
 
+    def metrics(self, prefix: str) -> dict[str, Metric]:
+        """What these probes measure: prefix_5shot, prefix_5shot_std, prefix_20nn; with several strengths prefix_5shot_l2_1024."""
+        several = len(self.l2) > 1
+        shots = sorted({*self.shots} - {0})
+        names = [f"{prefix}_{n}shot" + (f"_l2_{l2:g}" if several else "") for n in shots for l2 in self.l2]
+        spread = [f"{name}_std" for name in names] if self.shots_seeds > 1 else []
+        names += [f"{prefix}_{self.neighbours}nn"] if self.neighbours else []
+        return dict.fromkeys(names, Metric("share", "higher", "probe")) | dict.fromkeys(spread, Metric(group="probe"))
+
     def check_splits(self, prefix: str, split: str) -> None:
         """Raise UserError if probes would be tested on their training split. prefix: of the settings' names."""
         if self.probes and self.train_split == split:
@@ -369,13 +380,23 @@ class RunProbeConfig(ProbeConfig):
     data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.", path=True)
     split: str = setting("val", "Split that probes are tested on.")
 
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of its metrics: the data set's name, or the split of the run's own data."""
+        if not self.data:
+            return self.split
+        return self.data.rstrip("/").rpartition("/")[2] if "://" in self.data else Path(self.data).resolve().name
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: Length = setting(Length.parse("2%"), "Interval between checkpoints; the last step always has one.", above=0)
     keep: int = setting(2, "Number of newest checkpoints that are kept.", min=1)
     keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0 is none.")
-    best: str = setting("", "Metric (val_top1, val_loss) whose best checkpoint is kept permanently; empty is none.")
+    best: str = setting(
+        "",
+        "Metric of an evaluation or a probe (val_top1, val_loss, val_20nn) whose best checkpoint is kept permanently; empty is none.",
+    )
     folder: str = setting(
         "",
         "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",

@@ -1,6 +1,7 @@
 """Draws the figures of a run at evaluations, in a process of low priority, which training never waits for but at its end.
 
-Rank 0 only. The process is `python -m pipeline.review.draw`; it reads the run folder, so it needs nothing of this one.
+Rank 0 only. The process reads the run folder, so it needs nothing of this one. Which module draws is up to the command that
+starts the run: reports use the same figures, and their rooms are above this one.
 """
 
 import contextlib
@@ -8,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,24 +20,21 @@ from pipeline.monitor.page_folder import LOG, PAGE
 from pipeline.process.waits import waiting
 
 _ROOT = Path(__file__).resolve().parents[2]
-COMMAND = (sys.executable, "-m", "pipeline.review.draw")
 # At most this many images are kept, the first ones of the split.
 _MAX_IMAGES = 50_000
 # Environment of ranks, which would make it one of them, or take their GPU.
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Drawing:
-    """The drawing process of a run.
+class DrawingProcess:
+    """The drawing process of a run, `python -m MODULE RUN_FOLDER`, at the end with --final.
 
-    every: seconds between drawings during the run. patience: how long the end of a run waits for the last one. command: of the
-    process, without the folder.
+    every: seconds between drawings during the run. timeout: seconds that the end of a run waits for the last one.
     """
 
-    def __init__(
-        self, folder: Path, every: float = 60.0, patience: float = 60.0, command: Sequence[str] = COMMAND
-    ) -> None:
-        self.folder, self.every, self.patience, self.command = folder.resolve(), every, patience, command
+    def __init__(self, folder: Path, module: str, every: float = 60.0, timeout: float = 60.0) -> None:
+        self.folder, self.every, self.timeout = folder.resolve(), every, timeout
+        self.command = ("nice", "-n", "19", sys.executable, "-m", module, str(self.folder))
         self._process: subprocess.Popen[bytes] | None = None
         self._begun = -float("inf")
 
@@ -57,12 +54,12 @@ class Drawing:
         with contextlib.suppress(OSError):
             self._process = self._start("--final")
             try:
-                with waiting("the last figures to be drawn", self.patience):
-                    self._process.wait(self.patience)
+                with waiting("the last figures to be drawn", self.timeout):
+                    self._process.wait(self.timeout)
             except subprocess.TimeoutExpired:
                 self._kill()
                 with open(self.folder / PAGE / LOG, "a") as log:
-                    log.write(f"ended after {self.patience:.0f} s: what was not drawn until then is missing\n")
+                    log.write(f"ended after {self.timeout:.0f} s: what was not drawn until then is missing\n")
 
     def _keep(self, predictions: Predictions, split: Split) -> None:
         true, predicted = outcomes(predictions, split)
@@ -78,10 +75,14 @@ class Drawing:
         self._begun = time.monotonic()
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(_ROOT)}
-        command = ["nice", "-n", "19", *self.command, str(self.folder), *arguments]
         with open(self.folder / PAGE / LOG, "ab") as log:
             return subprocess.Popen(
-                command, cwd=_ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*self.command, *arguments],
+                cwd=_ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
     def _is_drawing(self) -> bool:

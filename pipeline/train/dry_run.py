@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from pipeline import objectives
 from pipeline.base.errors import OneRankError
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
@@ -44,6 +45,8 @@ def dry_run_on_all_ranks(
     mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
     with engine.untouched(len(micro_batches)):
         training_step(engine, micro_batches, step=0, lr=0.0, mixing=mixing)
+    if not objectives.metrics(config)["scores"]:
+        return
     count = min(config.evaluate.batch, -(-len(evaluation) // plan.world_size))
     smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
     with _room(f"evaluation of evaluate.batch = {counted(count, 'image')}", lambda: smaller, stop):

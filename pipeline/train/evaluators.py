@@ -1,160 +1,155 @@
 """Evaluators that run during training: scores on the held-out split, and probes of the features.
 
-Each writes its last result to a file of the run folder. A restarted run compares it with its checkpoint, to make up an
-evaluation that was due but did not finish.
+What each measures is declared in `objectives.metrics`, so checkpoint.best can be checked before a run starts. Each writes its last
+result to a file of the run folder. A restarted run compares it with its checkpoint, to make up an evaluation that was due but did
+not finish.
 """
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.checkpoint.saver import Saver
-from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import BadBudget, Batch
-from pipeline.estimate.plan import Plan
-from pipeline.evaluate.classify import Scores, predict, score
+from pipeline.evaluate.classify import Predictions, Scores, predict, score
 from pipeline.evaluate.measured import Means, means
-from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
+from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.lifecycle.stop import Stop
-from pipeline.monitor.tracking import Tracker
-from pipeline.monitor.watchdog import Watchdog
-from pipeline.process.console import Console
-from pipeline.process.distributed import Ranks
-from pipeline.settings.run import RunConfig
-from pipeline.train.drawing import Drawing
+from pipeline.train.training_run import Monitoring, RunContext
 
 if TYPE_CHECKING:
     from pipeline.train.zero.engine import Engine
 
 
-class Evaluator(Protocol):
-    """An evaluation repeated during training. name: its name in `Plan.due`."""
+@dataclass(frozen=True)
+class Evaluation:
+    """A result. metrics: for metrics.jsonl. content: of the evaluator's file. line: for the log. predictions: of classes."""
 
-    name: str
-
-    def is_owed(self, start: int) -> bool:
-        """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and evaluation."""
-
-    def evaluate_on_all_ranks(self, step: int) -> None:
-        """Score the model after `step`; report and store the result. Raises Stopped on all ranks when they agree to stop."""
+    metrics: dict[str, float]
+    content: dict[str, Any]
+    line: str
+    predictions: Predictions | None = None
 
 
 @dataclass(frozen=True)
-class _Evaluator:
-    """Base of both evaluators. every: interval in steps, 0 is never. tracker: rank 0 only."""
+class Evaluator:
+    """An evaluation repeated during training. name: its name in `Plan.due` and `objectives.metrics`. file: of its last result."""
 
-    config: RunConfig
-    plan: Plan
-    ranks: Ranks
-    stop: Stop
+    context: RunContext
     engine: "Engine"
-    watchdog: Watchdog
-    console: Console
-    tracker: Tracker | None
-    folder: Path
+    monitoring: Monitoring
+    saver: Saver
 
-    name = ""
-    file = ""
+    name: ClassVar[str]
+    file: ClassVar[str]
 
     @property
     def every(self) -> int:
+        """Interval in steps; 0 is never."""
+        raise NotImplementedError
+
+    def measure_on_all_ranks(self, step: int) -> Evaluation:
+        """Measure the model as it is in evaluations, after `step`. Raises Stopped on all ranks when they agree to stop."""
         raise NotImplementedError
 
     def is_owed(self, start: int) -> bool:
-        if not start or not self.every or (start % self.every and start < self.plan.steps):
+        """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and evaluation."""
+        if not start or not self.every or (start % self.every and start < self.context.plan.steps):
             return False
         try:
-            return json_record.read(self.folder / self.file, _LastResult).step < start
+            return json_record.read(self.context.folder / self.file, _LastResult).step < start
         except (FileNotFoundError, UserError):
             return True
 
-    def _report(self, step: int, line: str, metrics: dict[str, float], content: dict[str, Any]) -> None:
-        self.console.say(f"step {step:,}: {line}")
-        if self.tracker:
-            self.tracker.log(step, metrics)
-            write_text(self.folder / self.file, json.dumps({"step": step, **content}))
+    def evaluate_on_all_ranks(self, step: int) -> None:
+        """Measure the model after `step`; report and store the result, and keep the checkpoint if it is the best."""
+        with self.engine.averaged():
+            found = self.measure_on_all_ranks(step)
+        best = self.context.config.checkpoint.best
+        if self.context.plan.best_from == self.name:
+            declared = objectives.metrics(self.context.config)[self.name][best]
+            self.saver.mark_best(step, best, found.metrics[best], declared.better == "lower")
+        self.context.console.say(f"step {step:,}: {found.line}")
+        if self.monitoring.tracker:
+            self.monitoring.tracker.log(step, found.metrics)
+            write_text(self.context.folder / self.file, json.dumps({"step": step, **found.content}))
+        if self.monitoring.drawing:
+            self.monitoring.drawing.begin(found.predictions, self.context.prepared.evaluation)
 
 
-@dataclass(frozen=True)
-class SplitEvaluator(_Evaluator):
-    """Scores the held-out split; the scores select the best checkpoint. drawing: rank 0 only.
-
-    Classes are scored as by launch/evaluate.py; otherwise the scores are what the objective measures.
-    """
-
-    split: Split
-    saver: Saver
-    drawing: Drawing | None
+class SplitEvaluator(Evaluator):
+    """Scores the held-out split. Classes are scored as by launch/evaluate.py; otherwise the scores are what the objective measures."""
 
     name = "scores"
     file = "scores.json"
 
     @property
     def every(self) -> int:
-        return self.plan.eval_every
+        return self.context.plan.eval_every
 
-    def evaluate_on_all_ranks(self, step: int) -> None:
-        config = self.config
+    def measure_on_all_ranks(self, step: int) -> Evaluation:
+        config, split = self.context.config, self.context.prepared.evaluation
 
         def forward(images: Tensor) -> Tensor:
-            self.watchdog.at(step, "evaluation")
+            self.monitoring.watchdog.at(step, "evaluation")
             return self.engine.forward(images)
 
         def measure(batch: Batch) -> dict[str, Tensor]:
-            self.watchdog.at(step, "evaluation")
+            self.monitoring.watchdog.at(step, "evaluation")
             return self.engine.measure(batch)
 
         reader = SplitReader(
-            self.split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.ranks,
-            stop=self.stop, budget=BadBudget(config.data.max_bad_share), seed=config.seed,
+            split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.context.ranks,
+            stop=self.context.stop, budget=BadBudget(config.data.max_bad_share), seed=config.seed,
             views=() if self.engine.objective.predicts_classes else self.engine.objective.views(config),
         )  # fmt: skip
         predictions = None
-        with self.engine.averaged():
-            if self.engine.objective.predicts_classes:
-                predictions = predict(forward, reader, config.train.loss)
-                scores: Scores | Means = score(predictions, self.split)
-            else:
-                scores = means(measure, reader)
-        name = config.data.evaluated_split
-        content = scores.to_dict()
+        if self.engine.objective.predicts_classes:
+            predictions = predict(forward, reader, config.train.loss)
+            scores: Scores | Means = score(predictions, split)
+        else:
+            scores = means(measure, reader)
+        name, content = config.data.evaluated_split, scores.to_dict()
         metrics = {f"{name}_{metric}": value for metric, value in content.items()}
-        if config.checkpoint.best:
-            self.saver.mark_best(step, config.checkpoint.best, metrics[config.checkpoint.best])
-        self._report(step, f"{name} {scores}", metrics, content)
-        if self.drawing is not None:
-            self.drawing.begin(predictions, self.split)
+        return Evaluation(metrics, content, f"{name} {scores}", predictions)
 
 
-@dataclass(frozen=True)
-class ProbeEvaluator(_Evaluator):
-    """Measures few-shot and nearest-neighbour accuracy of the features."""
-
-    probe: RunProbe
+class ProbeEvaluator(Evaluator):
+    """Measures few-shot and nearest-neighbour accuracy of the backbone's features."""
 
     name = "probe"
     file = "probe.json"
 
     @property
     def every(self) -> int:
-        return self.plan.probe_every
+        return self.context.plan.probe_every
 
-    def evaluate_on_all_ranks(self, step: int) -> None:
+    def measure_on_all_ranks(self, step: int) -> Evaluation:
+        probe = self.context.prepared.run_probe
+        assert probe is not None, "start.prepare opens it where probe.every is set"
+
         def features(images: Tensor) -> Tensor:
-            self.watchdog.at(step, "probe")
+            self.monitoring.watchdog.at(step, "probe")
             return self.engine.features(images)
 
-        with self.engine.averaged():
-            scores = self.probe.scores(features, self.ranks, self.stop)
-        metrics = probe_metrics(scores, self.probe.name)
-        self._report(step, ", ".join(f"{name} {value:.2%}" for name, value in metrics.items()), metrics, scores)
+        scores = probe.scores(features, self.context.ranks, self.context.stop)
+        metrics = probe_metrics(scores, self.context.config.probe.prefix)
+        return Evaluation(metrics, scores, ", ".join(f"{name} {value:.2%}" for name, value in metrics.items()))
+
+
+EVALUATORS: dict[str, type[Evaluator]] = {kind.name: kind for kind in (SplitEvaluator, ProbeEvaluator)}
+
+
+def evaluators_of(context: RunContext, engine: "Engine", monitoring: Monitoring, saver: Saver) -> list[Evaluator]:
+    """The evaluators of a run: those that measure something of it."""
+    measured = objectives.metrics(context.config)
+    return [kind(context, engine, monitoring, saver) for name, kind in EVALUATORS.items() if measured[name]]
 
 
 @dataclass(frozen=True)

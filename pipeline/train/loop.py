@@ -22,40 +22,41 @@ from pipeline.train.training_run import TrainingRun
 
 def train_on_all_ranks(run: TrainingRun) -> None:
     """Train from `run.progress.step` to the end of the plan. Raises Stopped on all ranks when they agree to stop."""
-    config, plan, progress = run.config, run.plan, run.progress
-    run.feed.go_to(progress.step, progress.skipped_batches)
-    run.meter.restart()  # What came before, an evaluation that was made up, is not training.
+    config, plan, progress = run.context.config, run.context.plan, run.progress
+    engine, feed, monitoring = run.training.engine, run.training.feed, run.monitoring
+    feed.go_to(progress.step, progress.skipped_batches)
+    monitoring.meter.restart()  # What came before, an evaluation that was made up, is not training.
     while progress.step < plan.steps:
-        micro_batches = run.feed.next_on_all_ranks()
+        micro_batches = feed.next_on_all_ranks()
         step = progress.step  # Number of this step, from 0; log lines count from 1.
         due = plan.due(step + 1)
 
         # ------------------------------------------------------------------ forward, loss, backward, step
-        run.watchdog.at(step + 1, "step")
-        run.trace.before(step + 1)
-        lr = learning_rate(config.schedule, run.peak_lr, step, plan.steps, plan.warmup, plan.cooldown)
+        monitoring.watchdog.at(step + 1, "step")
+        monitoring.trace.before(step + 1)
+        lr = learning_rate(config.schedule, run.training.peak_lr, step, plan.steps, plan.warmup, plan.cooldown)
         mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
-        result = training_step(run.engine, micro_batches, step, lr, mixing, run.spikes.check_of(step + 1))
+        result = training_step(engine, micro_batches, step, lr, mixing, monitoring.spikes.check_of(step + 1))
         progress.step = step + 1
         run.record_step(micro_batches, result.loss)
 
         # ------------------------------------------------------------------ loss spikes: continue, skip, or roll back
         if (due.log or due.save) and run.rolled_back_after_spikes_on_all_ranks():
-            run.feed.go_to(progress.step, progress.skipped_batches)
+            feed.go_to(progress.step, progress.skipped_batches)
             continue
 
         # ------------------------------------------------------------------ log, save, score
         if due.log:
             run.log_on_all_ranks(result.loss, result.values, float(result.grad_norm), lr)
-        with run.meter.paused():
+        with monitoring.meter.paused():
             if due.save:
                 run.save_on_all_ranks(keep=due.keep)
-                run.stop.leave_if_wanted_on_all_ranks()  # Stopping later would need another checkpoint.
+                run.context.stop.leave_if_wanted_on_all_ranks()  # Stopping later would need another checkpoint.
             for evaluator in run.evaluators:
                 if evaluator.name in due.evaluations:
                     evaluator.evaluate_on_all_ranks(progress.step)
-        run.watchdog.at(progress.step, "data")
-    run.feed.end_on_all_ranks()
+        monitoring.watchdog.at(progress.step, "data")
+    feed.end_on_all_ranks()
 
 
 class Trainer(Protocol):

@@ -12,10 +12,10 @@ from pipeline.train.start import Prepared, prepare
 from pipeline.train.training_run import TrainingRun
 
 
-def run_training(config: RunConfig) -> None:
-    """Run training in a process that has already imported everything; otherwise use `start.run`."""
+def run_training(config: RunConfig, draw: str | None = None) -> None:
+    """Run training in a process that has already imported everything; otherwise use `start.run`. draw: see `start.prepare`."""
     with Stop(config) as stop:
-        train_prepared(config, stop, prepare(config))
+        train_prepared(config, stop, prepare(config, draw))
 
 
 def train_prepared(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
@@ -23,38 +23,38 @@ def train_prepared(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
 
     A run that is asked to stop commits a checkpoint and ends the process with exit code 75.
     """
-    training = set_up(config, stop, prepared)
-    progress, console, meter = training.progress, training.console, training.meter
-    if reason := _train(training):
+    run = set_up(config, stop, prepared)
+    progress, console, meter = run.progress, run.context.console, run.monitoring.meter
+    if reason := _train(run):
         console.say(
             f"stopped by {reason} at step {progress.step:,}, which is committed: the same command resumes it (exit code 75)"
         )
         stop.leave(progress.step, reason)
-    if progress.start >= training.plan.steps:
+    if progress.start >= prepared.plan.steps:
         console.say("nothing left to do: the run is finished")
         return
     console.say(
-        f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {training.folder}"
+        f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {run.context.folder}"
     )
 
 
-def _train(training: TrainingRun) -> str:
+def _train(run: TrainingRun) -> str:
     """Train to the end and return "", or, if asked to stop, commit a checkpoint and return the reason."""
-    progress, stop, saver = training.progress, training.stop, training.saver
+    progress, stop, saver = run.progress, run.context.stop, run.saving.saver
     status, outcome, reason = "FAILED", "", ""
     try:
         stop.begin_training(progress.start)
-        for evaluator in training.evaluators:
-            if training.ranks.agree(evaluator.is_owed(progress.start)):
+        for evaluator in run.evaluators:
+            if run.context.ranks.agree(evaluator.is_owed(progress.start)):
                 evaluator.evaluate_on_all_ranks(progress.start)
-        training.console.open_bar(progress.start, training.plan.steps)
-        train_on_all_ranks(training)
+        run.context.console.open_bar(progress.start, run.context.plan.steps)
+        train_on_all_ranks(run)
         saver.wait()
         stop.committed(progress.step)
-        training.report_bad_samples_on_all_ranks()
+        run.report_bad_samples_on_all_ranks()
         status, outcome = "FINISHED", "finished"
     except Stopped:  # On all ranks at the same step or evaluation batch.
-        training.save_before_stop_on_all_ranks()
+        run.save_before_stop_on_all_ranks()
         saver.wait()
         status, reason = "KILLED", stop.agreed_reason_on_all_ranks()
         outcome = f"stopped by {reason} at step {progress.step:,}; the same command resumes it"
@@ -63,5 +63,5 @@ def _train(training: TrainingRun) -> str:
         outcome = f"{kind} after step {progress.step:,}: {' '.join(str(error).split())}"
         raise
     finally:
-        training.close(status, outcome, in_a_hurry=bool(reason))
+        run.close(status, outcome, in_a_hurry=bool(reason))
     return reason

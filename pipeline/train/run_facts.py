@@ -2,6 +2,7 @@
 
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,13 @@ def run_facts(
             (evaluation, "evaluation", {"excluded": f"{evaluation.excluded}"}),
         )
     ]
+    of_steps = objectives.kind(config.train.loss).values(config)
+    measured = {name: metric for of in objectives.metrics(config).values() for name, metric in of.items()}
+    measured |= {name: replace(metric, group="train") for name, metric in of_steps.items()}
     return RunFacts(
         config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent, origin),
         parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
-        config.checkpoint.best or f"{config.data.evaluated_split}_{objectives.kind(config.train.loss).metrics(config)[0]}", origin=origin,
-        objective=config.train.loss,
+        config.checkpoint.best or next(iter(measured), ""), origin=origin, objective=config.train.loss, metrics=measured,
     )  # fmt: skip
 
 

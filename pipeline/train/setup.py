@@ -1,9 +1,9 @@
-"""Set-up before the first step: ranks, data, plan, lock, checkpoint or weights to start from, engine, dry run."""
+"""Set-up before the first step: ranks and run folder, where to start, engine, data, metrics, checkpoints."""
 
 import contextlib
 import json
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
+from pipeline.data.storage.bucket import AnyPath
 from pipeline.estimate.memory import refuse_too_large
-from pipeline.estimate.plan import Plan
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
@@ -29,7 +29,7 @@ from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
-from pipeline.monitor.run_page import RunFacts, WeightsOrigin, hide_passwords
+from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
@@ -39,27 +39,39 @@ from pipeline.process.distributed import from_environment, use_exact_arithmetic
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers, resume
-from pipeline.train.drawing import Drawing
+from pipeline.train.drawing import DrawingProcess
 from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
-from pipeline.train.evaluators import Evaluator, ProbeEvaluator, SplitEvaluator
+from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
 from pipeline.train.logged_models import logged_models
 from pipeline.train.optimizers import peak_rate
 from pipeline.train.run_counts import RunCounts
 from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
-from pipeline.train.training_run import Progress, TrainingRun
+from pipeline.train.training_run import Monitoring, Progress, RunContext, Saving, Training, TrainingRun
 from pipeline.train.zero.engine import Engine, start_ranks
 
 
 def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     """Prepare a run, up to the step where it starts. Collective. Raises UserError for a user's mistake."""
-    # ------------------------------------------------------------------ plan, run folder's lock, ranks
-    ranks = from_environment()
+    context = _connect_on_all_ranks(config, stop, prepared)
+    start = _find_start_on_all_ranks(context)
+    training = _build_training_on_all_ranks(context, start)
+    monitoring = _begin_monitoring_on_all_ranks(context, start, training)
+    saving = _prepare_saving(context, start)
+    evaluators = evaluators_of(context, training.engine, monitoring, saving.saver)
+    step = start.state.step
+    progress = Progress(step, step, step, list(start.state.left_out))
+    return TrainingRun(context, training, monitoring, saving, evaluators, progress)
+
+
+# ---------------------------------------------------------------------- plan, run folder's lock, ranks
+def _connect_on_all_ranks(config: RunConfig, stop: Stop, prepared: Prepared) -> RunContext:
+    """Lock the run folder, start the ranks, and compare their settings and data."""
+    ranks, plan = from_environment(), prepared.plan
     use_exact_arithmetic(ranks.device, config.engine.deterministic)
-    dataset, split, evaluation, plan = prepared.dataset, prepared.split, prepared.evaluation, prepared.plan
-    fused = optimizers.is_fused(config.engine, ranks.device)
-    facts = resume.identity(config, dataset, plan, split, evaluation) | {"fused_optimizer": fused}
+    identity = resume.identity(config, prepared.dataset, plan, prepared.split, prepared.evaluation)
+    identity["fused_optimizer"] = optimizers.is_fused(config.engine, ranks.device)
     folder = stop.folder.path
     before = last_end_in_words(folder) if ranks.is_main else ""
     in_use = stop.folder.lock() if ranks.is_main else None
@@ -68,93 +80,54 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     console.say(f"{config.name}: {plan.describe()}")
     if not stop.folder.is_locked:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
-    for line in plan.notes(config) + split.notes() + evaluation.notes():
+    for line in plan.notes(config) + prepared.split.notes() + prepared.evaluation.notes():
         console.say(line)
     longest_wait = max(config.data.retry_minutes, commit_minutes(config))
     start_ranks(ranks, config.engine.timeout_minutes, longest_wait)
     ranks.agree(in_use)
     stop.connect(ranks)
-    resume.refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
+    resume.refuse_other_facts(identity, ranks.agree(identity), ranks.rank)
+    return RunContext(config, prepared, ranks, stop, console, identity, before)
 
-    # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
+
+# ---------------------------------------------------------------------- where to start: checkpoint, weights or afresh
+@dataclass(frozen=True)
+class _StartingPoint:
+    """resumed: the checkpoint to continue; None without one. damaged: names of damaged ones. state: of `resumed`.
+
+    config: with the path of the weights in place of their address. origin: of the weights that a first start begins with.
+    model: not trained yet; the engine loads the checkpoint's tensors.
+    """
+
+    checkpoints: Checkpoints
+    resumed: AnyPath | None
+    damaged: set[str]
+    state: State
+    config: RunConfig
+    origin: WeightsOrigin | None
+    model: Model
+
+
+def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
+    config, plan, ranks, console = context.config, context.plan, context.ranks, context.console
+    dataset = context.prepared.dataset
     gpu_memory = device_memory(ranks.device)
     if config.model.name:  # Checked before the model is built, which takes long if it is too large.
         least = min(ranks.gather(gpu_memory or host_memory()))
         new = objectives.new_backbone(config, dataset.num_classes)
         refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
     checkpoints = Checkpoints(checkpoint_folder(config))
-    resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, facts, plan.steps, ranks, console)
-    located, origin = config, None
+    resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, context.identity, plan.steps, ranks, console)
+    origin = None
     if resumed is None and config.init.weights:
         # The file rather than its run: while that run trains on, its newest checkpoint is another one a moment later.
         origin = ranks.on_main(partial(_find_weights, config, console))
-        located = replace(config, init=replace(config.init, weights=origin.path))
-    model = resume.initial_model(located, dataset, resumed, console)
+        config = replace(config, init=replace(config.init, weights=origin.path))
+    model = resume.initial_model(config, dataset, resumed, console)
     if gpu_memory is not None:
         refuse_too_large(config, plan, model.config, gpu_memory)
-    model.activation_checkpointing = config.engine.activation_checkpointing
-    objective = objectives.create(config, model)
-    optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
-    clock = StepClock(ranks.device)
-    with room_for_training(config, plan, model.config, stop):
-        engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
-        dry_run_on_all_ranks(config, plan, engine, split, evaluation, stop)
-    state = State(step=0)
-    if resumed is not None:
-        state = read_state(resumed)
-        engine.load(ShardedTensors.open(resumed), state.engine)
-        stop.step = state.step
-        console.say(f"resumed from {resumed} at step {state.step:,} of {plan.steps:,}")
-    elif origin is not None:
-        console.say(f"started from the weights in {config.init.weights}: {origin.details}")
-    start = state.step
-    progress = Progress(start, start, start, list(state.left_out))
-
-    # ------------------------------------------------------------------ data, metrics, checkpoints, evaluators
-    feed = Feed(config, plan, split, ranks, stop, clock)
-    peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
-    flops = models.training_flops_per_image(model.config)
-    console.say(
-        f"{models.num_parameters(model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
-        f"{counted(dataset.num_classes, 'class')}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
-    )
-    meter = Meter(ranks, clock, flops, peak)
-    trace = Trace(
-        config.profile.trace_step if ranks.is_main else 0,
-        config.profile.trace_steps,
-        folder / "trace.json",
-        ranks.device,
-    )
-    if config.profile.communication:
-        engine.count_communication()
-    spikes = SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes)
-    counts = RunCounts(state.counts, dataset.storage.retry, ranks)
-    hosts = ranks.gather(socket.gethostname())
-    slow_ranks = SlowRanks(hosts, config.health.straggler_ratio)
-    # Also for a finished run: sends the metrics that MLflow has not received yet.
-    tracker = None
-    if ranks.is_main:
-        if resumed is not None:
-            origin = _saved_origin(folder)
-        shown = run_facts(located, plan, model, dataset, split, evaluation, ranks.device, origin)
-        shown = replace(shown, hosts=tuple(sorted(set(hosts))), before=before)
-        tracker = _start_tracker(config, plan, shown, folder, engine, model, start, checkpoints)
-    for line in tracker.notes if tracker else []:
-        console.say(line)
-    saver = Saver(
-        str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say, 60 * commit_minutes(config)
-    )
-    watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, stop.record_failure)
-    drawing = Drawing(folder) if ranks.is_main and config.track.figures else None
-    shared = (config, plan, ranks, stop, engine, watchdog, console, tracker, folder)
-    evaluators: list[Evaluator] = [SplitEvaluator(*shared, evaluation, saver, drawing)]
-    if prepared.run_probe is not None:
-        evaluators.append(ProbeEvaluator(*shared, prepared.run_probe))
-    return TrainingRun(
-        config, plan, ranks, stop, console, folder, facts, dataset, split, model, engine, feed, evaluators,
-        progress, counts, checkpoints, damaged, saver, spikes, slow_ranks, HostMeter(ranks), watchdog, clock, meter, trace, tracker, drawing,
-        peak_rate(config.optimizer, plan.global_batch),
-    )  # fmt: skip
+    state = State(step=0) if resumed is None else read_state(resumed)
+    return _StartingPoint(checkpoints, resumed, damaged, state, config, origin, model)
 
 
 def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
@@ -163,30 +136,89 @@ def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
     return find_origin(find_file(Path(weights_path(config.init.weights, config.track.uri, console.say))))
 
 
-def _saved_origin(folder: Path) -> WeightsOrigin | None:
-    """The weights that a run began with, as its first start found them; None for a run of an earlier version."""
-    with contextlib.suppress(UserError):
-        return PageFolder(folder).read_facts().facts.origin
-    return None
+# ---------------------------------------------------------------------- what trains
+def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> Training:
+    """Build the engine, try out one step, and load the checkpoint."""
+    config, prepared, plan, ranks = context.config, context.prepared, context.plan, context.ranks
+    start.model.activation_checkpointing = config.engine.activation_checkpointing
+    objective = objectives.create(config, start.model)
+    optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, context.identity["fused_optimizer"])
+    clock = StepClock(ranks.device)
+    with room_for_training(config, plan, start.model.config, context.stop):
+        engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
+        dry_run_on_all_ranks(config, plan, engine, prepared.split, prepared.evaluation, context.stop)
+    if start.resumed is not None:
+        engine.load(ShardedTensors.open(start.resumed), start.state.engine)
+        context.stop.step = start.state.step
+        context.console.say(f"resumed from {start.resumed} at step {start.state.step:,} of {plan.steps:,}")
+    elif start.origin is not None:
+        context.console.say(f"started from the weights in {config.init.weights}: {start.origin.details}")
+    feed = Feed(config, plan, prepared.split, ranks, context.stop, clock)
+    return Training(engine, feed, peak_rate(config.optimizer, plan.global_batch))
 
 
-def _start_tracker(
-    config: RunConfig, plan: Plan, facts: RunFacts, folder: Path, engine: Engine, model: Model, start: int,
-    checkpoints: Checkpoints,
-) -> Tracker:  # fmt: skip
-    write_settings(config, folder)
-    write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
-    write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
+# ---------------------------------------------------------------------- what measures
+def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, training: Training) -> Monitoring:
+    config, ranks, folder, console = context.config, context.ranks, context.folder, context.console
+    dataset, state, engine = context.prepared.dataset, start.state, training.engine
+    peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
+    flops = models.training_flops_per_image(start.model.config)
+    console.say(
+        f"{models.num_parameters(start.model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
+        f"{counted(dataset.num_classes, 'class')}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
+    )
+    if config.profile.communication:
+        engine.count_communication()
+    trace_step = config.profile.trace_step if ranks.is_main else 0
+    hosts = ranks.gather(socket.gethostname())
+    # Also for a finished run: sends the metrics that MLflow has not received yet.
+    tracker = _start_tracker(context, start, training, hosts) if ranks.is_main else None
+    for line in tracker.notes if tracker else []:
+        console.say(line)
+    draws = ranks.is_main and config.track.figures
+    return Monitoring(
+        meter=Meter(ranks, engine.clock, flops, peak),
+        host_meter=HostMeter(ranks),
+        trace=Trace(trace_step, config.profile.trace_steps, folder / "trace.json", ranks.device),
+        spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
+        slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
+        counts=RunCounts(state.counts, dataset.storage.retry, ranks),
+        watchdog=Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, context.stop.record_failure),
+        tracker=tracker,
+        drawing=DrawingProcess(folder, context.prepared.draw) if draws and context.prepared.draw else None,
+    )
+
+
+def _start_tracker(context: RunContext, start: _StartingPoint, training: Training, hosts: list[str]) -> Tracker:
+    """Write what the run folder shows beside the metrics, and begin to record. Rank 0 only."""
+    config, plan, ranks, folder = context.config, context.plan, context.ranks, context.folder
+    prepared, model = context.prepared, start.model
     page = PageFolder(folder)
+    origin = start.origin if start.resumed is None else _saved_origin(page)
+    facts = run_facts(
+        start.config, plan, model, prepared.dataset, prepared.split, prepared.evaluation, ranks.device, origin
+    )
+    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if not facts.parents:
         with contextlib.suppress(UserError):
             facts = replace(facts, parents=page.read_facts().facts.parents)
-    page.write_text("environment.txt", environment(engine.ranks.device))
+    write_settings(config, folder)
+    write_text(folder / "deepspeed.json", json.dumps(training.engine.settings, indent=1))
+    write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
+    page.write_text("environment.txt", environment(ranks.device))
     page.write_text("plan.txt", plan_lines(config, plan, model))
     return Tracker(
-        config.track, Path(config.out), folder, facts, start, find_models=partial(logged_models, checkpoints)
-    )
+        config.track, Path(config.out), folder, facts, start.state.step,
+        find_models=partial(logged_models, start.checkpoints),
+    )  # fmt: skip
+
+
+def _saved_origin(page: PageFolder) -> WeightsOrigin | None:
+    """The weights that a run began with, as its first start found them; None for a run of an earlier version."""
+    with contextlib.suppress(UserError):
+        return page.read_facts().facts.origin
+    return None
 
 
 def write_settings(config: RunConfig, folder: Path) -> None:
@@ -195,3 +227,13 @@ def write_settings(config: RunConfig, folder: Path) -> None:
     settings["track"]["uri"] = hide_passwords(settings["track"]["uri"])
     write_text(folder / "config.json", json.dumps(settings, indent=1))
     write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+
+
+# ---------------------------------------------------------------------- what saves
+def _prepare_saving(context: RunContext, start: _StartingPoint) -> Saving:
+    config = context.config
+    saver = Saver(
+        str(start.checkpoints.folder), context.ranks, 60 * config.data.retry_minutes, start.state.step, context.console.say,
+        60 * commit_minutes(config),
+    )  # fmt: skip
+    return Saving(start.checkpoints, saver, start.damaged)

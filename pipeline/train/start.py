@@ -1,6 +1,6 @@
 """Entry point of a run: checks launcher, settings and data before the slow imports (torch, DeepSpeed)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,30 +18,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data and plan of a run, checked."""
+    """Data and plan of a run, checked. draw: see `prepare`."""
 
     dataset: "Dataset"
     split: "Split"
     evaluation: "Split"
     run_probe: "RunProbe | None"
     plan: Plan
+    draw: str | None = None
 
 
-def run(config: RunConfig) -> None:
-    """Train, in a process started by a launcher or directly. Raises UserError for a user's mistake."""
+def run(config: RunConfig, draw: str) -> None:
+    """Train, in a process started by a launcher or directly. draw: see `prepare`. Raises UserError for a user's mistake."""
     check_environment()
     refuse_busy_port()
     quiet_torch()
     with Stop(config) as stop:  # First, so that signals are handled during slow work.
         with without_collection():
-            prepared = prepare(config)
+            prepared = prepare(config, draw)
             from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.
 
         train_prepared(config, stop, prepared)
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Open the data and plan the run. Raises UserError for invalid settings, data or weights."""
+def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
+    """Open the data and plan the run. Raises UserError for invalid settings, data or weights.
+
+    draw: module that draws the figures of a run folder, in a process of its own (`drawing.py`); None: no figures.
+    """
     from pipeline.data.dataset.manifest import open_dataset
     from pipeline.data.dataset.subset import run_splits
     from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
@@ -54,6 +58,7 @@ def prepare(config: RunConfig) -> Prepared:
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
     objectives.check(config)
+    plan = replace(plan, best_from=objectives.best_from(config))
     run_probe = None
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
@@ -61,7 +66,7 @@ def prepare(config: RunConfig) -> Prepared:
         run_probe = open_run_probe(config, dataset)
     if config.init.weights:
         _find_weights(config, config.init.weights)
-    return Prepared(dataset, split, evaluation, run_probe, plan)
+    return Prepared(dataset, split, evaluation, run_probe, plan, draw)
 
 
 def _find_weights(config: RunConfig, weights: str) -> None:

@@ -12,19 +12,17 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
+from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
 from pipeline.checkpoint.writer import Commit, Retention
-from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batch_of_step, skip_batches
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
-from pipeline.model import Model
 from pipeline.monitor.health import SlowRanks, SpikePolicy
-from pipeline.monitor.profile import Meter, StepClock, Trace
+from pipeline.monitor.profile import Meter, Trace
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
@@ -34,12 +32,13 @@ from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
-from pipeline.train.drawing import Drawing
-from pipeline.train.evaluators import Evaluator
+from pipeline.train.drawing import DrawingProcess
 from pipeline.train.feed import Feed
 from pipeline.train.run_counts import RunCounts
+from pipeline.train.start import Prepared
 
 if TYPE_CHECKING:  # Importing DeepSpeed takes seconds, and `training_step` is also used without it.
+    from pipeline.train.evaluators import Evaluator
     from pipeline.train.zero.engine import Engine
 
 
@@ -58,51 +57,84 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class TrainingRun:
-    """Everything the training loop uses; made by `setup.set_up`.
+class RunContext:
+    """What every part of a run uses. prepared: data and plan. identity: settings and data, saved with each checkpoint.
 
-    facts: identity of the run, saved with each checkpoint. damaged: names of damaged checkpoints. tracker, drawing: rank 0 only.
+    before: how the run's last start ended, in words; rank 0 only.
     """
 
     config: RunConfig
-    plan: Plan
+    prepared: Prepared
     ranks: Ranks
     stop: Stop
     console: Console
-    folder: Path
-    facts: dict[str, Any]
-    dataset: Dataset
-    split: Split
-    model: Model
+    identity: dict[str, Any]
+    before: str
+
+    @property
+    def plan(self) -> Plan:
+        return self.prepared.plan
+
+    @property
+    def folder(self) -> Path:
+        return self.stop.folder.path
+
+
+@dataclass(frozen=True)
+class Training:
+    """What trains: engine.objective on the batches of the feed."""
+
     engine: "Engine"
     feed: Feed
-    evaluators: Sequence[Evaluator]
-    progress: Progress
-    counts: RunCounts
-    checkpoints: Checkpoints
-    damaged: set[str]
-    saver: Saver
+    peak_lr: float
+
+
+@dataclass(frozen=True)
+class Monitoring:
+    """What measures a run, and what keeps an eye on it. tracker, drawing: rank 0 only."""
+
+    meter: Meter
+    host_meter: HostMeter
+    trace: Trace
     spikes: SpikePolicy
     slow_ranks: SlowRanks
-    host_meter: HostMeter
+    counts: RunCounts
     watchdog: Watchdog
-    clock: StepClock
-    meter: Meter
-    trace: Trace
     tracker: Tracker | None
-    drawing: Drawing | None
-    peak_lr: float
+    drawing: DrawingProcess | None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What saves. damaged: names of damaged checkpoints, which do not count as kept ones."""
+
+    checkpoints: Checkpoints
+    saver: Saver
+    damaged: set[str]
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Everything the training loop uses; made by `setup.set_up`."""
+
+    context: RunContext
+    training: Training
+    monitoring: Monitoring
+    saving: Saving
+    evaluators: Sequence["Evaluator"]
+    progress: Progress
 
     # ------------------------------------------------------------------ around the step
     def record_step(self, micro_batches: Sequence[Batch], loss: Tensor) -> None:
         """Record a completed step. loss: this rank's mean, on the device. Does not synchronise with the device."""
-        self.spikes.add(self.progress.step, loss)
-        self.counts.add(micro_batches, self.feed.loader.bad)
-        self.meter.step(self.plan.global_batch)
-        self.console.advance()
-        self.saver.tend()
-        if file := self.trace.after(self.progress.step):
-            self.console.say(f"step {self.progress.step:,}: trace in {file}")
+        monitoring, console, step = self.monitoring, self.context.console, self.progress.step
+        monitoring.spikes.add(step, loss)
+        monitoring.counts.add(micro_batches, self.training.feed.loader.bad)
+        monitoring.meter.step(self.context.plan.global_batch)
+        console.advance()
+        self.saving.saver.tend()
+        if file := monitoring.trace.after(step):
+            console.say(f"step {step:,}: trace in {file}")
 
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
         """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.
@@ -110,25 +142,26 @@ class TrainingRun:
         "say" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike and skips
         the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is exceeded.
         """
-        config, progress = self.config, self.progress
-        reaction = self.spikes.react()
+        config, console, progress = self.context.config, self.context.console, self.progress
+        engine, spikes, tracker = self.training.engine, self.monitoring.spikes, self.monitoring.tracker
+        reaction = spikes.react()
         for line in reaction.lines:
-            self.console.say(line)
-        if self.engine.skipped_steps > config.train.max_skipped_steps:
+            console.say(line)
+        if engine.skipped_steps > config.train.max_skipped_steps:
             raise DivergedError(
-                f"{counted(self.engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient or a loss "
+                f"{counted(engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient or a loss "
                 f"that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, use "
                 "a longer schedule.warmup or engine.precision=fp32, or raise the budget."
             )
         if reaction.roll_back_before is None:
             return False
-        with self.meter.paused():
-            self.saver.wait()
+        with self.monitoring.meter.paused():
+            self.saving.saver.wait()
             with waits.waiting(
                 "an earlier checkpoint to be read", 60 * commit_minutes(config), "checkpoint.wait_minutes"
             ):
                 state = resume.go_back_on_all_ranks(
-                    self.checkpoints, self.engine, reaction.roll_back_before, self.ranks, self.console
+                    self.saving.checkpoints, engine, reaction.roll_back_before, self.context.ranks, console
                 )
         if state is None:
             return False
@@ -138,51 +171,56 @@ class TrainingRun:
                 f"the loss has jumped {len(progress.skipped_batches)} times, more than health.max_rollbacks = "
                 f"{config.health.max_rollbacks} allows to go back for. Lower optimizer.lr, or raise health.spike_sigma."
             )
-        self.spikes.forget(state.losses)
+        spikes.forget(state.losses)
         progress.step = progress.saved = state.step
-        for line in self.tracker.go_back(state.step) if self.tracker else []:
-            self.console.say(line)
+        for line in tracker.go_back(state.step) if tracker else []:
+            console.say(line)
         return True
 
     # ------------------------------------------------------------------ log, save
     def log_on_all_ranks(self, loss: Tensor, values: dict[str, Tensor], grad_norm: float, lr: float) -> None:
         """Write a console line and a record of metrics. Raises UserError for a failed save or too many unreadable samples."""
-        plan, ranks, progress, loader = self.plan, self.ranks, self.progress, self.feed.loader
-        self.counts.gather_on_all_ranks()
-        num_bad = len(self.counts.unreadable)
-        self.clock.add("communication", self.engine.communication_seconds())
+        context, monitoring, progress = self.context, self.monitoring, self.progress
+        plan, ranks, counts, meter = context.plan, context.ranks, monitoring.counts, monitoring.meter
+        engine, loader, saver = self.training.engine, self.training.feed.loader, self.saving.saver
+        counts.gather_on_all_ranks()
+        num_bad = len(counts.unreadable)
+        engine.clock.add("communication", engine.communication_seconds())
         batches_seen = batch_of_step(progress.step - 1, progress.skipped_batches) + 1
+        logged = {name: ranks.mean(value) for name, value in values.items()}
         metrics = {
-            "loss": ranks.mean(loss), **{name: ranks.mean(value) for name, value in values.items()},
-            "lr": lr, "grad_norm": grad_norm, **self.meter.read(),
+            "loss": ranks.mean(loss), **logged,
+            "lr": lr, "grad_norm": grad_norm, **meter.read(),
             "epoch": batches_seen * plan.global_batch / plan.num_samples,
-            "skipped_steps": self.engine.skipped_steps, "loss_spikes": self.spikes.num_spikes,
-            "bad_samples": num_bad, "storage_retries": self.counts.storage_retries, **self.saver.read(),
-            **self.host_meter.read_on_all_ranks(),
+            "skipped_steps": engine.skipped_steps, "loss_spikes": monitoring.spikes.num_spikes,
+            "bad_samples": num_bad, "storage_retries": counts.storage_retries, **saver.read(),
+            **monitoring.host_meter.read_on_all_ranks(),
         }  # fmt: skip
-        self.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch))
-        for line in self.slow_ranks.changed(self.meter.own_seconds):
-            self.console.say(line)
-        if self.tracker:
-            self.tracker.log(progress.step, metrics)
-        self.saver.check()
-        self.stop.committed(self.saver.committed_step, self.saver.longest)
+        declared = engine.objective.values(context.config)
+        shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
+        context.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch, shown))
+        for line in monitoring.slow_ranks.changed(meter.own_seconds):
+            context.console.say(line)
+        if monitoring.tracker:
+            monitoring.tracker.log(progress.step, metrics)
+        saver.check()
+        context.stop.committed(saver.committed_step, saver.longest)
         # The limit is for all ranks and starts together; each loader knows only its own.
         if num_bad > loader.max_bad:
             raise UserError(
-                f"{num_bad} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
+                f"{num_bad} samples of {plan.num_samples} cannot be read, more than data.max_bad_share = "
                 f"{loader.max_bad_share} allows ({loader.max_bad}). Check the shards, or raise data.max_bad_share."
             )
 
     def save_on_all_ranks(self, keep: bool = False) -> None:
         """Hand a checkpoint of this step to the writer, which commits it in the background. keep: never remove it."""
-        step = self.progress.step
-        self.watchdog.at(step, "checkpoint")
-        self.damaged.discard(step_name(step))  # It is overwritten.
-        self.counts.gather_on_all_ranks()
-        commit = self._commit(Retention(self.config.checkpoint.keep, sorted(self.damaged), keep))
-        with self.clock.host("checkpoint"):
-            self.saver.save(step, self.engine.part(), commit)
+        step, engine, saving = self.progress.step, self.training.engine, self.saving
+        self.monitoring.watchdog.at(step, "checkpoint")
+        saving.damaged.discard(step_name(step))  # It is overwritten.
+        self.monitoring.counts.gather_on_all_ranks()
+        commit = self._commit(Retention(self.context.config.checkpoint.keep, sorted(saving.damaged), keep))
+        with engine.clock.host("checkpoint"):
+            saving.saver.save(step, engine.part(), commit)
         self.progress.saved = step
 
     def save_before_stop_on_all_ranks(self) -> None:
@@ -191,51 +229,53 @@ class TrainingRun:
         Then the last checkpoint stays the newest, and a resumed run trains to the spike again and rolls back: the outcome is
         that of a run that was not stopped.
         """
-        progress = self.progress
-        self.counts.gather_on_all_ranks()
+        progress, console = self.progress, self.context.console
+        self.monitoring.counts.gather_on_all_ranks()
         if progress.step == progress.saved:
             return
-        reaction = self.spikes.react()
+        reaction = self.monitoring.spikes.react()
         for line in reaction.lines:
-            self.console.say(line)
+            console.say(line)
         if reaction.roll_back_before is None or not progress.saved:
             self.save_on_all_ranks()
             return
-        self.console.say(
+        console.say(
             f"step {progress.step:,} is not saved: the resumed run trains from step {progress.saved:,} to the spike again, to roll back"
         )
         progress.step = progress.saved
 
     def _commit(self, retention: Retention) -> Commit | None:
         """Content of a checkpoint other than tensors; None except on rank 0."""
-        if not self.ranks.is_main:
+        if not self.context.ranks.is_main:
             return None
-        config, progress = self.config, self.progress
+        config, dataset, progress = self.context.config, self.context.prepared.dataset, self.progress
+        engine, spikes = self.training.engine, self.monitoring.spikes
+        model = engine.objective.backbone.config
         state = {
             "step": progress.step,
             "samples_seen": progress.step * config.train.global_batch,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "engine": asdict(self.engine.counters()),
-            "model": self.model.config.to_dict(),
-            "identity": self.facts,
-            "losses": list(self.spikes.scores.recent),
+            "engine": asdict(engine.counters()),
+            "model": model.to_dict(),
+            "identity": self.context.identity,
+            "losses": list(spikes.scores.recent),
             "left_out": progress.skipped_batches,
-            "counts": asdict(self.counts.to_save(self.spikes.num_spikes)),
+            "counts": asdict(self.monitoring.counts.to_save(spikes.num_spikes)),
         }
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
-        extra = {"classes": self.dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
-                 "fingerprint": self.dataset.fingerprint, "run": config.name, "step": progress.step}  # fmt: skip
-        if self.dataset.class_names != self.dataset.classes:
-            extra["class_names"] = self.dataset.class_names
-        return Commit(state, self.engine.shapes, models.safetensors_metadata(self.model.config, extra), retention)
+        extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
+                 "fingerprint": dataset.fingerprint, "run": config.name, "step": progress.step}  # fmt: skip
+        if dataset.class_names != dataset.classes:
+            extra["class_names"] = dataset.class_names
+        return Commit(state, engine.shapes, models.safetensors_metadata(model, extra), retention)
 
     # ------------------------------------------------------------------ the end
     def report_bad_samples_on_all_ranks(self) -> None:
         """Print a line for each sample that could not be read on any rank since the run's first start."""
-        self.counts.gather_on_all_ranks()
-        bad = self.counts.unreadable
-        for row, key in zip(sorted(bad), self.split.keys(sorted(bad)), strict=True):
-            self.console.say(f"left out {key}: {bad[row]}")
+        self.monitoring.counts.gather_on_all_ranks()
+        bad = self.monitoring.counts.unreadable
+        for row, key in zip(sorted(bad), self.context.prepared.split.keys(sorted(bad)), strict=True):
+            self.context.console.say(f"left out {key}: {bad[row]}")
 
     def close(self, status: str, outcome: str, in_a_hurry: bool) -> None:
         """End threads and processes.
@@ -243,20 +283,22 @@ class TrainingRun:
         status: FINISHED, FAILED or KILLED (MLflow's names). outcome: how the run ended, in words. in_a_hurry: the run must exit
         soon.
         """
-        self.watchdog.close()
-        self.console.close_bar()
-        self.feed.loader.close()
-        self.saver.close()
-        if self.drawing:
-            self.drawing.end(last=status == "FINISHED" and self.progress.step > self.progress.start)
-        if self.tracker:
-            self.tracker.finish(status, in_a_hurry, outcome, self._result(status, outcome))
+        monitoring = self.monitoring
+        monitoring.watchdog.close()
+        self.context.console.close_bar()
+        self.training.feed.loader.close()
+        self.saving.saver.close()
+        if monitoring.drawing:
+            monitoring.drawing.end(last=status == "FINISHED" and self.progress.step > self.progress.start)
+        if monitoring.tracker:
+            monitoring.tracker.finish(status, in_a_hurry, outcome, self._result(status, outcome))
         waits.say_with(None)  # The console was this run's.
 
     def _result(self, status: str, outcome: str) -> str:
         """What was measured, and what a reviewer should know of it, as Markdown for the run's description."""
-        plan, step = self.plan, self.progress.step
-        exaflops = plan.global_batch * models.training_flops_per_image(self.model.config) / 1e18
+        plan, step, engine = self.context.plan, self.progress.step, self.training.engine
+        meter, run_counts = self.monitoring.meter, self.monitoring.counts
+        exaflops = plan.global_batch * meter.flops_per_image / 1e18
         rows = [
             ("steps", f"{plan.steps:,}", f"{step:,}"),
             ("images", f"{plan.steps * plan.global_batch:,}", f"{step * plan.global_batch:,}"),
@@ -265,13 +307,13 @@ class TrainingRun:
         table = "\n".join(f"| {' | '.join(row)} |" for row in [("", "planned", "done"), ("---",) * 3, *rows])
         # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log line.
         is_known = status != "FAILED"
-        unreadable = self.counts.unreadable if is_known else self.counts.unreadable | self.feed.loader.bad
+        unreadable = run_counts.unreadable if is_known else run_counts.unreadable | self.training.feed.loader.bad
         counts = {
-            "steps skipped": self.engine.skipped_steps,
-            "loss spikes": self.spikes.num_spikes,
+            "steps skipped": engine.skipped_steps,
+            "loss spikes": self.monitoring.spikes.num_spikes,
             "rollbacks": len(self.progress.skipped_batches),
             "unreadable images": len(unreadable),
-            "storage retries": self.counts.storage_retries,
+            "storage retries": run_counts.storage_retries,
         }
         warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
         until = "" if is_known else ", up to the last log line"
@@ -281,16 +323,16 @@ class TrainingRun:
             else f"No step was skipped, no image unreadable{until}."
         )
         lines = [f"**Result**: {outcome}{self._last_scores()}. {warned}", table]
-        if self.meter.total_seconds:
+        if meter.total_seconds:
             lines.append(
-                f"{self.meter.average:,.1f} images/s over {self.meter.total_seconds:,.0f} s of training since the last start."
+                f"{meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training since the last start."
             )
         return "\n\n".join(lines)
 
     def _last_scores(self) -> str:
         """As "; at step 1,000 top1 0.71, loss 1.2"; empty without an evaluation."""
         try:
-            found = json_record.read(self.folder / "scores.json", dict[str, Any])
+            found = json_record.read(self.context.folder / "scores.json", dict[str, Any])
         except (FileNotFoundError, UserError):
             return ""
         step = found.pop("step", None)

@@ -7,8 +7,8 @@ from pipeline.base.errors import UserError
 from pipeline.settings.run import RunConfig
 
 
-def run(config: RunConfig) -> None:
-    """Fine-tune `config.init.weights` on `config.data`. Raises UserError without weights."""
+def run(config: RunConfig, draw: str) -> None:
+    """Fine-tune `config.init.weights` on `config.data`. draw: see `train/start.py`. Raises UserError without weights."""
     if config.init.weights is None:
         raise UserError(
             "init.weights is not set: fine-tuning starts from a run folder, a checkpoint, our .pt or an official .npz. "
@@ -16,4 +16,4 @@ def run(config: RunConfig) -> None:
         )
     from pipeline.train import start  # Late, so that a mistake in the settings is reported without pyarrow.
 
-    start.run(config)
+    start.run(config, draw)

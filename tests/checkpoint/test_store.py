@@ -245,11 +245,11 @@ def test_kept_ones_and_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
         assert checkpoints.keep_if_best(f"step-{step:08d}", "val_top1", top1) is (step in (1, 2))
     assert there() == [1, 2, 6]
     # A better one lets the one before go; a loss is better when it is lower; another metric begins anew.
-    checkpoints.keep_if_best("step-00000006", "val_loss", 2.0)
-    assert not checkpoints.keep_if_best("step-00000007", "val_loss", 2.5)
+    checkpoints.keep_if_best("step-00000006", "val_loss", 2.0, lower_is_better=True)
+    assert not checkpoints.keep_if_best("step-00000007", "val_loss", 2.5, lower_is_better=True)
     save_all(tmp_path, 7, world_size=1, keep=1)
     assert there() == [1, 6, 7]
-    assert checkpoints.keep_if_best("step-00000007", "val_loss", 1.5)
+    assert checkpoints.keep_if_best("step-00000007", "val_loss", 1.5, lower_is_better=True)
     save_all(tmp_path, 8, world_size=1, keep=1)
     assert there() == [1, 7, 8]
     # Also the best one goes when it is damaged.

@@ -66,7 +66,7 @@ def train(runs: list[list[str]]) -> None:
     from pipeline.train.run import run_training
 
     for overrides in runs:
-        run_training(schema.load(RunConfig, None, overrides))
+        run_training(schema.load(RunConfig, None, overrides), draw="pipeline.review.draw")
 
 
 class Forge:

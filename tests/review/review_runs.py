@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from pipeline import model as models
+from pipeline.base.metric import Metric
 from pipeline.monitor.mlflow.sender import Timing
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, source_tags
 from pipeline.monitor.tracking import Tracker, default_uri
@@ -30,8 +31,12 @@ def write_run(
     tracked: bool = False,
     train_split: str = "train",
     origin: WeightsOrigin | None = None,
+    declared: dict[str, Metric] | None = None,
 ) -> Path:
-    """A finished run: a loss of 1 / step at every `every`-th step, and top-1 by step. tracked: also in <parent>/mlflow.db."""
+    """A finished run: a loss of 1 / step at every `every`-th step, and top-1 by step. tracked: also in <parent>/mlflow.db.
+
+    declared: an objective's metrics, which are there in place of top-1: of a step the step, of an evaluation its value.
+    """
     overrides = [f"name={folder.name}", f"out={folder.parent}", "data.path=datasets/digits", "data.eval_split=test",
                  f"train.length={steps} steps", "train.global_batch=16"]  # fmt: skip
     names = "model.name=ViT-Ti/16" if not any(s.startswith(("init.", "model.name")) for s in settings) else None
@@ -58,12 +63,17 @@ def write_run(
         float(models.training_flops_per_image(model)),
         score="test_top1",
         origin=origin,
+        metrics=declared or {},
     )
     track = TrackConfig(enabled=tracked)
     tracker = Tracker(track, folder.parent, folder, facts, None, Timing(poll=0.05, retry=(0.05,)))
     for step in range(every, steps + 1, every):
         tracker.log(step, {"loss": 1 / step, "images_per_second": 100.0 + step, "mfu": 0.2, "skipped_steps": 0.0})
-        if top1 := (evaluations or {}).get(step):
+        own = {group: [n for n, m in (declared or {}).items() if m.group == group] for group in ("train", "eval")}
+        tracker.log(step, dict.fromkeys(own["train"], float(step)))
+        if (top1 := (evaluations or {}).get(step)) and declared:
+            tracker.log(step, dict.fromkeys(own["eval"], top1) | {"test_num_samples": num_samples})
+        elif top1:
             tracker.log(step, {"test_top1": top1, "test_loss": 1 - top1, "test_num_samples": num_samples})
     tracker.finish("FINISHED", outcome="finished")
     page = folder / "page"

@@ -25,7 +25,7 @@ from pipeline.review.figures import draw_matrix, draw_run, draw_worst, read_pred
 from pipeline.review.reader import from_folder
 from pipeline.settings import schema
 from pipeline.settings.weights import ScoreConfig
-from pipeline.train.drawing import Drawing
+from pipeline.train.drawing import DrawingProcess
 
 OF_EVALUATION = {"confusion.png", "worst_classes.png", "predictions.png"}
 
@@ -147,7 +147,8 @@ def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path,
     code = (
         f"import pathlib, sys, time; open({str(started)!r}, 'a').write(' '.join(sys.argv[2:]) + '.'); time.sleep(600)"
     )
-    drawing = Drawing(tmp_path, every=0.0, patience=0.5, command=(sys.executable, "-c", code))
+    drawing = DrawingProcess(tmp_path, "not_used", every=0.0, timeout=0.5)
+    drawing.command = (sys.executable, "-c", code, str(tmp_path))
     split = open_dataset(dataset).split("val")
     begin = time.perf_counter()
     for _ in range(3):
@@ -168,6 +169,6 @@ def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path,
 def test_a_full_disk_does_not_end_training(dataset: Path, tmp_path: Path) -> None:
     (tmp_path / "page").write_text("not a folder")
     split = open_dataset(dataset).split("val")
-    drawing = Drawing(tmp_path, command=(sys.executable, "-c", "pass"))
+    drawing = DrawingProcess(tmp_path, "platform")
     drawing.begin(predictions_of(split), split)
     drawing.end(last=True)

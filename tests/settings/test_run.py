@@ -15,6 +15,7 @@ import yaml
 
 from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.base.metric import Metric
 from pipeline.estimate.plan import make_plan
 from pipeline.model import ViTConfig
 from pipeline.settings import data as data_settings
@@ -38,11 +39,15 @@ CLASSES = {
     **vars(run_sections), **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings), **vars(transfer_settings),
     **vars(suite_settings), **vars(study_settings), "SplitChoice": run_sections.DataConfig,  # The protocol by which data/ reads it.
 }  # fmt: skip
-# Classes that hold settings in a field `config`.
-HOLDERS = {"Study": study_settings.StudyConfig, "Job": study_settings.StudyConfig}
+# Classes that hold settings: class -> (where, which).
+HOLDERS = {
+    "Study": ("config", study_settings.StudyConfig), "Job": ("config", study_settings.StudyConfig),
+    "RunContext": ("config", RunConfig), "TrainingRun": ("context.config", RunConfig),
+}  # fmt: skip
 TREES = [
-    c for c in CLASSES.values() if dataclasses.is_dataclass(c) and not hasattr(c, "parse") and c is not schema.Rule
-]
+    c for c in CLASSES.values()
+    if dataclasses.is_dataclass(c) and not hasattr(c, "parse") and c not in (schema.Rule, Metric)
+]  # fmt: skip
 SECTIONS = {
     inner for cls in TREES for kind in typing.get_type_hints(cls).values() for inner in (kind, *typing.get_args(kind))
 }
@@ -115,7 +120,7 @@ class Reads(ast.NodeVisitor):
             self.names[node.arg] = found
         holder = HOLDERS.get(ast.unparse(node.annotation).strip("'")) if node.annotation else None
         if holder is not None:
-            self.names[f"{node.arg}.config"] = holder
+            self.names[f"{node.arg}.{holder[0]}"] = holder[1]
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         outside = dict(self.names)
@@ -139,6 +144,8 @@ class Reads(ast.NodeVisitor):
         found = CLASSES.get(ast.unparse(node.annotation).strip("'"))
         if found is not None:  # A dataclass's field.
             self.names[f"self.{ast.unparse(node.target)}"] = found
+        if holder := HOLDERS.get(ast.unparse(node.annotation)):
+            self.names[f"self.{ast.unparse(node.target)}.{holder[0]}"] = holder[1]
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         kind = self.kind(node.value)

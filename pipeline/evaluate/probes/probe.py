@@ -6,7 +6,6 @@ Shapes: m test samples, M labels of each, D features, K classes.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.loader import BadBudget
-from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.evaluate.classify import is_any, label_table
 from pipeline.evaluate.intervals import sample_deviation
@@ -142,10 +140,9 @@ def probe_metrics(scores: dict[str, Any], prefix: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RunProbe:
-    """The probe of a run in training. name: prefix of its metrics. train, test: the splits it is fitted to and tested on."""
+    """The probe of a run in training. train, test: the splits it is fitted to and tested on."""
 
     config: RunConfig
-    name: str
     train: Split
     test: Split
     choice: ProbeSamples
@@ -186,6 +183,4 @@ def open_run_probe(config: RunConfig, own: Dataset) -> RunProbe | None:
     if not len(choice.rows) or not len(test):
         empty = train if not len(choice.rows) else test
         raise UserError(f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class.")
-    path = to_path(settings.data)
-    name = (path.resolve() if isinstance(path, Path) else path).name if settings.data else settings.split
-    return RunProbe(config, name, train, test, choice)
+    return RunProbe(config, train, test, choice)

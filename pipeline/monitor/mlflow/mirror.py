@@ -14,7 +14,7 @@ from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
 from pipeline.monitor.mlflow.refusals import Refusals, one_line
 from pipeline.monitor.mlflow.state import SentModel, SyncState
 from pipeline.monitor.page_folder import PageFolder
-from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, is_loss, metric_name
+from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
 
 # Returns the checkpoints to show, while the run goes on (False) or after its end (True).
 FindModels = Callable[[bool], list[ModelFacts]]
@@ -162,7 +162,7 @@ class RunMirror:
         assert state.run_id is not None
         sent, scores = state.models[model.sha256], {point.key: point.value for point in points.get(model.step, [])}
         name = self.settings.register
-        score = scores.get(metric_name(self.facts.sent_name(self.facts.score)))
+        score = scores.get(self.facts.sent_name(self.facts.score))
         evaluated = self._evaluation_data()
         data = evaluated.digest if evaluated else ""
         tags = {"run": self.facts.name, "step": str(model.step), "sha256": model.sha256}
@@ -178,7 +178,7 @@ class RunMirror:
         if score is None:
             return
         best = store.tags_of_alias(name, "best")
-        sign = -1 if is_loss(self.facts.score) else 1
+        sign = self.facts.metric(self.facts.score).sign
         if best is not None and (best.get("score_name"), best.get("score_data")) != (self.facts.score, data):
             self.warn(
                 f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')} on data "

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.base.errors import UserError
 from pipeline.monitor.mlflow.store import MlflowStore
-from pipeline.monitor.run_page import NOTE, DatasetFacts, dataset_name, hide_passwords, is_score
+from pipeline.monitor.run_page import NOTE, DatasetFacts, dataset_name, hide_passwords
 
 _REGISTERED = (
     "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
@@ -91,7 +91,7 @@ class ModelStore(MlflowStore):
         run = self.client.get_run(run_id)
         points: dict[int, list[Any]] = {}
         for name in run.data.metrics:
-            if is_score(name):
+            if name.startswith(("eval/", "probe/")):
                 for point in self.client.get_metric_history(run_id, name):
                     points.setdefault(point.step, []).append(point)
         return run.info.experiment_id, points

@@ -25,7 +25,7 @@ from pipeline.monitor.mlflow.refusals import Refusals, one_line
 from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, write_states
 from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
-from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords, is_score, metric_name
+from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
 FOLDER_TAG = "run_folder"
@@ -224,7 +224,8 @@ class MlflowSender:
                 elif line.strip():
                     _warn(f"skipped a damaged line of metrics.jsonl, perhaps cut short by a kill: {line[:60]!r}")
             self.refusals.send_each(store, run_id, records, lambda r: f"the metrics of step {r.step:,}", log)
-            if any(is_score(metric_name(name)) for record in records for name in record.metrics):
+            groups = {self.facts.metric(name).group for record in records for name in record.metrics}
+            if groups & {"eval", "probe"}:
                 self._mirror.has_new_scores = True
             with self._lock:
                 if rewrites != self._num_rewrites:

@@ -19,7 +19,6 @@ from pipeline.monitor.run_page import (
     NOTE,
     DatasetFacts,
     dataset_name,
-    metric_name,
 )
 
 # MLflow's limits: characters of a parameter's value, parameters per request.
@@ -199,11 +198,11 @@ class MlflowStore:
     def log_metrics(
         self, run_id: str, records: Iterable[Record], tags: dict[str, str], parameters: dict[str, Any] | None = None
     ) -> None:
-        """Log metrics under the names that group them, tags, and at most 100 parameters, in one request."""
+        """Log metrics under the names that MLflow shows, tags, and at most 100 parameters, in one request."""
         from mlflow.entities import Metric, Param, RunTag
 
         points = [
-            Metric(metric_name(name), value, record.time, record.step)
+            Metric(name, value, record.time, record.step)
             for record in records
             for name, value in record.metrics.items()
         ]

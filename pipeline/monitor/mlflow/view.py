@@ -6,6 +6,7 @@ one. The fields are those that the page of MLflow 3.17 saves; unknown fields are
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.settings.run_sections import OBJECTIVES
@@ -32,15 +33,6 @@ _COLUMNS = {
 _FIXED = {"attributes.`Run Name`": 180, "attributes.`Created`": 130}
 _IMAGES, _FLOPS = "train/images_seen", "train/exaflops"
 _OBJECTIVES = [kind if kind != "softmax" else "" for kind in OBJECTIVES]
-# Open sections, with large charts: (section, its charts: metric, x axis). MLflow hides charts without points. Losses of different
-# objectives have charts of their own, because they do not compare.
-_SECTIONS = [
-    ("Score in per cent", [("score", _IMAGES), ("score", _FLOPS)]),
-    (
-        "Loss by objective",
-        [(f"{name}_{kind}".rstrip("_"), _IMAGES) for kind in _OBJECTIVES for name in ("train/loss", "eval/val_loss")],
-    ),
-]
 # Closed sections, to which MLflow adds charts of all metrics of a group; "Model metrics" has those without a group.
 _CLOSED = ("eval", "probe", "train", "speed", "health", "Model metrics", "System metrics")
 # SHA-256 of what earlier versions wrote.
@@ -53,11 +45,19 @@ _LARGE = {"columns": 2, "cardHeight": 400}
 
 def is_earlier(tag: str) -> bool:
     """Whether a value of VIEW_TAG is what an earlier version wrote, and nobody has changed: then it is replaced."""
-    return hashlib.sha256(tag.encode()).hexdigest() in _EARLIER
+    with_fewer = (view_tag(_OBJECTIVES[:count]) for count in range(1, len(_OBJECTIVES)))
+    return hashlib.sha256(tag.encode()).hexdigest() in _EARLIER or tag in with_fewer
 
 
-def view_tag() -> str:
-    """Value of the experiment's tag VIEW_TAG."""
+def view_tag(objectives: Sequence[str] = _OBJECTIVES) -> str:
+    """Value of the experiment's tag VIEW_TAG. objectives: those whose losses have charts of their own, in the order of their table."""
+    losses = [f"{name}_{kind}".rstrip("_") for kind in objectives for name in ("train/loss", "eval/val_loss")]
+    # Open sections, with large charts: (section, its charts: metric, x axis). MLflow hides charts without points. Losses of
+    # different objectives have charts of their own, because they do not compare.
+    sections = [
+        ("Score in per cent", [("score", _IMAGES), ("score", _FLOPS)]),
+        ("Loss by objective", [(loss, _IMAGES) for loss in losses]),
+    ]
     state = {
         "selectedColumns": list(_COLUMNS),
         "columnOrder": [*_FIXED, *_COLUMNS],
@@ -65,10 +65,10 @@ def view_tag() -> str:
         "runsHiddenMode": "FIRST_20_RUNS",
         "isAccordionReordered": True,  # Sections stay in this order.
         "compareRunSections": [
-            *({"uuid": name, "name": name, "display": True, "isReordered": False, **_LARGE} for name, _ in _SECTIONS),
+            *({"uuid": name, "name": name, "display": True, "isReordered": False, **_LARGE} for name, _ in sections),
             *({"uuid": name, "name": name, "display": False, "isReordered": False} for name in _CLOSED),
         ],
-        "compareRunCharts": [_chart(section, metric, x) for section, charts in _SECTIONS for metric, x in charts],
+        "compareRunCharts": [_chart(section, metric, x) for section, charts in sections for metric, x in charts],
     }
     return json.dumps({"name": "Overview", "createdAt": _SAVED, "updatedAt": _SAVED, "state": json.dumps(state)})
 

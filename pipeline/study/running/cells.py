@@ -298,9 +298,7 @@ def score_names(config: StudyConfig, run: RunConfig) -> list[str]:
     names = ["top1", "top5"] if objectives.kind(run.train.loss).predicts_classes else []
     names += ["best_top1"] if run.checkpoint.best.endswith("top1") else []
     if run.probe.every.amount:
-        several = len(run.probe.l2) > 1
-        names += [f"{n}shot" + (f"_l2_{l2:g}" if several else "") for n in run.probe.shots if n for l2 in run.probe.l2]
-        names += [f"{run.probe.neighbours}nn"] if run.probe.neighbours else []
+        names += [name.removeprefix("_") for name, metric in run.probe.metrics("").items() if metric.better]
     names += [f"finetune:{schema.load(RunConfig, file, ['init.weights=any']).name}" for file in config.finetune]
     return names + (["vtab"] if config.vtab else [])
 

@@ -179,10 +179,10 @@ class Engine:
         hook = self.objective.backbone.head.register_forward_pre_hook(lambda head, inputs: read.append(inputs[0]))
         try:
             with torch.compiler.set_stance("force_eager"):  # Compiled code ignores the hook.
-                self.forward(images)
+                output = self.forward(images)
         finally:
             hook.remove()
-        return read[0].float()
+        return (read[0] if read else output).float()  # A MaskedViT reads whole images without its head.
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

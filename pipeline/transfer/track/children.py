@@ -24,7 +24,7 @@ from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
 from pipeline.monitor.page_folder import PAGE
-from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, hide_passwords
+from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, hide_passwords, metric_name
 from pipeline.transfer.track.child_store import ChildStore, KnownChild
 
 FIGURES = "figures"
@@ -261,7 +261,8 @@ def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Pa
         store = MlflowStore(uri)
         if not store.is_active(state.run_id):
             return False
-        store.log_metrics(state.run_id, [Record(0, round(time.time() * 1000), metrics)], {})
+        shown = {metric_name(name): value for name, value in metrics.items()}
+        store.log_metrics(state.run_id, [Record(0, round(time.time() * 1000), shown)], {})
         for path in files:
             store.log_artifact(state.run_id, path, artifacts)
     except Exception as error:  # Whatever the server or its client raises.

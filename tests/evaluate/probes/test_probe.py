@@ -65,6 +65,33 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
     assert 0.3 < one["knn"]["top1"] <= 1  # Classes differ in colour.
 
 
+def test_a_model_of_masked_patches_is_probed_on_whole_images(forge: Forge, data: Path, tmp_path: Path) -> None:
+    """On two ranks at ZeRO stage 3, as launch/evaluate.py does it; and a probe's metric chooses the best checkpoint."""
+    masked = (
+        "train.loss=masked_mean_color",
+        "model.representation=false",
+        "checkpoint.best=other_5nn",
+        "checkpoint.every=100%",
+        *PROBE,
+    )
+    run = forge.start(2, settings(data, tmp_path, "masked", "engine.zero_stage=3", *masked))
+    assert run.wait() == [0, 0], run.said()
+    found = metrics(tmp_path / "masked", "other_5nn")
+    assert list(found) == [2, 4, 6]
+    kept = json.loads((tmp_path / "masked" / "checkpoints" / "kept.json").read_text())
+    assert (kept["metric"], kept["value"]) == ("other_5nn", max(found.values()))
+    assert found[int(kept["best"].removeprefix("step-"))] == kept["value"]
+    last = json.loads((tmp_path / "masked" / "probe.json").read_text())
+    scored = report.run(
+        schema.load(
+            ScoreConfig, None,
+            [f"weights={tmp_path / 'masked'}", f"data={data}", "split=other", "classify=false", "shots=[1,3]", "l2=[1024,1]",
+             "neighbours=5", "neighbour_images=60", "batch=7", "device=cpu", f"out={tmp_path / 'report'}"],
+        )
+    )  # fmt: skip
+    assert scored["knn"] == last["knn"]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("n", [1, 7, 8, 40])
 def test_ranks_take_turns_at_the_same_batches(n: int, world_size: int) -> None:

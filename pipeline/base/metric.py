@@ -1,0 +1,101 @@
+"""What a metric of a run is: declared by whoever measures it, kept with the run, read by all that show it.
+
+A run's declarations are in its page/facts.json, and for readers of MLflow alone in a tag of its run. So a name that no reader
+has heard of is checked, grouped, ranked and drawn like any other.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+
+# Sections of MLflow's page, and the beginning of a metric's name there. "eval": on held-out images; "train": of the training steps.
+GROUPS = ("train", "eval", "probe", "speed", "health")
+# proportion: number of images with a property, such as a right prediction, over all; it has an interval. share: another value in
+# [0, 1]. loss: compares only with those of the same objective. "": any number; the others are not negative.
+UNITS = ("proportion", "share", "loss", "count", "ratio", "seconds", "GiB", "images/s", "")
+# Larger numbers mean a damaged file; sums and products of smaller ones stay finite.
+MAX_NUMBER = 1e18
+_NOT_NEGATIVE = ("count", "ratio", "seconds", "GiB", "images/s")
+_MAX_TAG = 5000  # MLflow's limit for the text of a tag.
+
+
+@dataclass(frozen=True)
+class Metric:
+    """unit: one of UNITS. better: "higher", "lower", or "" where neither is. group: one of GROUPS, or "" for none."""
+
+    unit: str = ""
+    better: str = ""
+    group: str = ""
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is in [0, 1], and is shown in per cent."""
+        return self.unit in ("proportion", "share")
+
+    @property
+    def sign(self) -> int:
+        """By which values are multiplied to be better the higher they are."""
+        return -1 if self.better == "lower" else 1
+
+    def can_be(self, value: float) -> bool:
+        """Whether it can have a value. Losses and plain numbers may also be nan or inf."""
+        if self.is_share:
+            return 0 <= value <= 1
+        return self.unit not in _NOT_NEGATIVE or 0 <= value <= MAX_NUMBER
+
+    def text(self, value: float) -> str:
+        """A value as reports show it."""
+        if self.is_share:
+            return f"{100 * value:.2f} %"
+        if self.unit == "loss":
+            return f"{value:.4f}"
+        return f"{value:,.0f}" if self.unit == "count" and math.isfinite(value) else f"{value:,.4g}"
+
+
+# What runs log that declare nothing: those of earlier versions, reports, and the training loop itself. The first pattern that fits.
+_KNOWN = {
+    "loss": Metric("loss", "lower", "train"),
+    **dict.fromkeys(("lr", "grad_norm", "epoch", "images_seen", "exaflops"), Metric(group="train")),
+    "images_per_second": Metric("images/s", "higher", "speed"),
+    "mfu": Metric("ratio", "higher", "speed"),
+    "data_wait": Metric("ratio", "lower", "speed"),
+    "peak_memory_gib": Metric("GiB", "lower", "speed"),
+    **dict.fromkeys(("time_*", "checkpoint_*_seconds"), Metric(group="speed")),
+    **dict.fromkeys(
+        ("skipped_steps", "loss_spikes", "bad_samples", "storage_retries"), Metric("count", "lower", "health")
+    ),
+    **dict.fromkeys(("top1", "vtab_mean"), Metric("proportion", "higher")),
+    "best_score": Metric("share", "higher"),  # Of a study.
+    **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),
+    **dict.fromkeys(("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn"), Metric("share", "higher", "probe")),
+    **dict.fromkeys(("*_top1", "*_top5"), Metric("proportion", "higher", "eval")),
+    **dict.fromkeys(("*_color_accuracy", "*_macro_*"), Metric("share", "higher", "eval")),
+    "*_loss": Metric("loss", "lower", "eval"),
+    **dict.fromkeys(("*_num_samples", "*_num_unreadable"), Metric("count", "", "eval")),
+}
+
+
+def metric_of(name: str, declared: Mapping[str, Metric] | None = None) -> Metric:
+    """The metric of a name in metrics.jsonl. declared: by the run. A name that nobody declared is a number without a group."""
+    if declared and name in declared:
+        return declared[name]
+    return next((metric for pattern, metric in _KNOWN.items() if fnmatchcase(name, pattern)), Metric())
+
+
+def as_tag(declared: Mapping[str, Metric]) -> str:
+    """Declarations as the text of a tag, "" without any; `from_tag` is the inverse. Too many for a tag are left out."""
+    text = json.dumps({name: asdict(metric) for name, metric in declared.items()})
+    return text if declared and len(text) <= _MAX_TAG else ""
+
+
+def from_tag(text: str) -> dict[str, Metric]:
+    """The declarations in a tag; {} for what another program wrote there."""
+    try:
+        return json_record.parse(text or "{}", dict[str, Metric], "a run's declared metrics")
+    except UserError:
+        return {}

@@ -1,0 +1,66 @@
+"""What metrics are: declared by a run, else known from earlier versions."""
+
+import math
+
+import pytest
+
+from pipeline import objectives
+from pipeline.base.metric import GROUPS, UNITS, Metric, as_tag, from_tag, metric_of
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+from pipeline.settings.run_sections import OBJECTIVES
+
+RUN = [
+    "name=x",
+    "data.path=d",
+    "model.name=ViT-Ti/16",
+    "train.length=1 steps",
+    "probe.every=1 steps",
+    "probe.neighbours=20",
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_what_a_run_measures_is_declared_as_its_name_was_read_before(objective: str) -> None:
+    config = schema.load(RunConfig, None, [*RUN, f"train.loss={objective}"])
+    declared = {name: metric for of in objectives.metrics(config).values() for name, metric in of.items()}
+    assert {"val_loss", "val_num_samples", "val_5shot", "val_5shot_std", "val_20nn"} <= declared.keys()
+    for name, metric in declared.items():
+        assert metric == metric_of(name), name
+        assert metric.unit in UNITS
+        assert metric.group in GROUPS
+
+
+def test_a_declaration_comes_before_the_name() -> None:
+    declared = {"val_loss": Metric("share", "higher", "eval"), "val_rank": Metric("count", "higher", "eval")}
+    assert metric_of("val_loss", declared).is_share
+    assert metric_of("train_rank", declared) == Metric()
+    assert from_tag(as_tag(declared)) == declared
+    assert as_tag({}) == ""
+    assert from_tag("") == {}
+    for damaged in ("{", "[]", '{"a": 1}', '{"a": {"unit": []}}', "nan"):
+        assert from_tag(damaged) == {}
+    assert as_tag({f"val_{number}": Metric() for number in range(1000)}) == ""
+
+
+@pytest.mark.parametrize(
+    ("metric", "possible", "impossible"),
+    [
+        (Metric("proportion", "higher"), (0, 1), (-0.1, 1.1, math.nan)),
+        (Metric("count", "lower"), (0, 7), (-1, math.inf, 1e19)),
+        (Metric("loss", "lower"), (-3, math.nan, math.inf), ()),
+        (Metric(), (-3, math.nan, math.inf), ()),
+    ],
+)
+def test_units_say_what_a_value_can_be(
+    metric: Metric, possible: tuple[float, ...], impossible: tuple[float, ...]
+) -> None:
+    assert all(metric.can_be(value) for value in possible)
+    assert not any(metric.can_be(value) for value in impossible)
+
+
+def test_values_are_shown_in_their_unit() -> None:
+    shown = [Metric(unit).text(0.12345) for unit in ("share", "loss", "count", "")]
+    assert shown == ["12.35 %", "0.1235", "0", "0.1235"]
+    assert Metric("count").text(1234) == "1,234"
+    assert Metric("count").text(math.nan) == "nan"

@@ -1,0 +1,76 @@
+"""Metrics that no reader has heard of are shown by their declaration, from a folder and from MLflow alone."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from review_runs import write_run
+
+from pipeline.base.metric import Metric
+from pipeline.base.page import Picture, Table, markdown
+from pipeline.monitor.mlflow.reading import ReadingStore
+from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.tracking import default_uri
+from pipeline.review import compare, report
+from pipeline.review.reader import RunReader, from_folder, from_mlflow
+from pipeline.review.record import RunRecord
+
+DECLARED = {
+    "test_alignment": Metric("", "lower", "eval"),
+    "test_kept": Metric("share", "higher", "eval"),
+    "train_collapse_rank": Metric("count", "higher", "train"),
+}
+
+
+@pytest.fixture
+def runs(out: Path) -> list[RunRecord]:
+    """The same two runs of an invented objective, by their folders; then the first one from MLflow alone."""
+    first = write_run(out / "a", evaluations={10: 0.25, 20: 0.75}, declared=DECLARED, tracked=True)
+    second = write_run(out / "b", evaluations={10: 0.25, 20: 0.5}, declared=DECLARED)
+    alone = from_mlflow(ReadingStore(default_uri(out)), str(run_id_of(first)))
+    return [from_folder(first), from_folder(second), alone]
+
+
+@pytest.mark.slow
+def test_a_report_shows_them(runs: list[RunRecord], out: Path) -> None:
+    for record in (runs[0], runs[2]):
+        assert record.declared == DECLARED
+        assert (record.last_score and str(record.last_score), record.best_score and record.best_score.step) == (
+            "0.75",
+            10,
+        )
+        blocks = list(report.page(record, RunReader(lambda: ReadingStore(default_uri(out)))))
+        (scores,) = (block for block in blocks if isinstance(block, Table) and block.header[0] == "score")
+        assert [tuple(row) for row in scores.rows] == [
+            ("alignment, split test", "0.75", "20", "0.25", "10", "400"),
+            ("kept, split test", "75.00 %", "20", "75.00 %", "20", "400"),
+        ]
+        # A panel for each in the figure of the curves.
+        (curves,) = (block.png for block in blocks if isinstance(block, Picture) and block.name == "curves.png")
+        without = report.draw_run(dataclasses.replace(record, declared={}))
+        assert without is not None
+        assert int.from_bytes(curves[20:24]) > int.from_bytes(without[20:24])  # The height of a PNG.
+
+
+@pytest.mark.slow
+def test_a_comparison_ranks_and_draws_them(runs: list[RunRecord]) -> None:
+    records = compare.named(runs[:2])
+    blocks = list(compare.page(records, compare.groups_of(records), []))
+    text = markdown("both", blocks)
+    assert "by test alignment" in text
+    ranking = next(
+        block for block in blocks if isinstance(block, Table) and tuple(block.header) == ("run", "last score", "step")
+    )
+    assert [row[0] for row in ranking.rows] == ["b", "a"]  # Lower is better.
+    assert "more than noise" not in text  # Tests are of proportions of images.
+    assert [picture.name for picture in compare.curves(records)] == [
+        "training_loss.png", "metric_alignment.png", "metric_kept.png", "metric_train_collapse_rank.png",
+    ]  # fmt: skip
+
+
+def test_mlflow_groups_them(runs: list[RunRecord], out: Path) -> None:
+    (run,) = ReadingStore(default_uri(out)).client.search_runs(["1"])
+    assert {"eval/test_alignment", "eval/test_kept", "train/train_collapse_rank"} <= run.data.metrics.keys()
+    assert runs[2].metrics["train_collapse_rank"].values[-1] == 20
+    # The score is not in per cent.
+    assert run.data.metrics.keys().isdisjoint({"score"})

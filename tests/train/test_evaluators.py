@@ -1,0 +1,78 @@
+"""Which evaluators a run has, and which of their metrics can choose its best checkpoint."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from pipeline import objectives
+from pipeline.base.errors import UserError
+from pipeline.base.metric import Metric
+from pipeline.estimate.plan import make_plan
+from pipeline.objectives.classification import Classification
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+from pipeline.train.evaluators import EVALUATORS, evaluators_of
+
+RUN = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=100 steps", "evaluate.every=50 steps"]
+PROBE = ["probe.every=20 steps", "probe.neighbours=10", "probe.data=s3://bucket/pets/"]
+
+
+def load(*settings: str) -> RunConfig:
+    return schema.load(RunConfig, None, [*RUN, *settings])
+
+
+def names(config: RunConfig) -> list[str]:
+    context: Any = type("Context", (), {"config": config})
+    nothing: Any = None
+    return [evaluator.name for evaluator in evaluators_of(context, nothing, nothing, nothing)]
+
+
+def test_the_table_is_what_metrics_are_declared_for() -> None:
+    assert EVALUATORS.keys() == objectives.metrics(load()).keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "evaluator"),
+    [
+        ([], ""), (["checkpoint.best=val_top5"], "scores"), (["checkpoint.best=pets_10nn", *PROBE], "probe"),
+        (["checkpoint.best=pets_5shot", "train.loss=masked_pixels", *PROBE], "probe"),
+        (["checkpoint.best=val_color_accuracy", "train.loss=masked_mean_color"], "scores"),
+    ],
+)  # fmt: skip
+def test_any_metric_of_any_evaluator_chooses_the_best_checkpoint(settings: list[str], evaluator: str) -> None:
+    assert objectives.best_from(load(*settings)) == evaluator
+
+
+@pytest.mark.parametrize(
+    ("settings", "possible"),
+    [
+        (["checkpoint.best=pets_10nn"], "val_top1, val_top5, val_loss."),
+        (["checkpoint.best=pets_20nn", *PROBE], "val_top1, val_top5, val_loss, pets_5shot, pets_10nn."),
+        (["checkpoint.best=val_num_samples"], "val_top1, val_top5, val_loss."),
+    ],
+)
+def test_the_error_lists_what_is_possible(settings: list[str], possible: str) -> None:
+    with pytest.raises(UserError, match="must be one of") as error:
+        objectives.check(load(*settings))
+    assert str(error.value).endswith(f"must be one of {possible}")
+
+
+def test_checkpoints_are_saved_where_the_chosen_evaluator_is_due() -> None:
+    plan = make_plan(load("checkpoint.every=100%", "schedule.warmup=5%", *PROBE), 10_000, 1)
+    for best_from, steps in (("", [100]), ("scores", [50, 100]), ("probe", [20, 40, 60, 80, 100])):
+        chosen = dataclasses.replace(plan, best_from=best_from)
+        assert [step for step in range(1, 101) if chosen.due(step).save] == steps
+
+
+def test_an_objective_without_a_held_out_metric_has_no_evaluator_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Classification):
+        @classmethod
+        def metrics(cls, config: RunConfig) -> dict[str, Metric]:
+            return {}
+
+    monkeypatch.setattr(objectives, "kind", lambda loss: Silent)
+    assert names(load()) == []
+    assert names(load(*PROBE)) == ["probe"]
+    with pytest.raises(UserError, match="must be empty: nothing is measured"):
+        objectives.check(load("checkpoint.best=val_loss"))
