@@ -192,6 +192,8 @@ def _convert(kind: Any, value: Any, name: str, where: str, rule: Rule) -> Any:
             return _choice(typing.get_args(kind), value)
         if rule.choices:
             return _choice(rule.choices, value)
+        if kind == dict[str, Any] and isinstance(value, dict):
+            return {_checked_text(str(key)): item for key, item in value.items()}  # Whoever reads it checks the values.
         if origin is dict and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return {_checked_text(str(key)): _checked_text(text) for key, text in value.items()}
         if kind is bool and isinstance(value, bool):
@@ -398,7 +400,7 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
             tree[part] = {}
         tree = tree[part]
         if is_mapping:
-            tree[".".join(rest)] = text
+            tree[".".join(rest)] = text if typing.get_args(kind)[1] is str else _override_value(Any, text)
             return
         cls = typing.cast(type, kind)
 
