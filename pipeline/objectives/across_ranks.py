@@ -39,7 +39,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         total = gradient.clone()
         distributed.all_reduce(total)
         return total.chunk(distributed.get_world_size())[distributed.get_rank()]

@@ -15,7 +15,7 @@ from pipeline.checkpoint.sharded_tensors import ShardedTensors
 STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
 OF_RUN = ("train.loss=distillation", "model.representation=false", "checkpoint.every=1 steps", "checkpoint.keep=9",
           "optimizer.layer_decay=0.5", "optimizer.weight_decay_end=0.5", "evaluate.every=3 steps", "schedule.decay=constant",
-          "model.width=160", "optimizer.lr=0.002", "objective.temperature=1")  # fmt: skip
+          "model.width=160", "optimizer.lr=0.0003", "objective.temperature=1")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
