@@ -1,18 +1,21 @@
 """What a run can learn: `objective.py` is the interface, each other file one objective. Read classification.py first.
 
-Imports pipeline.model and pipeline.data.loading. Used by data_tools/, estimate/, evaluate/, study/,
-train/ and transfer/.
+Imports pipeline.model and pipeline.data.loading. Used by data_tools/, estimate/, evaluate/, launch/,
+study/, train/ and transfer/.
 """
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import fields
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.model import Config, Model, configure
 from pipeline.objectives.objective import Objective
+from pipeline.settings.command import listed
 from pipeline.settings.run import ModelConfig, RunConfig
 from pipeline.settings.run_sections import OBJECTIVES
+from pipeline.settings.schema import describe
 
 
 def kind(loss: str) -> type[Objective]:
@@ -31,8 +34,26 @@ def check(config: RunConfig) -> None:
 
 
 def create(config: RunConfig, backbone: Model) -> Objective:
-    """Returns the objective of a run, which trains this backbone."""
-    return kind(config.train.loss).create(config, backbone)
+    """Returns the objective of a run, which trains this backbone. Raises UserError for settings that do not fit it."""
+    objective = kind(config.train.loss).create(config, backbone)
+    if objective.teacher is not None and config.optimizer.ema_decay:
+        raise UserError(
+            f"train.loss = {config.train.loss} has a teacher, which is the average of the weights: leave out optimizer.ema_decay."
+        )
+    return objective
+
+
+def settings_help(arguments: Sequence[str]) -> str:
+    """The settings of the objective that a command line names by train.loss=NAME, for `--help`; empty if it has none."""
+    names = [argument.partition("=")[2] for argument in arguments if argument.startswith("train.loss=")]
+    if not names or names[-1] not in OBJECTIVES:
+        return ""
+    rows = describe(kind(names[-1]).Settings, "objective.")
+    return (
+        f"settings of train.loss = {names[-1]}:\n{listed(rows)}"
+        if rows
+        else f"train.loss = {names[-1]} has no settings of its own."
+    )
 
 
 def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> Config:

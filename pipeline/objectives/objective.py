@@ -24,6 +24,7 @@ from pipeline.data.loading.loader import Batch, normalise
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import Model
 from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import build
 
 BACKBONE, TEACHER = "backbone.", "teacher."
 # Before the stored name of a tensor that an objective adds to the backbone.
@@ -58,8 +59,14 @@ class Objective(nn.Module):
     Settings: ClassVar[type] = NoSettings
 
     @classmethod
+    def settings(cls, config: RunConfig) -> Any:
+        """Returns the section `objective` as `Settings`. Raises UserError."""
+        return build(cls.Settings, config.objective, f"train.loss = {config.train.loss}", "objective.")
+
+    @classmethod
     def check(cls, config: RunConfig) -> None:
         """Raise UserError for settings of a run that do not fit this objective."""
+        cls.settings(config)
         if config.augment.mixes_pairs and not cls.reads_labels:
             raise UserError(
                 f"train.loss = {config.train.loss} reads no labels: leave out augment.mixup and augment.cutmix."

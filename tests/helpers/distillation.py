@@ -29,11 +29,11 @@ class Distillation(Objective):
 
     @classmethod
     def create(cls, config: RunConfig, backbone: nn.Module) -> Objective:
-        return cls(backbone, config.objective.get("temperature", 0.1))
+        return cls(backbone, cls.settings(config).temperature)
 
     def __init__(self, backbone: nn.Module, temperature: float) -> None:
         super().__init__(backbone)
-        self.temperature = float(temperature)
+        self.temperature = temperature
         generator = torch.Generator().manual_seed(0)
         self.head = nn.Linear(backbone.config.width, 8, bias=False)
         self.mixer = nn.Parameter(torch.empty(8, 8), requires_grad=False)
