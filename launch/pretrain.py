@@ -1,6 +1,7 @@
 """Command: pre-train a Vision Transformer, `deepspeed launch/pretrain.py --config FILE [setting=value ...]`."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,6 +20,12 @@ def pretrain(config: RunConfig) -> None:
     run(config, draw="pipeline.review.draw")
 
 
+def settings_of_the_objective(arguments: Sequence[str]) -> str:
+    from pipeline.objectives import settings_help  # Late: imports torch.
+
+    return settings_help(arguments)
+
+
 if __name__ == "__main__":
     main(
         RunConfig,
@@ -30,5 +37,7 @@ if __name__ == "__main__":
           deepspeed --num_gpus 8     launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml seed=1
           torchrun --nproc_per_node 2 launch/pretrain.py --config configs/pretrain/cifar10_small.yaml
           python launch/pretrain.py --config configs/pretrain/cifar10_small.yaml train.length="2 epochs" name=try
+          python launch/pretrain.py --help train.loss=softmax   # also lists the settings of what is learned
         """,
+        more_help=settings_of_the_objective,
     )

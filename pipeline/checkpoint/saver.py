@@ -105,7 +105,7 @@ class Saver:
         self._copy(part)
         job = Job(
             self.folder, self.retry, step, self.ranks.agree(uuid.uuid4().hex[:8]), self.ranks.rank,
-            self.ranks.world_size, list(part.tensors), part.ranges, commit,
+            self.ranks.world_size, list(part.tensors), part.ranges, commit, constants=part.constant_ranges,
         )  # fmt: skip
         self._send(_Given(Request(job=job), step))
         self.blocked += time.perf_counter() - begin
@@ -150,17 +150,16 @@ class Saver:
 
     # ---------------------------------------------------------------- inside
     def _copy(self, part: RankPart) -> None:
-        count = len(part.tensors) * sum(length for _, _, length in part.ranges)
+        tensors = part.all_tensors()
+        count = sum(tensor.numel() for tensor in tensors)
         if not count:
             return
         if count != len(self._host):
             self._map(count)
         at = 0
-        for tensors in part.tensors.values():
-            for tensor in tensors:
-                self._host[at : at + tensor.numel()].copy_(tensor.detach(), non_blocking=True)
-                at += tensor.numel()
-        assert at == count, (at, count)
+        for tensor in tensors:
+            self._host[at : at + tensor.numel()].copy_(tensor.detach(), non_blocking=True)
+            at += tensor.numel()
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
 

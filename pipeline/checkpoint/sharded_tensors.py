@@ -1,19 +1,23 @@
 """Tensors of a checkpoint, stored as the ranges that each writing rank owned.
 
-`rank-*.bin` is raw little-endian fp32: for each state (weights, exp_avg, ...) the same ranges, concatenated.
+`rank-*.bin` is raw little-endian fp32: for each state (weights, exp_avg, ...) the same ranges, concatenated; then the
+ranges of constants, which no optimizer updates (frozen parameters, buffers) and which are the same in every state.
 `index.json` lists them:
 
-    {"shapes": {name: [int, ...]}, "states": ["weights", ...], "files": {file: [[name, start, length], ...]}}
+    {"shapes": {name: [int, ...]}, "states": ["weights", ...], "files": {file: [[name, start, length], ...]},
+     "constants": {file: [[name, start, length], ...]}}
 
-start and length count elements of the flattened tensor. On any number of ranks, each reads only the ranges it owns.
+"constants" is left out if there are none. start and length count elements of the flattened tensor. On any number of ranks,
+each reads only the ranges it owns.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -44,19 +48,36 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part of a checkpoint. ranges: (name, start, length). tensors: by state, one flat fp32 tensor per range."""
+    """One rank's part of a checkpoint. ranges: (name, start, length). tensors: by state, one flat fp32 tensor per range.
+
+    constant_ranges, constants: the same of tensors that no optimizer updates, of any floating-point type.
+    """
 
     ranges: list[tuple[str, int, int]]
     tensors: dict[str, Sequence["Tensor"]]
+    constant_ranges: list[tuple[str, int, int]] = field(default_factory=list)
+    constants: Sequence["Tensor"] = ()
+
+    def all_tensors(self) -> list["Tensor"]:
+        """The tensors in the order of the rank's file."""
+        return [tensor for tensors in self.tensors.values() for tensor in tensors] + list(self.constants)
 
 
 @dataclass(frozen=True)
 class Index:
-    """Content of index.json. files: by file name, the ranges (name, start, length) of each state, in order."""
+    """Content of index.json. files: by file name, the ranges (name, start, length) of each state, in order.
+
+    constants: those of tensors that have no states, which follow in the same file.
+    """
 
     shapes: dict[str, list[int]]
     states: list[str]
     files: dict[str, list[tuple[str, int, int]]]
+    constants: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of index.json."""
+        return {name: value for name, value in asdict(self).items() if name != "constants" or value}
 
     def check(self, where: str) -> None:
         """Raise UserError for inconsistent content. where: file name for the error."""
@@ -64,7 +85,7 @@ class Index:
             if min(shape, default=0) < 0:
                 raise UserError(f"{where}: shapes.{name} = {shape} is not a shape: the file is damaged.")
         there: dict[str, int] = defaultdict(int)
-        for file, ranges in self.files.items():
+        for file, ranges in chain(self.files.items(), self.constants.items()):
             if "/" in file or not file.isprintable():
                 raise UserError(f"{where}: files has {file!r}, which is not a file name: the file is damaged.")
             for name, start, length in ranges:
@@ -86,15 +107,18 @@ class ShardedTensors:
     index: Index
 
     def __post_init__(self) -> None:
-        # name -> (start, length, file, offset in the block of a state), by start; elements of a block by file.
-        self._ranges: dict[str, list[tuple[int, int, str, int]]] = defaultdict(list)
-        self._block: dict[str, int] = {}
+        # name -> (start, length, file, offset in the block of a state, elements of such a block), by start. A constant is
+        # in no block of a state, and its offset is that in the file.
+        self._ranges: dict[str, list[tuple[int, int, str, int, int]]] = defaultdict(list)
         for file, ranges in self.index.files.items():
-            offset = 0
+            block, offset = sum(length for _, _, length in ranges), 0
             for name, start, length in ranges:
-                self._ranges[name].append((start, length, file, offset))
+                self._ranges[name].append((start, length, file, offset, block))
                 offset += length
-            self._block[file] = offset
+            offset = block * len(self.states)
+            for name, start, length in self.index.constants.get(file, []):
+                self._ranges[name].append((start, length, file, offset, 0))
+                offset += length
         for found in self._ranges.values():
             found.sort()
 
@@ -129,11 +153,11 @@ class ShardedTensors:
             ranges, at = self._ranges[name], start
             i = max(bisect_right(ranges, start, key=lambda r: r[0]) - 1, 0)
             while at < start + len(out) and i < len(ranges) and ranges[i][0] <= at:
-                begin, length, file, offset = ranges[i]
+                begin, length, file, offset, block = ranges[i]
                 end = min(begin + length, start + len(out))
                 if end > at:
-                    block = self.states.index(state) * self._block[file]
-                    reads[file].append((block + offset + at - begin, out[at - start : end - start]))
+                    position = self.states.index(state) * block + offset + at - begin
+                    reads[file].append((position, out[at - start : end - start]))
                     at = end
                 i += 1
             if at != start + len(out):

@@ -97,12 +97,13 @@ class State:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A rank's finished file. ranges: (name, start, length) within each state."""
+    """A rank's finished file. ranges: (name, start, length) within each state. constants: of tensors without states."""
 
     file: str
     ranges: list[tuple[str, int, int]]
     bytes: int
     sha256: str
+    constants: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

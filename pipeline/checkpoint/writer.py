@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -70,7 +70,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class Commit:
-    """What rank 0's writer also needs. state: for state.json. shapes: of parameters. metadata: for model.safetensors."""
+    """What rank 0's writer also needs. state: for state.json. shapes: of parameters and buffers. metadata: for model.safetensors."""
 
     state: dict[str, Any]
     shapes: dict[str, list[int]]
@@ -82,6 +82,7 @@ class Commit:
 class Job:
     """One rank's part of one save. folder: of all checkpoints. ranges: (name, start, length) within each state, in order.
 
+    constants: ranges of tensors without states, which follow.
     retry: seconds for which object store requests are retried. commit: rank 0 only. again: a previous writer died during it.
     """
 
@@ -95,10 +96,12 @@ class Job:
     ranges: list[tuple[str, int, int]]
     commit: Commit | None
     again: bool = False
+    constants: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
-        return BYTES * len(self.states) * sum(length for _, _, length in self.ranges)
+        of_states, of_constants = (sum(length for _, _, length in ranges) for ranges in (self.ranges, self.constants))
+        return BYTES * (len(self.states) * of_states + of_constants)
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ def _write_part(path: AnyPath, job: Job, memory: int) -> WrittenPart:
             os.fsync(file.fileno())
     if isinstance(path, BucketPath):
         (path / name).upload(f"/proc/self/fd/{memory}")
-    return WrittenPart(name, job.ranges, size, digest.hexdigest())
+    return WrittenPart(name, job.ranges, size, digest.hexdigest(), job.constants)
 
 
 def _await_parts(path: AnyPath, job: Job, own: WrittenPart, give_up: float, reach: Reach) -> list[WrittenPart]:
@@ -227,8 +230,9 @@ def _await_parts(path: AnyPath, job: Job, own: WrittenPart, give_up: float, reac
 
 def _write_rest(path: AnyPath, job: Job, commit: Commit, parts: list[WrittenPart]) -> dict[str, Checksum]:
     """Write index.json, state.json and model.safetensors; returns the checksums of all files."""
-    index = Index(commit.shapes, job.states, {part.file: part.ranges for part in parts})
-    write_whole(path / INDEX, json.dumps(asdict(index)))
+    constants = {part.file: part.constants for part in parts if part.constants}
+    index = Index(commit.shapes, job.states, {part.file: part.ranges for part in parts}, constants)
+    write_whole(path / INDEX, json.dumps(index.to_dict()))
     write_whole(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
     checksums = {part.file: Checksum(part.bytes, part.sha256) for part in parts}
     checksums[MODEL] = _write_model(path / MODEL, ShardedTensors(path, index), commit)

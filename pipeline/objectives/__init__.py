@@ -1,11 +1,13 @@
 """What a run can learn: `objective.py` is the interface, each other file one objective. Read classification.py first.
 
-Imports pipeline.model and pipeline.data.loading. Used by data_tools/, estimate/, evaluate/, lifecycle/,
+Imports pipeline.model and pipeline.data.loading. Used by data_tools/, estimate/, evaluate/, launch/, lifecycle/,
 study/, train/ and transfer/.
 """
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
@@ -13,8 +15,10 @@ from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.model import Config, Model, configure
 from pipeline.objectives.objective import Objective
+from pipeline.settings.command import listed
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OBJECTIVES
+from pipeline.settings.schema import to_dict
 
 
 def kind(loss: str) -> type[Objective]:
@@ -56,8 +60,31 @@ def check(config: RunConfig) -> None:
 
 
 def create(config: RunConfig, backbone: Model) -> Objective:
-    """Returns the objective of a run, which trains this backbone."""
-    return kind(config.train.loss).create(config, backbone)
+    """Returns the objective of a run, which trains this backbone. Raises UserError for settings that do not fit it."""
+    objective = kind(config.train.loss).create(config, backbone)
+    if objective.teacher is not None and config.optimizer.ema_decay:
+        raise UserError(
+            f"train.loss = {config.train.loss} has a teacher, which is the average of the weights: leave out optimizer.ema_decay."
+        )
+    return objective
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """All settings of a run's objective, with those that are not given, as plain values."""
+    return to_dict(kind(config.train.loss).settings(config))
+
+
+def settings_help(arguments: Sequence[str]) -> str:
+    """The settings of the objective that a command line names by train.loss=NAME, for `--help`; empty if it has none."""
+    names = [argument.partition("=")[2] for argument in arguments if argument.startswith("train.loss=")]
+    if not names or names[-1] not in OBJECTIVES:
+        return ""
+    listing = listed(kind(names[-1]).Settings, "objective.", "run")
+    return (
+        f"settings of train.loss = {names[-1]}:\n{listing}"
+        if listing
+        else f"train.loss = {names[-1]} has no settings of its own."
+    )
 
 
 def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> Config:

@@ -1,13 +1,19 @@
 """What a run learns: the interface of an objective.
 
-An objective is one file of this folder. It says, in this order: the module that is trained, which is the backbone (a model of
-`pipeline.model`: what is exported, probed and fine-tuned) and what the objective adds to it; what it reads of a batch; the
-loss; what is measured on held-out images. The training loop, the engine and the evaluators know no objective by name.
+An objective is one file of this folder, and one line of `OBJECTIVES` in settings/run_sections.py. It says, in this order: its
+settings; the module that is trained, which is the backbone (a model of `pipeline.model`: what is exported, probed and
+fine-tuned) and what the objective adds to it; what it reads of a batch; the loss; what is measured on held-out images; what
+happens around a step; how its parameters are grouped. The training loop, the engine and the evaluators know no objective by name.
+
+Its small state, such as a running mean, is in persistent float32 buffers (`register_buffer`), which must be the same on all
+ranks after each step; they are saved with each checkpoint, as are frozen parameters.
 
 Shapes: B batch, C channels, H height, W width.
 """
 
+import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -20,10 +26,16 @@ from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import build
 
-BACKBONE = "backbone."
+BACKBONE, TEACHER = "backbone.", "teacher."
 # Before the stored name of a tensor that an objective adds to the backbone.
 ADDITION = "objective."
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSettings:
+    """The settings of an objective that has none of its own."""
 
 
 class Inputs(NamedTuple):
@@ -45,6 +57,14 @@ class Objective(nn.Module):
     predicts_classes: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ settings, views and module
+    # A dataclass of `setting(...)` fields: the section `objective` of a run's settings.
+    Settings: ClassVar[type] = NoSettings
+
+    @classmethod
+    def settings(cls, config: RunConfig) -> Any:
+        """Returns the section `objective` as `Settings`. Raises UserError."""
+        return build(cls.Settings, config.objective, f"train.loss = {config.train.loss}", "objective")
+
     @classmethod
     def views(cls, config: RunConfig) -> tuple[Views, ...]:
         """The views that it wants of each image, in groups of one size and settings; a batch holds a tensor for each group."""
@@ -53,6 +73,7 @@ class Objective(nn.Module):
     @classmethod
     def check(cls, config: RunConfig) -> None:
         """Raise UserError for settings of a run that do not fit this objective."""
+        cls.settings(config)
         if config.augment.mixes_pairs and not cls.reads_labels:
             raise UserError(
                 f"train.loss = {config.train.loss} reads no labels: leave out augment.mixup and augment.cutmix."
@@ -75,12 +96,28 @@ class Objective(nn.Module):
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> "Objective":
-        """The objective of a run, with its settings."""
+        """The objective of a run, with its settings. May run on the meta device, to count parameters and memory."""
         return cls(backbone)
 
     def __init__(self, backbone: Model) -> None:
         super().__init__()
         self.backbone = backbone
+        # Set by `add_teacher`.
+        self.teacher: nn.ModuleDict | None = None
+
+    def add_teacher(self, *names: str) -> None:
+        """Add `self.teacher`, an average of submodules of this module: `self.teacher["backbone"]` is that of `self.backbone`.
+
+        The last line of a subclass's `__init__`. The teacher gets no gradient; after each step it is refreshed from the fp32
+        average of the trained weights, which a checkpoint holds as "ema", with the momentum that `teacher_momentum` gives. Call
+        it under `torch.no_grad`. The average is what is exported and scored.
+        """
+        self.teacher = nn.ModuleDict({name: copy.deepcopy(getattr(self, name)) for name in names})
+        self.teacher.requires_grad_(False)
+
+    def teacher_momentum(self, step: int, num_steps: int) -> float:
+        """Returns the weight of the old average after step `step` (from 0) of a run: mean = momentum * mean + (1 - momentum) * weights."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ from a batch to the loss
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
@@ -113,18 +150,54 @@ class Objective(nn.Module):
             return self.backbone(views[0])
         return self.loss(views, facts) if task == "loss" else self.measure(views, facts)
 
+    # ------------------------------------------------------------------ around a step
+    def before_step(self, step: int, num_steps: int) -> None:
+        """Called before the forward passes of step `step` (from 0) of a run; sets what depends on the step."""
+
+    def after_step(self) -> None:
+        """Called on all ranks after a step that was not skipped; updates the small state. Collective."""
+
     # ------------------------------------------------------------------ parameters
+    def frozen_steps(self) -> dict[str, int]:
+        """Returns, by the beginning of a parameter's name, in how many first steps of a run it gets no gradient."""
+        return {}
+
     def decayed(self) -> set[str]:
         """Names of the parameters with weight decay: the backbone's, and matrices of what is added."""
-        added = {name for name, p in self.named_parameters() if not name.startswith(BACKBONE) and p.ndim > 1}
+        added = {name for name, p in trained_parameters(self) if not name.startswith(BACKBONE) and p.ndim > 1}
         return added | {f"{BACKBONE}{name}" for name in self.backbone.weight_decay_mask()}
 
 
-def stored_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields (name in a checkpoint, parameter): the backbone's own name, or objective.NAME for what an objective adds."""
-    for name, parameter in module.named_parameters():
-        inner = name.removeprefix(BACKBONE)
-        yield (inner if inner != name else f"{ADDITION}{name}"), parameter
+def stored_name(name: str) -> str:
+    """The name in a checkpoint of an objective's tensor: the backbone's own, or objective.NAME for what the objective adds."""
+    inner = name.removeprefix(BACKBONE)
+    return inner if inner != name else f"{ADDITION}{name}"
+
+
+def trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields (name, parameter) of the parameters that an optimizer updates."""
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) of what a checkpoint holds beside the trained parameters: frozen parameters and persistent buffers.
+
+    Without the teacher's, which are in the average.
+    """
+    for prefix, part in module.named_modules():
+        if f"{prefix}.".startswith(TEACHER):
+            continue
+        saved = {
+            name: buffer
+            for name, buffer in part.named_buffers(recurse=False)
+            if name not in part._non_persistent_buffers_set
+        }
+        frozen = {name: p for name, p in part.named_parameters(recurse=False) if not p.requires_grad}
+        for name, tensor in (frozen | saved).items():
+            assert tensor.is_floating_point(), (
+                f"{prefix}.{name} is {tensor.dtype}; checkpoints hold floating-point tensors"
+            )
+            yield f"{prefix}.{name}".lstrip("."), tensor
 
 
 def normalised(pixels: Tensor, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from pipeline.process.outputs import try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
 from pipeline.settings import schema
 from pipeline.settings.changes import facts_of
+from pipeline.settings.schema import OnChange
 
 T = TypeVar("T")
 
@@ -33,17 +34,23 @@ _WRONG_PATH = {
 _SIGPIPE_CODE = 141
 
 
-def main(cls: type[T], function: Callable[[T], object], about: str, subject: str = "", flag: str = "") -> None:
+def main(
+    cls: type[T], function: Callable[[T], object], about: str, subject: str = "", flag: str = "",
+    more_help: Callable[[Sequence[str]], str] | None = None,
+) -> None:  # fmt: skip
     """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
 
     about: description of the command, shown by `--help` above the fields of `cls`.
     subject: a setting that may be given as the first argument without its name, as `bench.py data` for what=data.
     flag: a setting that may also be given as an option, as `--cluster 8x8xH100` for cluster=8x8xH100, or `--prove` for
         prove=true.
+    more_help: command line -> text at the end of `--help`.
     Exit codes: 2 after a mistake of the user and 130 after Ctrl-C, each with one line; 0 when `function` returns.
     """
     try:
         with mistakes_in_one_line():
+            if more_help and {"-h", "--help"} & set(sys.argv) and (more := more_help(sys.argv[1:])):
+                print(more, end="\n\n")
             settings = read_settings(cls, sys.argv[1:], about, subject, flag)
             if rank() == 0:
                 try_outputs(settings)
@@ -123,8 +130,14 @@ def fields_help(cls: type) -> str:
     lines = [
         "settings (in the file as nested YAML, on the command line as section.field=value; ~ begins a path in the home folder):"
     ]
-    fixed = {name for name, fact in facts_of(cls).items() if fact.means("run")}
-    for name, kind, default, doc in schema.describe(cls):
+    return "\n".join([*lines, listed(cls)])
+
+
+def listed(cls: type, prefix: str = "", on_change: OnChange = "result") -> str:
+    """Every setting with type, range, default and meaning. prefix, on_change: of the section."""
+    lines = []
+    fixed = {name for name, fact in facts_of(cls, prefix, on_change).items() if fact.means("run")}
+    for name, kind, default, doc in schema.describe(cls, prefix):
         has = "required" if default == "required" else f"default {default or 'empty'}"
         lines.append(f"  {name}  ({kind}; {has}{'; another value is another run' if name in fixed else ''})")
         lines += textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)

@@ -6,6 +6,7 @@ number of ranks are in `pipeline/estimate/plan.py`, those of an objective with t
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
@@ -59,6 +60,9 @@ class RunConfig:
     data: DataConfig = setting(DataConfig, "")
     augment: AugmentConfig = setting(AugmentConfig, "")
     train: TrainConfig = setting(TrainConfig, "")
+    objective: dict[str, Any] = setting(
+        dict, "Settings of train.loss, if it has any of its own; --help train.loss=NAME lists them.", on_change="run"
+    )
     optimizer: OptimizerConfig = setting(OptimizerConfig, "")
     schedule: RunScheduleConfig = setting(RunScheduleConfig, "")
     engine: EngineConfig = setting(EngineConfig, "", on_change="comparison")

@@ -250,6 +250,18 @@ class OptimizerConfig:
         "Weight decay of dense kernels, multiplied by the learning rate; Adam: decoupled, SGD: added to the gradient.",
         min=0,
     )
+    weight_decay_end: float | None = setting(
+        None,
+        "Weight decay at the end of the run, which it approaches along half a cosine. null keeps it constant.",
+        min=0,
+    )
+    layer_decay: float = setting(
+        1.0,
+        "Factor by which each block learns more slowly than the next one, such as 0.75 for fine-tuning; what comes before the "
+        "first block is the slowest.",
+        above=0,
+        max=1,
+    )
     clip: float = setting(1.0, "Clip gradients to this global norm; 0 is no clipping.", min=0)
     ema_decay: float = setting(
         0.0,

@@ -115,12 +115,12 @@ def load(cls: type[T], path: str | Path | None, overrides: typing.Sequence[str] 
     return config
 
 
-def build(cls: type[T], tree: Any, where: str) -> T:
-    """Make a `cls` of a plain nested dict. where: source named in errors.
+def build(cls: type[T], tree: Any, where: str, section: str = "") -> T:
+    """Make a `cls` of a plain nested dict. where: source named in errors. section: the settings' own, "" for all of a command's.
 
     Checks names, types and ranges, not the class's `check()`. Raises UserError.
     """
-    return _Reader(where).convert(tree, cls, "")
+    return _Reader(where).convert(tree, cls, section)
 
 
 class _Reader(Reader):
@@ -167,6 +167,8 @@ class _Reader(Reader):
             return parsed
         if origin is typing.Literal or rule.choices:
             return _choice(rule.choices or typing.get_args(kind), value)
+        if kind == dict[str, Any] and isinstance(value, dict):
+            return {_checked_text(str(key)): item for key, item in value.items()}  # Whoever reads it checks the values.
         if origin is dict and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return {_checked_text(str(key)): _checked_text(text) for key, text in value.items()}
         if kind is bool and isinstance(value, bool):
@@ -347,7 +349,7 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
             tree[part] = {}
         tree = tree[part]
         if is_mapping:
-            tree[".".join(rest)] = text
+            tree[".".join(rest)] = text if typing.get_args(kind)[1] is str else _override_value(Any, text)
             return
         cls = typing.cast(type, kind)
 

@@ -1,10 +1,14 @@
-"""Optimizers, weight decay groups, and the learning rate as a pure function of the step."""
+"""Optimizers, parameter groups, and learning rate and weight decay as pure functions of the step."""
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipeline.base.words import counted
+from pipeline.objectives.objective import BACKBONE, Objective, trained_parameters
 from pipeline.settings.run_sections import EngineConfig, OptimizerConfig, ScheduleConfig
 
 
@@ -14,24 +18,98 @@ def is_fused(config: EngineConfig, device: torch.device) -> bool:
 
 
 def build(model: nn.Module, decayed: set[str], config: OptimizerConfig, fused: bool = False) -> torch.optim.Optimizer:
-    """Build AdamW or SGD with two parameter groups: those named in `decayed`, and the rest without weight decay.
+    """Build AdamW or SGD with the `parameter_groups` of a model or an objective. decayed: names of parameters with weight decay.
 
     fused: with torch's fused kernels, instead of those that it chooses.
 
     torch's AdamW multiplies weights by 1 - lr x weight_decay: the paper's decoupled decay with its own value, scaled by
     the schedule.
     """
-    named = dict(model.named_parameters())
-    unknown = decayed - named.keys()
-    assert not unknown, unknown
-    groups = [
-        {"params": [p for n, p in named.items() if n in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in named.items() if n not in decayed], "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(model, decayed, config)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused or None)
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused or None)
+
+
+def parameter_groups(model: nn.Module, decayed: set[str], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Parameter groups for `torch.optim`: those with weight decay, then those without; more with layer_decay or frozen steps.
+
+    Each also has "factor", by which its learning rate is multiplied, "frozen_steps", in how many first steps its parameters
+    are not changed, and "decays".
+    """
+    named = dict(trained_parameters(model))
+    frozen = model.frozen_steps() if isinstance(model, Objective) else {}
+    unknown = decayed - named.keys()
+    assert not unknown, unknown
+    depths, top = _depths(model) if isinstance(model, Objective) else ({}, 0)
+    groups: dict[tuple[bool, int, float], dict[str, Any]] = {}
+    for name, parameter in named.items():
+        steps = max((n for prefix, n in frozen.items() if name.startswith(prefix)), default=0)
+        factor = config.layer_decay ** (top - depths.get(name, top))
+        decays = name in decayed
+        group = groups.setdefault(
+            (not decays, steps, -factor),
+            {"params": [], "weight_decay": config.weight_decay if decays else 0.0, "factor": factor, "frozen_steps": steps,
+             "decays": decays},
+        )  # fmt: skip
+        group["params"].append(parameter)
+        if steps:
+            parameter.register_hook(partial(_without_gradient, group))
+    return [groups[key] for key in sorted(groups)]
+
+
+def _without_gradient(group: dict[str, Any], gradient: Tensor) -> Tensor:
+    """The gradient, or zeros while the group is frozen. A hook of its parameters."""
+    return torch.zeros_like(gradient) if group.get("is_frozen") else gradient
+
+
+def _depths(objective: Objective) -> tuple[dict[str, int], int]:
+    """Returns (depth of the backbone's parameters by name, largest depth), for optimizer.layer_decay as in BEiT and MAE.
+
+    0 is what comes before the first block, n block number n, and the largest what comes after the last block.
+    """
+    backbone = objective.backbone
+    blocks = "blocks" if hasattr(backbone, "blocks") else "units"
+    top = len(getattr(backbone, blocks)) + 1
+    children = [name for name, _ in backbone.named_children()]  # In the order of computation.
+    after = children[children.index(blocks) + 1 :]
+    depths = {}
+    for name, _ in backbone.named_parameters():
+        first, *rest = name.split(".")
+        depths[f"{BACKBONE}{name}"] = int(rest[0]) + 1 if first == blocks else top if first in after else 0
+    return depths, top
+
+
+def set_rates(optimizer: torch.optim.Optimizer, step: int, lr: float, weight_decay: float | None = None) -> None:
+    """Set the rates of the parameter groups for step `step` (from 0). weight_decay: None leaves it as it is."""
+    for group in optimizer.param_groups:
+        group["is_frozen"] = step < group["frozen_steps"]
+        group["lr"] = 0.0 if group["is_frozen"] else lr * group["factor"]
+        if weight_decay is not None and group["decays"]:
+            group["weight_decay"] = weight_decay
+
+
+def weight_decay(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Weight decay of step `step` (from 0): constant, or along half a cosine to optimizer.weight_decay_end, as in DINO."""
+    if config.weight_decay_end is None:
+        return config.weight_decay
+    shape = 0.5 * (1 + math.cos(math.pi * step / max(total_steps, 1)))
+    return config.weight_decay_end + (config.weight_decay - config.weight_decay_end) * shape
+
+
+def describe_groups(objective: Objective, config: OptimizerConfig) -> list[str]:
+    """A line for each parameter group, if there are others than with and without weight decay."""
+    groups = parameter_groups(objective, objective.decayed(), config)
+    if all(group["factor"] == 1 and not group["frozen_steps"] for group in groups):
+        return []
+    end = "" if config.weight_decay_end is None else f" to {config.weight_decay_end:g}"
+    return ["parameter groups:"] + [
+        f"  {sum(p.numel() for p in group['params']) / 1e6:.3f} M parameters: learning rate x {group['factor']:.4g}, "
+        + (f"weight decay {config.weight_decay:g}{end}" if group["decays"] else "no weight decay")
+        + (f", frozen for {counted(group['frozen_steps'], 'step')}" if group["frozen_steps"] else "")
+        for group in groups
+    ]
 
 
 def peak_rate(config: OptimizerConfig, global_batch: int) -> float:

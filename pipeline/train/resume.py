@@ -65,7 +65,9 @@ def find_checkpoint_on_all_ranks(
 def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
     state = read_state(path)
-    changed = changes.differences(state.identity, now, {**changes.facts_of(RunConfig), **_FACTS})
+    objective = objectives.kind(now["train.loss"]).Settings
+    known = {**changes.facts_of(RunConfig), **changes.facts_of(objective, "objective.", "run"), **_FACTS}
+    changed = changes.differences(state.identity, now, known)
 
     def listed(least: OnChange) -> str:
         return hide_passwords("; ".join(str(change) for change in changed if change.fact.means(least)))
@@ -109,7 +111,7 @@ def go_back_on_all_ranks(
 def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split) -> dict[str, Any]:
     """Settings by dotted name, data and number of ranks, which identify a run. Saved with each checkpoint."""
     return {
-        **schema.flatten(schema.to_dict(config)),
+        **schema.flatten(schema.to_dict(config) | {"objective": objectives.settings_of(config)}),
         "track.uri": hide_passwords(config.track.uri),
         "fingerprint": dataset.fingerprint,
         "classes": dataset.num_classes,

@@ -192,8 +192,7 @@ class _PlainTrainer:
     def begin_step(self, step: int, lr: float) -> None:
         self.step = step
         self.objective.train()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        optimizers.set_rates(self.optimizer, step, lr)
 
     def seed_dropout(self, micro_batch: int) -> None:
         torch.manual_seed(random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self.step, 0, micro_batch))

@@ -1,17 +1,21 @@
-"""Exponential moving average of the weights, sharded like the fp32 weights that a rank updates."""
+"""Exponential moving average of the weights, sharded like the fp32 weights that a rank updates, and a teacher that follows it."""
+
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
 
+from pipeline.objectives.objective import stored_name
+from pipeline.process.distributed import Ranks
+from pipeline.train.zero import layout
 from pipeline.train.zero.layout import Shard
 
 
 class Ema:
-    """mean = decay * mean + (1 - decay) * weights after every step that is not skipped; starts as the weights."""
+    """mean = momentum * mean + (1 - momentum) * weights after every step that is not skipped; starts as the weights."""
 
-    def __init__(self, shards: list[Shard], decay: float) -> None:
+    def __init__(self, shards: list[Shard]) -> None:
         self.weights = [shard.weights.detach() for shard in shards]
-        self.decay = decay
         self.mean: list[Tensor] = []
         self.begin()
 
@@ -21,9 +25,9 @@ class Ema:
         self.mean = [weights.clone() for weights in self.weights]
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, momentum: float) -> None:
         for mean, weights in zip(self.mean, self.weights, strict=True):
-            mean.lerp_(weights, 1 - self.decay)
+            mean.lerp_(weights, 1 - momentum)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -32,3 +36,60 @@ class Ema:
             kept = weights.clone()
             weights.copy_(mean)
             mean.copy_(kept)
+
+
+class Teacher:
+    """The objective's teacher: frozen parameters in the precision of training, copied from the sharded fp32 average.
+
+    At stages 0 and 3 a rank copies what it holds. At stages 1 and 2 it holds a part of the average and the whole teacher: then
+    the teacher's parameters are views of flat tensors that are laid out as DeepSpeed's, and one collective call fills each.
+    """
+
+    def __init__(self, engine: Any, ema: Ema, shards: list[Shard], ranks: Ranks) -> None:
+        self.ema = ema
+        self.flats: list[Tensor] = []
+        # (part of the teacher, number of the shard, first element in its mean), where no communication is needed.
+        self.parts: list[tuple[Tensor, int, int]] = []
+        # Stage 3: small parameters, which every rank holds.
+        self.persistent: list[Any] = []
+        parameters = {stored_name(name): parameter for name, parameter in engine.module.teacher.named_parameters()}
+        stage = engine.zero_optimization_stage()
+        if stage in (1, 2):
+            self._lay_out(shards, parameters, ranks)
+            return
+        for i, shard in enumerate(shards):
+            for place in shard.places:
+                if (parameter := parameters.get(place.name)) is not None:
+                    held = getattr(parameter, "ds_tensor", parameter).data.view(-1)[: place.length]
+                    self.parts.append((held, i, place.offset))
+        if stage == 3:
+            ours = set(map(id, parameters.values()))
+            self.persistent = [p for p in engine.optimizer.persistent_parameters if id(p) in ours]
+
+    def _lay_out(self, shards: list[Shard], parameters: dict[str, nn.Parameter], ranks: Ranks) -> None:
+        """Make the parameters views of `self.flats`."""
+        places = ranks.gather(
+            [[(place.name, place.offset - place.start) for place in shard.places] for shard in shards]
+        )
+        some = next(iter(parameters.values()))
+        for i, shard in enumerate(shards):
+            length = shard.weights.numel()
+            flat = torch.empty(length * ranks.world_size, dtype=some.dtype, device=some.device)
+            self.flats.append(flat)
+            begins = {
+                name: rank * length + offset for rank, of_rank in enumerate(places) for name, offset in of_rank[i]
+            }
+            for name in begins.keys() & parameters.keys():
+                parameter = parameters[name]
+                view = flat[begins[name] : begins[name] + parameter.numel()].view(parameter.shape)
+                view.copy_(parameter.data)
+                parameter.data = view
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the average to the teacher. Collective at stages 1 and 2, and for small parameters at stage 3."""
+        for flat, mean in zip(self.flats, self.ema.mean, strict=bool(self.flats)):
+            distributed.all_gather_into_tensor(flat, mean.to(flat.device, flat.dtype))
+        for held, i, offset in self.parts:
+            held.copy_(self.ema.mean[i][offset : offset + held.numel()])
+        layout.gather_persistent(self.persistent)

@@ -9,8 +9,9 @@ import datetime
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,19 @@ from torch import Tensor
 from pipeline.base import random_numbers
 from pipeline.base.errors import Stopped
 from pipeline.base.random_numbers import Purpose
-from pipeline.checkpoint.sharded_tensors import EMA, Range, RankPart, ShardedTensors
+from pipeline.checkpoint.sharded_tensors import EMA, WEIGHTS, Range, RankPart, ShardedTensors
 from pipeline.checkpoint.store import Counters
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
 from pipeline.monitor.profile import StepClock
-from pipeline.objectives.objective import Inputs, Objective, stored_parameters
+from pipeline.objectives.objective import Inputs, Objective, constants, stored_name, trained_parameters
 from pipeline.process.distributed import Ranks, all_started
 from pipeline.settings.run import EngineConfig, OptimizerConfig
+from pipeline.train import optimizers
 from pipeline.train.zero import layout
 from pipeline.train.zero.deepspeed_import import deepspeed
-from pipeline.train.zero.ema import Ema
+from pipeline.train.zero.ema import Ema, Teacher
 
 _FIRST_SCALE_POWER = 12
 # State of DeepSpeed's dynamic loss scaler.
@@ -70,15 +72,17 @@ class Engine:
         clock: StepClock,
     ) -> None:
         self.objective = objective
-        self.shapes = {name: list(parameter.shape) for name, parameter in stored_parameters(objective)}
+        saved = chain(trained_parameters(objective), constants(objective))
+        self.shapes = {stored_name(name): list(tensor.shape) for name, tensor in saved}
         self.ranks, self.seed, self.stage, self.clock = ranks, seed, config.zero_stage, clock
-        self.clip = optimizer_config.clip
+        self.optimizer_config, self.num_steps = optimizer_config, plan.steps
         self.ema: Ema | None = None
+        self.teacher: Teacher | None = None
         self._step = 0
         self._skipped_before = 0  # Steps skipped before this one.
         self._norm: float | None = None  # This step's gradient norm at stage 0.
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
-        num_parameters = sum(math.prod(shape) for shape in self.shapes.values())
+        num_parameters = sum(parameter.numel() for _, parameter in trained_parameters(objective))
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
         with _quiet():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -86,16 +90,21 @@ class Engine:
             )
         if config.compile:
             self.engine.compile()
-        if optimizer_config.ema_decay:
-            self.ema = Ema(layout.shards(self.engine, ranks.rank), optimizer_config.ema_decay)
+        if optimizer_config.ema_decay or objective.teacher is not None:
+            shards = layout.shards(self.engine, ranks.rank)
+            self.ema = Ema(shards)
+            if objective.teacher is not None:
+                self.teacher = Teacher(self.engine, self.ema, shards, ranks)
 
     # ------------------------------------------------------------------ interface of `training_step` (loop.Trainer)
     def begin_step(self, step: int, lr: float) -> None:
-        """Set training mode and the learning rate of step `step` (from 0)."""
+        """Set training mode and the rates of step `step` (from 0). lr: before the factors of parameter groups."""
         self._step, self._skipped_before, self._norm = step, self.skipped_steps, None
         self.engine.train()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        optimizers.set_rates(
+            self.optimizer, step, lr, optimizers.weight_decay(self.optimizer_config, step, self.num_steps)
+        )
+        self.objective.before_step(step, self.num_steps)
 
     def seed_dropout(self, micro_batch: int) -> None:
         """Seed torch from (seed, step, rank, micro-batch), so that a resumed run draws the same numbers."""
@@ -118,12 +127,19 @@ class Engine:
         self.engine.step()
 
     def end_step(self) -> Tensor | float:
-        """Update the EMA unless the step was skipped; return the gradient norm before clipping, NaN if DeepSpeed has none.
+        """Return the gradient norm before clipping, NaN if DeepSpeed has none. Collective.
 
-        It may be a scalar on the device, to be read before the next step: reading it waits for the device.
+        Unless the step was skipped, update the EMA, the teacher and the objective's state first. The norm may be a scalar on the
+        device, to be read before the next step: reading it waits for the device.
         """
-        if self.ema and self.skipped_steps == self._skipped_before:
-            self.ema.update()
+        if self.skipped_steps == self._skipped_before:
+            if self.ema:
+                teacher = self.teacher is not None
+                decay = self.optimizer_config.ema_decay
+                self.ema.update(self.objective.teacher_momentum(self._step, self.num_steps) if teacher else decay)
+            if self.teacher:
+                self.teacher.refresh()
+            self.objective.after_step()
         norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
         return math.nan if norm is None else norm
 
@@ -139,22 +155,25 @@ class Engine:
             for parameter in parameters:
                 parameter.grad = None
             self.engine.skipped_steps += 1
-        elif self.clip > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+        elif self.optimizer_config.clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.optimizer_config.clip, norm)
         return read
 
     @contextmanager
     def untouched(self, num_micro_batches: int) -> Iterator[None]:
         """Context for a dry run of one step of this many micro-batches at a learning rate of 0. Collective.
 
-        For use before training or loading. On exit, weights, counters, loss scale and torch's random state are restored, and
-        the optimizer's state is zeros, as its first step would create it.
+        For use before training or loading. On exit, weights, buffers, counters, loss scale and torch's random state are
+        restored, and the optimizer's state is zeros, as its first step would create it.
         """
         counters = self.counters()
+        buffers = {buffer: buffer.clone() for buffer in self.objective.buffers()}
         # DeepSpeed steps when this counter reaches a multiple of gradient_accumulation_steps.
         self.engine.micro_steps = self.engine.gradient_accumulation_steps() - num_micro_batches
         with torch.random.fork_rng([self.ranks.device] if self.clock.on_gpu else []):
             yield
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
         layout.zero_states(self.engine)
         self._count_on(counters)
         self.clock.read()
@@ -214,10 +233,13 @@ class Engine:
                     ranges.append((place.name, place.start, place.length))
                     where.append((i, place.offset, place.length))
         states = self._states(shards)
+        constant = list(layout.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=False))
         return RankPart(
             ranges,
             {name: [flats[i].detach().narrow(0, offset, length) for i, offset, length in where]
              for name, flats in states.items()},
+            [(name, start, tensor.numel()) for name, start, tensor in constant],
+            [tensor for _, _, tensor in constant],
         )  # fmt: skip
 
     def _states(self, shards: list[layout.Shard]) -> dict[str, list[Tensor]]:
@@ -246,19 +268,19 @@ class Engine:
         of_optimizer = [name for name in sharded.states if name != EMA]
         layout.begin_states(self.engine, shards, of_optimizer, counters.optimizer_steps)
         for name, flats in self._states(shards).items():
-            if name not in sharded.states:
-                continue
-            wanted = []
-            for flat, shard in zip(flats, shards, strict=True):
-                for place in shard.places:
-                    target = flat.narrow(0, place.offset, place.length)
-                    wanted.append((target, Range(name, place.name, place.start, np.empty(place.length, np.float32))))
-            sharded.read(part for _, part in wanted)
-            for target, part in wanted:
-                target.copy_(torch.from_numpy(part.out))
+            if name in sharded.states:
+                _fill(sharded, name, [
+                    (place.name, place.start, flat.narrow(0, place.offset, place.length))
+                    for flat, shard in zip(flats, shards, strict=True) for place in shard.places
+                ])  # fmt: skip
+        _fill(
+            sharded, WEIGHTS, layout.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=True)
+        )
         layout.publish(self.engine)
         if self.ema and EMA not in sharded.states:
             self.ema.begin()  # The EMA was enabled after this checkpoint.
+        if self.teacher:
+            self.teacher.refresh()
         self._count_on(counters)
 
     def _count_on(self, counters: Counters) -> None:
@@ -287,6 +309,14 @@ class Engine:
     @property
     def skipped_steps(self) -> int:
         return int(self.engine.skipped_steps)
+
+
+def _fill(sharded: ShardedTensors, state: str, targets: Iterable[tuple[str, int, Tensor]]) -> None:
+    """Fill flat tensors from a checkpoint. targets: (name, first element, tensor)."""
+    wanted = [(flat, Range(state, name, start, np.empty(flat.numel(), np.float32))) for name, start, flat in targets]
+    sharded.read(part for _, part in wanted)
+    for flat, part in wanted:
+        flat.copy_(torch.from_numpy(part.out))
 
 
 def deepspeed_settings(

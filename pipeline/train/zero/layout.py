@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.sharded_tensors import WEIGHTS
-from pipeline.objectives.objective import stored_parameters
+from pipeline.objectives.objective import constants, stored_name, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Shard:
 
 def shards(engine: Any, rank: int) -> list[Shard]:
     """Return the shards that this rank updates. At stage 0 every rank holds and updates all parameters."""
-    names = {id(parameter): name for name, parameter in stored_parameters(engine.module)}
+    names = {id(parameter): stored_name(name) for name, parameter in trained_parameters(engine.module)}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
         found = []
-        for name, parameter in stored_parameters(engine.module):
+        for name, parameter in trained_parameters(engine.module):
             assert parameter.dtype == torch.float32, "config.check refuses 16-bit at stage 0"
-            place = Place(name, 0, parameter.numel(), 0)
+            place = Place(stored_name(name), 0, parameter.numel(), 0)
             found.append(Shard(parameter.data.view(-1), (place,), parameter))
         return found
     if stage == 3:
@@ -60,10 +60,16 @@ def shards(engine: Any, rank: int) -> list[Shard]:
 def _partitions(optimizer: Any, group: list[Any], names: dict[int, str], rank: int) -> Iterator[Place]:
     """Stage 3: each parameter is split into one equal part per rank, the last one padded."""
     for parameter in group:
-        _, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = rank * length
-        if start < parameter.ds_numel:
-            yield Place(names[id(parameter)], start, min(length, parameter.ds_numel - start), offset)
+        _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        if place := partition_place(names[id(parameter)], parameter, rank, offset):
+            yield place
+
+
+def partition_place(name: str, parameter: Any, rank: int, offset: int) -> Place | None:
+    """Stage 3: the part of a parameter that this rank holds; None if there is none. offset: in what holds it."""
+    length = parameter.ds_tensor.ds_numel
+    start = rank * length
+    return Place(name, start, min(length, parameter.ds_numel - start), offset) if start < parameter.ds_numel else None
 
 
 def _fragments(group: list[Any], names: dict[int, str]) -> Iterator[Place]:
@@ -78,6 +84,24 @@ def owned(place: Place, rank: int, world_size: int) -> Place:
     """Return this rank's share of a place that every rank holds."""
     begin, end = (place.length * r // world_size for r in (rank, rank + 1))
     return Place(place.name, place.start + begin, end - begin, place.offset + begin)
+
+
+def constant_parts(engine: Any, rank: int, world_size: int, all_ranks: bool) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (name, first element, live flat tensor) of this rank's parts of the constants (`objectives.objective.constants`).
+
+    all_ranks: of what every rank holds, yield all elements, not this rank's share.
+    """
+    for name, tensor in constants(engine.module):
+        if hasattr(tensor, "ds_tensor"):  # Stage 3 partitions frozen parameters too.
+            place = partition_place(stored_name(name), tensor, rank, 0)
+            if place is not None:
+                yield place.name, place.start, tensor.ds_tensor.data.view(-1)[: place.length]
+            continue
+        place = Place(stored_name(name), 0, tensor.numel(), 0)
+        if not all_ranks:
+            place = owned(place, rank, world_size)
+        if place.length:
+            yield place.name, place.start, tensor.data.view(-1)[place.start : place.start + place.length]
 
 
 def states(engine: Any, shards: list[Shard]) -> dict[str, list[Tensor]]:
@@ -130,7 +154,11 @@ def publish(engine: Any) -> None:
     elif engine.zero_optimization_stage() == 3:
         for i in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(i)
-        # Small parameters are not partitioned.
-        if whole := optimizer.persistent_parameters:
-            whole[0].partition(whole)
-            whole[0].all_gather(whole)
+        gather_persistent(optimizer.persistent_parameters)
+
+
+def gather_persistent(parameters: list[Any]) -> None:
+    """Stage 3: gather again, from the parts, small parameters, which every rank holds at all times. Collective."""
+    if parameters:
+        parameters[0].partition(parameters)
+        parameters[0].all_gather(parameters)

@@ -1,0 +1,45 @@
+"""Collective operations for a loss that compares samples of all ranks. In one process without a group they do nothing.
+
+DeepSpeed averages gradients over ranks, so a loss that is a mean over this rank's samples, computed with `gathered` features, has the
+gradient of the mean over all of them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """Returns the sum over ranks, without a gradient. Collective."""
+    total = tensor.detach().clone()
+    if distributed.is_initialized():
+        distributed.all_reduce(total)
+    return total
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """(B, ...) of this rank -> (ranks * B, ...), in order of rank, with a gradient to every rank. Collective.
+
+    B must be the same on all ranks.
+    """
+    return _Gather.apply(tensor) if distributed.is_initialized() else tensor
+
+
+def rank() -> int:
+    """The number of this rank: its rows in what `gathered` returns begin at rank() * B."""
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        distributed.all_reduce(total)
+        return total.chunk(distributed.get_world_size())[distributed.get_rank()]

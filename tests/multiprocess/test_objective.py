@@ -1,0 +1,129 @@
+"""An objective with a teacher, frozen parameters and state of its own: the same at every ZeRO stage, and exact after a restart."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from distillation import FROZEN_STEPS, MOMENTUM
+from forked import Forge
+from ranks import STEPS, metrics, settings
+
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
+
+STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+OF_RUN = ("train.loss=distillation", "model.representation=false", "checkpoint.every=1 steps", "checkpoint.keep=9",
+          "optimizer.layer_decay=0.5", "optimizer.weight_decay_end=0.5", "evaluate.every=3 steps", "schedule.decay=constant",
+          "model.width=160", "optimizer.lr=0.0003", "objective.temperature=1")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each stage on two ranks; each again from its third step; and two from there with one rank."""
+    out = tmp_path_factory.mktemp("objective")
+
+    def given(stage: int, precision: str, name: str = "") -> list[str]:
+        return settings(
+            dataset,
+            out,
+            f"{stage}-{precision}{name}",
+            *OF_RUN,
+            f"engine.zero_stage={stage}",
+            f"engine.precision={precision}",
+        )
+
+    forge.start_work(2, "distillation:train_planted", [given(*stage) for stage in STAGES]).finish()
+    for stage, precision in STAGES:
+        for name in ("cut", "elsewhere"):
+            begin_again(out / f"{stage}-{precision}", out / f"{stage}-{precision}-{name}")
+    forge.start_work(2, "distillation:train_planted", [given(*stage, "-cut") for stage in STAGES]).finish()
+    forge.start_work(1, "distillation:train_planted", [given(*stage, "-elsewhere") for stage in STAGES[1:4:2]]).finish()
+    return out
+
+
+def begin_again(run: Path, copy: Path) -> None:
+    """A copy of a run as a kill after step 3 leaves it."""
+    shutil.copytree(run, copy)
+    for step in range(4, STEPS + 1):
+        shutil.rmtree(copy / "checkpoints" / f"step-{step:08d}")
+    (copy / "metrics.jsonl").unlink()
+
+
+def first_4(values: dict[int, float]) -> dict[int, float]:
+    """Differences of rounding in bf16 grow with each step."""
+    return {step: value for step, value in values.items() if step <= 4}
+
+
+def after_3(values: dict[int, float]) -> dict[int, float]:
+    return {step: value for step, value in values.items() if step > 3}
+
+
+def tensors(run: Path, step: int, state: str) -> dict[str, np.ndarray]:
+    return ShardedTensors.open(run / "checkpoints" / f"step-{step:08d}").whole(state)
+
+
+@pytest.mark.parametrize(("stage", "precision"), STAGES)
+def test_a_restart_changes_no_bit(runs: Path, stage: int, precision: str) -> None:
+    whole, cut = runs / f"{stage}-{precision}", runs / f"{stage}-{precision}-cut"
+    for name in ("loss", "grad_norm", "entropy"):
+        assert len(metrics(cut, name)) == 3
+        assert after_3(metrics(whole, name)) == metrics(cut, name)
+    for state in ("weights", "ema", "exp_avg"):
+        expected, found = tensors(whole, STEPS, state), tensors(cut, STEPS, state)
+        assert {"objective.center", "objective.mixer", "objective.head.weight"} <= expected.keys()
+        assert not [name for name in expected if "teacher" in name]
+        assert all(np.array_equal(array, found[name]) for name, array in expected.items())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_learns_the_same(runs: Path, stage: int) -> None:
+    """The teacher is read in each forward pass, so its losses are equal only if it is refreshed equally."""
+    expected, found = metrics(runs / "0-fp32"), metrics(runs / f"{stage}-fp32")
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+    expected_weights, found_weights = (tensors(runs / f"{s}-fp32", STEPS, "weights") for s in (0, stage))
+    for name, array in expected_weights.items():
+        if name.endswith("weight"):  # The gradient of a key's bias is rounding alone.
+            np.testing.assert_allclose(found_weights[name], array, rtol=1e-3, atol=2e-5, err_msg=name)
+    bf16 = first_4(metrics(runs / f"{stage}-bf16"))
+    np.testing.assert_allclose(list(bf16.values()), list(first_4(metrics(runs / "1-bf16")).values()), rtol=3e-2)
+
+
+@pytest.mark.parametrize("run", ["1-fp32", "3-fp32"])
+def test_another_number_of_ranks_continues(runs: Path, run: str) -> None:
+    found, expected = metrics(runs / f"{run}-elsewhere"), after_3(metrics(runs / run))
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
+def test_the_teacher_follows_by_its_momentum(runs: Path) -> None:
+    run = runs / "1-fp32"
+    mean = tensors(run, 1, "ema")
+    for step in range(2, STEPS + 1):
+        momentum = MOMENTUM + (1 - MOMENTUM) * (step - 1) / STEPS
+        weights, found = tensors(run, step, "weights"), tensors(run, step, "ema")
+        for name in ("objective.head.weight", "blocks.0.attention.qkv.weight"):
+            np.testing.assert_allclose(
+                found[name], momentum * mean[name] + (1 - momentum) * weights[name], rtol=1e-5, atol=1e-7
+            )
+        mean = found
+
+
+@pytest.mark.parametrize(("stage", "precision"), STAGES)
+def test_frozen_parameters_wait_and_others_learn(runs: Path, stage: int, precision: str) -> None:
+    run = runs / f"{stage}-{precision}"
+    first = tensors(run, 1, "weights")
+    for step in range(2, STEPS + 1):
+        weights = tensors(run, step, "weights")
+        same = np.array_equal(weights["objective.head.weight"], first["objective.head.weight"])
+        assert same == (step <= FROZEN_STEPS)
+        assert np.array_equal(weights["objective.mixer"], first["objective.mixer"])
+    assert not np.any(tensors(run, FROZEN_STEPS, "exp_avg")["objective.head.weight"])
+    assert np.any(tensors(run, STEPS, "weights")["objective.center"])
+
+
+def test_the_backbone_alone_is_exported(runs: Path) -> None:
+    from pipeline import model as models
+
+    config, weights, _ = models.read_weights(runs / "1-fp32")
+    assert json.loads((runs / "1-fp32" / "model.json").read_text())["num_classes"] == 0
+    assert not [name for name in models.build(config).state_dict() if name not in weights]
