@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
-from data_tools.progress import Progress
+from data_tools.progress import ProgressMeter
 from pipeline import ray_tasks
 from pipeline.data.storage.bucket import AnyPath
 
@@ -21,15 +21,15 @@ def tasks_on_cluster(
     shards: int,
     folder: AnyPath,
     done: str,
-) -> Iterator[tuple[Generator[tuple[int, R]], Progress]]:
+) -> Iterator[tuple[Generator[tuple[int, R]], ProgressMeter]]:
     """Context with (pairs of an argument's index and function's result, as tasks finish; their progress, which the caller adds to).
 
-    num_tasks: most tasks at a time; 0 is one for each CPU. total, shards, folder, done: as `Progress`. Tasks in flight are
+    num_tasks: most tasks at a time; 0 is one for each CPU. total, shards, folder, done: as `ProgressMeter`. Tasks in flight are
     cancelled when the block ends early.
     """
     num_cpus = ray_tasks.connect(num_tasks)
     with (
-        Progress(total, shards, folder, done) as progress,
+        ProgressMeter(total, shards, folder, done) as progress,
         contextlib.closing(
             ray_tasks.run_tasks(function, arguments, progress.retried, limit=num_tasks or num_cpus)
         ) as tasks,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from data_tools.bench.apart import Row, rows_apart
-from data_tools.bench.record import Record, markdown
+from data_tools.bench.record import BenchRecord, markdown
 from pipeline.base.words import counted
 
 _COLUMNS = ("output", "decoder", "filter")
@@ -62,7 +62,7 @@ def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, Timing | s
     return {name: failed.get(name) or _median(timings) for name, timings in found.items()}
 
 
-def report(contestants: Sequence[Contestant], rounds: int, record: Record, what: str) -> None:
+def report(contestants: Sequence[Contestant], rounds: int, record: BenchRecord, what: str) -> None:
     """Time the contestants, add them to the record, and print a table. what: was measured, for its heading."""
     results = race(contestants, rounds)
     record.add_all(rows(contestants, results))

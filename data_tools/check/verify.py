@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, Job, check_shard, findings_table
+from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, check_shard, findings_table
 from data_tools.driver import only_driver
 from data_tools.progress import data_size
 from data_tools.tasks import tasks_on_cluster
@@ -28,10 +28,10 @@ from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.data.storage.whole import replacing
 from pipeline.settings.data import VerifyConfig
 
 LIST = "damaged"
@@ -167,7 +167,7 @@ def _open_samples(dataset: Dataset, shards: list[Shard], add_finding: Any) -> tu
     return file, counts
 
 
-def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys") -> Iterator[Job]:
+def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys") -> Iterator[VerifyJob]:
     again = _listed(dataset)
     schema = dataset.rows_schema
     batches = tables.samples.iter_batches(_BATCH, columns=schema.names) if tables.samples else iter(())
@@ -185,7 +185,7 @@ def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys")
                 keys.add(shard.split, rows["key"])
             if decode_share < 1:
                 decode = frozenset(key for key in rows["key"] if _is_chosen(key, decode_share) or (split, key) in again)
-        yield Job(str(dataset.path), shard, rows, first_row, dataset.num_classes, decode)
+        yield VerifyJob(str(dataset.path), shard, rows, first_row, dataset.num_classes, decode)
         first_row += count
 
 
@@ -286,7 +286,7 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
     )
     if report["is_whole"]:
         emptied = f"; {listed} is empty now" if listed else ""
-        print(f"{dataset.path}: whole. {read}; fingerprint {dataset.fingerprint}{emptied}")
+        print(f"{dataset.path}: intact. {read}; fingerprint {dataset.fingerprint}{emptied}")
         return
     print(f"{dataset.path}: DAMAGED. {read}.")
     print(f"{'kind':<12} {'findings':>9} {'shards':>7}  first")
@@ -309,7 +309,7 @@ def _remedy(dataset: Dataset) -> str:
         return f"Copy the tars again from where they came (to {source}), and verify once more. Or train without the listed images."
     return (
         f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes damaged "
-        "shards again, and leaves whole ones as they are. Then verify once more. Or train without the listed images."
+        "shards again, and leaves intact ones as they are. Then verify once more. Or train without the listed images."
     )
 
 

@@ -24,7 +24,7 @@ from data_tools.sharding.classes import apply_rules, readable_names, refuse_untr
 from data_tools.sharding.copies import Copies, merge_copies
 from data_tools.sharding.holdout import hash_keys, hold_out
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
-from data_tools.sharding.write_shard import PARTS, Done, Job, part_path, read_part, write_shard
+from data_tools.sharding.write_shard import PARTS, Done, ShardingJob, part_path, read_part, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable, reasons
@@ -35,10 +35,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.data.storage.whole import read_bytes, replacing
 from pipeline.settings.data import ShardConfig
 
 # Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
@@ -51,7 +51,7 @@ _DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies", "resize_f
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """Which samples each shard holds. order: shuffled rows of the listing, split after split; bounds[i]: shard i's range."""
 
     order: np.ndarray
@@ -71,7 +71,7 @@ class _RecordedSource:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _DatasetRecord:
     """Recorded settings and source of an existing data set, finished or not."""
 
     settings: dict[str, Any]
@@ -106,13 +106,13 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             print(note)
 
         finished = open_dataset(out) if (out / INFO).exists() else None
-        known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_whole() else {}
+        known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
         make_folder(out / PARTS)
         with replacing(out / PARTS / PLAN) as file:
             file.write(json.dumps(identity).encode())
         if not (out / SOURCE_TABLE).exists():
             save(listing, out / SOURCE_TABLE)
-        for name, table in listing.beside.items():
+        for name, table in listing.extra_tables.items():
             with replacing(out / name) as file:
                 pq.write_table(table, file, compression="zstd")
         listing, copies = split, None
@@ -140,7 +140,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     return dataset
 
 
-def make_plan(listing: Listing, config: ShardConfig) -> Plan:
+def make_plan(listing: Listing, config: ShardConfig) -> ShardPlan:
     """Shuffle each split by a hash of seed and key, and divide it into shards."""
     split = listing.table["split"].to_numpy()
     mix = hash_keys(listing, f"{config.seed}:")
@@ -155,15 +155,15 @@ def make_plan(listing: Listing, config: ShardConfig) -> Plan:
             names.append(f"{name}-{shard:06d}.tar")
             of_split.append(name)
         start += len(rows)
-    return Plan(np.concatenate(orders), names, of_split, bounds)
+    return ShardPlan(np.concatenate(orders), names, of_split, bounds)
 
 
 def make_jobs(
-    listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
-) -> Iterator[Job]:
+    listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
+) -> Iterator[ShardingJob]:
     """Yields a job for each shard of the plan. known: shards of a finished data set in `out`, by name."""
     for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
-        yield Job(
+        yield ShardingJob(
             source=str(listing.source),
             out=str(out),
             name=name,
@@ -172,13 +172,15 @@ def make_jobs(
             resize_short=config.resize_short,
             resize_filter=config.resize_filter,
             jpeg_quality=config.jpeg_quality,
-            whole=config.inspect == "decode",
+            decode_all=config.inspect == "decode",
             known=known.get(name),
             convert=listing.convert,
         )
 
 
-def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]) -> list[Done]:
+def _run_jobs(
+    listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
+) -> list[Done]:
     """Returns every shard's result, in plan order. Raises UserError when too many images are bad."""
     results: dict[int, Done] = {}
     skipped = list(listing.skipped)
@@ -292,17 +294,17 @@ def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
     return source, out
 
 
-def _existing_record(out: AnyPath) -> _Record | None:
+def _existing_record(out: AnyPath) -> _DatasetRecord | None:
     """The record of an existing data set or job. Raises UserError for foreign files and a damaged record."""
     if (out / INFO).exists():
         info = open_dataset(out).info
         if isinstance(info.get("source"), dict) and info["source"].get("indexed"):
             raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
-        return json_record.convert(info, _Record, str(out / INFO))
+        return json_record.convert(info, _DatasetRecord, str(out / INFO))
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         plan = read_bytes(out / PARTS / PLAN)
         try:
-            return json_record.parse(plan, _Record, str(out / PARTS / PLAN))
+            return json_record.parse(plan, _DatasetRecord, str(out / PARTS / PLAN))
         except UserError as error:
             # Without the plan, shards made with other settings cannot be recognised.
             raise UserError(f"{error} Remove {out}, or choose another out=...") from None
@@ -329,7 +331,7 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_other_settings(out: AnyPath, config: ShardConfig, existing: _Record | None) -> None:
+def _refuse_other_settings(out: AnyPath, config: ShardConfig, existing: _DatasetRecord | None) -> None:
     if not existing:
         return
     others = []
@@ -341,7 +343,9 @@ def _refuse_other_settings(out: AnyPath, config: ShardConfig, existing: _Record 
         raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
 
 
-def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: _Record | None, listing: Listing) -> None:
+def _refuse_other_source(
+    out: AnyPath, identity: dict[str, Any], existing: _DatasetRecord | None, listing: Listing
+) -> None:
     if existing and existing.source.sha256 != identity["source"]["sha256"]:
         old, new = existing.source, identity["source"]
         what = difference(out / SOURCE_TABLE, listing)
@@ -392,14 +396,14 @@ def _print_copies(copies: Copies) -> None:
 
 
 def _print_done(
-    dataset: Dataset, results: list[Done], listing: Listing, plan: Plan, seconds: float, verified: bool
+    dataset: Dataset, results: list[Done], listing: Listing, plan: ShardPlan, seconds: float, verified: bool
 ) -> None:
     made = [number for number, done in enumerate(results) if done.made and done.shard.samples]
-    whole = len(results) - len(made)
+    num_complete = len(results) - len(made)
     if verified:
         print(f"checked {counted(len(results), 'shard')}: {f'made {len(made)} again' if made else 'nothing to do'}")
-    elif whole:
-        print(f"{whole} of {counted(len(results), 'shard')} were whole already")
+    elif num_complete:
+        print(f"{num_complete} of {counted(len(results), 'shard')} were already complete")
     num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())

@@ -2,7 +2,7 @@
 
 All such files (of checkpoints, data sets, Hugging Face models) are read by `read` or `parse`, so that a wrong type is a
 one-line error with the file and the field, not a KeyError later. Standard library only, because `pipeline.model` uses it.
-Settings are read by a more lenient `Reader` (settings/schema.py).
+Settings are read by a more lenient `Converter` (settings/schema.py).
 
     @dataclass(frozen=True)
     class Head:
@@ -111,14 +111,14 @@ def convert(value: Any, kind: Any, where: str, name: str = "") -> Any:
         number), str, Any, Literal, X | Y, list[X], dict[str, X], tuple[X, Y] or tuple[X, ...], Annotated[X, Limits(...)].
     Nothing else is coerced: "3" is not 3, and true is not 1. Raises UserError with `where`, the field and the value.
     """
-    return Reader(where).convert(value, kind, name)
+    return Converter(where).convert(value, kind, name)
 
 
 class RefusedError(Exception):
     """What a value must be: the end of an error whose beginning names the field and the value."""
 
 
-class Reader:
+class Converter:
     """Converts plain values to types, as `convert` above describes; a subclass may accept other scalars.
 
     where: name of the source in errors. A field's metadata may hold a "rule" for its value or its items: `Limits`.

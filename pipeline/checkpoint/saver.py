@@ -28,7 +28,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import CrashError, UserError
 from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import RankPart
-from pipeline.checkpoint.writer import Best, Commit, Job, Reply, Request
+from pipeline.checkpoint.writer import Best, Commit, Reply, Request, SaveJob
 from pipeline.process.distributed import Ranks
 from pipeline.process.waits import waiting
 
@@ -57,7 +57,7 @@ class _Given:
 
 
 class Saver:
-    """Saves checkpoints in the background. All methods but mark_best, tend and close are collective.
+    """Saves checkpoints in the background. All methods but mark_best, check_writer and close are collective.
 
     A writer that dies is replaced, and the new one repeats the save, because the copy is still in memory. A second death
     during the same save raises CrashError.
@@ -86,16 +86,16 @@ class Saver:
         self._start_writer()
 
     def _start_writer(self) -> None:
-        starter = subprocess.Popen(
+        spawner = subprocess.Popen(
             [sys.executable, "-c", _START, str(self._memory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, pass_fds=[self._memory],
             bufsize=0, start_new_session=True, cwd="/",
             env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
-        starter.wait()
+        spawner.wait()
         # Unbuffered: select does not see what a buffer holds.
-        self._from = cast(io.RawIOBase, starter.stdout)
-        self._to = io.BufferedWriter(cast(io.RawIOBase, starter.stdin))
+        self._from = cast(io.RawIOBase, spawner.stdout)
+        self._to = io.BufferedWriter(cast(io.RawIOBase, spawner.stdin))
 
     def save(self, step: int, part: RankPart, commit: Commit | None) -> None:
         """Copy this rank's part and hand it to the writer; waits for the previous save first. commit: rank 0 only."""
@@ -103,7 +103,7 @@ class Saver:
         self._hear_all()
         self._conclude()
         self._copy(part)
-        job = Job(
+        job = SaveJob(
             self.folder, self.retry, step, self.ranks.agree(uuid.uuid4().hex[:8]), self.ranks.rank,
             self.ranks.world_size, list(part.tensors), part.ranges, commit, constants=part.constant_ranges,
         )  # fmt: skip
@@ -123,13 +123,13 @@ class Saver:
         self.blocked = self.written = 0.0
         return reading
 
-    def tend(self) -> None:
+    def check_writer(self) -> None:
         """Replace the writer if it died, because other writers wait for its part. Does not block; not collective."""
         self._hear(0.0)
 
     def check(self) -> None:
         """Raise UserError or CrashError if a save has failed; does not wait for the one in flight."""
-        self.tend()
+        self.check_writer()
         self._conclude()
 
     def wait(self) -> None:

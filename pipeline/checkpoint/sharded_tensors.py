@@ -24,8 +24,8 @@ import numpy as np
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.data.storage.whole import read_bytes
 
 if TYPE_CHECKING:  # The process that writes checkpoints starts without torch.
     from torch import Tensor
@@ -64,7 +64,7 @@ class RankPart:
 
 
 @dataclass(frozen=True)
-class Index:
+class CheckpointIndex:
     """Content of index.json. files: by file name, the ranges (name, start, length) of each state, in order.
 
     constants: those of tensors that have no states, which follow in the same file.
@@ -104,7 +104,7 @@ class ShardedTensors:
     """The tensors of a checkpoint folder."""
 
     folder: AnyPath
-    index: Index
+    index: CheckpointIndex
 
     def __post_init__(self) -> None:
         # name -> (start, length, file, offset in the block of a state, elements of such a block), by start. A constant is
@@ -127,7 +127,7 @@ class ShardedTensors:
         """Read the index of a checkpoint folder. Raises UserError if it is missing or damaged."""
         file = folder / INDEX
         try:
-            index = json_record.parse(read_bytes(file), Index, str(file))
+            index = json_record.parse(read_bytes(file), CheckpointIndex, str(file))
         except FileNotFoundError:
             raise UserError(f"{file} is missing: {folder} is not a complete checkpoint.") from None
         index.check(str(file))
@@ -178,7 +178,7 @@ class ShardedTensors:
         except FileNotFoundError:
             raise UserError(f"{self.folder} is damaged: {file}, which {INDEX} names, is missing.") from None
 
-    def whole(self, state: str) -> dict[str, np.ndarray]:
+    def full_tensors(self, state: str) -> dict[str, np.ndarray]:
         """Return every tensor of one state, by name."""
         flat = {name: np.empty(prod(shape), np.float32) for name, shape in self.index.shapes.items()}
         self.read(Range(state, name, 0, array) for name, array in flat.items())

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline import model as models
 from pipeline.base.files import as_bytes
 from pipeline.base.words import counted
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.atomic import replacing
 from pipeline.estimate.cluster import HEADROOM, lay_out
 from pipeline.estimate.forecast import Forecast, make_forecast
 from pipeline.estimate.memory import refuse_too_large

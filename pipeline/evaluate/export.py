@@ -30,14 +30,14 @@ NUM_IMAGES = 4
 Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)
 
 
-class Difference(NamedTuple):
+class LogitDifference(NamedTuple):
     """largest: the largest difference of logits. scale: the largest absolute logit."""
 
     largest: float
     scale: float
 
 
-def run(config: ExportConfig) -> Difference:
+def run(config: ExportConfig) -> LogitDifference:
     """Write `config.weights` as `config.format` to `config.out`; prints and returns the difference from the target program.
 
     Raises UserError for weights that the format cannot hold, and for a difference above the tolerance from the target program
@@ -150,11 +150,11 @@ def _unfinished(out: Path) -> Iterator[Path]:
 
 def _source_side(path: Path, config: Config) -> tuple[str, Forward] | None:
     """(name, forward) of the program that weights with a config.json come from, with its normalisation; None if unavailable."""
-    beside = files.beside(path)
-    if "model_type" in beside.config:
-        form, images = "huggingface", from_huggingface(beside.processor)
-    elif "architecture" in beside.config:
-        form, images = "timm", from_timm(beside.config.get("pretrained_cfg", {}))
+    config_files = files.config_files(path)
+    if "model_type" in config_files.config:
+        form, images = "huggingface", from_huggingface(config_files.processor)
+    elif "architecture" in config_files.config:
+        form, images = "timm", from_timm(config_files.config.get("pretrained_cfg", {}))
     else:
         return None
     name, forward = _other_side(form, path.parent, config)
@@ -210,14 +210,14 @@ _PROGRAMS: dict[str, tuple[str, Callable[[Any, Path, Config], Forward]]] = {
 
 
 @torch.no_grad()
-def _compare(name: str, model: Model, forward: Forward, tolerance: float) -> Difference:
+def _compare(name: str, model: Model, forward: Forward, tolerance: float) -> LogitDifference:
     """Print the difference of `forward` from the model on fixed images. Raises UserError above the tolerance."""
     images = _images(model.config)
     ours, theirs = model(images), forward(images)
     what = "logits" if model.config.num_classes else "features"
     if theirs.shape != ours.shape:
         raise UserError(f"{name} computes {tuple(theirs.shape)} {what}, ours {tuple(ours.shape)}: not written.")
-    difference = Difference(float((ours - theirs).abs().max()), float(ours.abs().max()))
+    difference = LogitDifference(float((ours - theirs).abs().max()), float(ours.abs().max()))
     said = f"largest difference of {what} {difference.largest:.1e}, largest of {what} {difference.scale:.3g}"
     # Not `>`, which is False for NaN.
     if not difference.largest <= tolerance * difference.scale:

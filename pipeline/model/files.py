@@ -19,7 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes, replacing
 from pipeline.base.npz import check_sizes
 from pipeline.model.convert.state_dicts import ConfigFiles
-from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, mend_pointer, newest_whole
+from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, newest_complete, repair_latest
 
 StrPath = str | os.PathLike[str]
 ADVICE = "Use the previous checkpoint, or download the file again."
@@ -47,8 +47,8 @@ def find_file(path: Path) -> Path:
     if (file := _weights_in(path)) is not None:
         return file
     folder = path / "checkpoints"
-    if (newest := newest_whole(folder)) is not None and (newest / "model.safetensors").is_file():
-        mend_pointer(folder, newest.name)
+    if (newest := newest_complete(folder)) is not None and (newest / "model.safetensors").is_file():
+        repair_latest(folder, newest.name)
         return newest / "model.safetensors"
     pointer = folder / LATEST
     if not pointer.is_file():
@@ -66,7 +66,7 @@ def _weights_in(folder: Path) -> Path | None:
     return next((folder / name for name in _FILES if (folder / name).is_file()), None)
 
 
-def beside(path: Path) -> ConfigFiles:
+def config_files(path: Path) -> ConfigFiles:
     """The configuration files in the folder of a file of Hugging Face or timm; empty for other files."""
     if path.name not in _HUB_FILES:
         return ConfigFiles()

@@ -48,7 +48,7 @@ class _Extra:
 
 
 @dataclass(frozen=True)
-class _Content:
+class _WeightsContent:
     """A weights file of ours, without its tensors."""
 
     format: str
@@ -117,12 +117,12 @@ def _read(path: Path) -> Weights:
         state_dict = files.state_dict_in(content)
         if state_dict is None:
             raise UserError(f'neither a weights file of ours (no format "{FORMAT}") nor a state dict. {ADVICE}')
-        return from_state_dict(state_dict, files.beside(path))
+        return from_state_dict(state_dict, files.config_files(path))
 
 
 def _read_ours(content: dict[str, Any]) -> Weights:
     try:
-        found = json_record.convert(content, _Content, "its description")
+        found = json_record.convert(content, _WeightsContent, "its description")
         config = config_from_dict(found.model)
         state = content.get("state")
         if not isinstance(state, Mapping):

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.base.errors import UserError
-from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
-from pipeline.data.storage.whole import write_files
+from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate import render
 from pipeline.monitor.run_page import DatasetFacts
 from pipeline.process.outputs import try_output
@@ -141,7 +141,7 @@ def groups_of(records: Records) -> list[Group]:
     return [Group(group, pairs_of(contenders(group))) for group in groups]
 
 
-def page(records: Records, groups: Sequence[Group], pictures: Sequence[Picture]) -> Iterator[Block]:
+def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]) -> Iterator[Block]:
     """The blocks of the comparison."""
     yield Heading("What can be compared")
     for line in comparable(records, [list(group.records) for group in groups]):
@@ -329,7 +329,7 @@ def _order(score: Score | None) -> float:
     return -score.metric.sign * score.value
 
 
-def curves(records: Records) -> list[Picture]:
+def curves(records: Records) -> list[PngImage]:
     """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log beside."""
     losses = by_loss(records)
     loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
@@ -345,7 +345,7 @@ def curves(records: Records) -> list[Picture]:
     ]
 
 
-def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[Picture]:
+def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[PngImage]:
     """evaluated: run -> on which images."""
     for key in dict.fromkeys(key for record in records.values() for key in record.further):
         found = {run: record for run, record in records.items() if key in record.further}
@@ -365,7 +365,7 @@ def _evaluated_images(record: RunRecord) -> str:
 
 def _curves(
     records: Records, file: str, about: Mapping[str, str], choose: Callable[[RunRecord], Series | None], **how: bool
-) -> Iterator[Picture]:
+) -> Iterator[PngImage]:
     """A figure of one metric for each thing that it measures. about: of each run, what the metric measures."""
     seeds = seed_groups(records)
     number = 0
@@ -375,7 +375,7 @@ def _curves(
             number += 1
             of = "each run" if len(runs) == len(records) else listed(list(runs), MAX_NAMED)
             name = f"{file}.png" if number == 1 else f"{file}_{number}.png"
-            yield Picture(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
+            yield PngImage(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
 
 
 # ---------------------------------------------------------------------- what differs
@@ -468,9 +468,9 @@ def _code(records: Records) -> Iterator[Block]:
 
 def folder_name(names: Sequence[str]) -> str:
     """The name of a folder for runs, whose names may hold anything: none that leads elsewhere, and none that is too long."""
-    whole = "-".join(names)
-    if len(whole.encode()) > _MAX_FOLDER_NAME:
+    full_name = "-".join(names)
+    if len(full_name.encode()) > _MAX_FOLDER_NAME:
         first = names[0].encode()[:80].decode(errors="ignore")
-        whole = f"{first}-and-{len(names) - 1}-others" if len(names) > 1 else first
-    plain = "".join("_" if letter == "/" or not letter.isprintable() else letter for letter in whole)
+        full_name = f"{first}-and-{len(names) - 1}-others" if len(names) > 1 else first
+    plain = "".join("_" if letter == "/" or not letter.isprintable() else letter for letter in full_name)
     return plain if plain.strip(".") else "_"

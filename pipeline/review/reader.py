@@ -39,7 +39,7 @@ from pipeline.monitor.run_page import (
     plain_name,
 )
 from pipeline.monitor.tracking import default_uri
-from pipeline.review.record import PREDICTIONS, Files, RunRecord, Series, as_count, as_number
+from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, as_count, as_number
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
@@ -67,7 +67,7 @@ _MAX_FLOPS = 1e30
 
 
 @dataclass(frozen=True)
-class _Origin:
+class _CheckpointOrigin:
     path: str = ""
     run_id: str | None = None
 
@@ -79,11 +79,11 @@ class _SeedScore:
 
 
 @dataclass(frozen=True)
-class _Results:
+class _AnyResults:
     """What is read of any results.json: of a grid, a study, or a sweep."""
 
     name: str | None = None
-    checkpoint: _Origin | None = None
+    checkpoint: _CheckpointOrigin | None = None
     weights: str | None = None
     split: str | None = None
     top1: Share | None = None
@@ -93,7 +93,7 @@ class _Results:
 # ---------------------------------------------------------------------- from a folder
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a run folder, and of `page/` in it: regular files inside of it, see `RunRecord.left_out`."""
+    """The files of a run folder, and of `page/` in it: regular files inside of it, see `RunRecord.ignored`."""
 
     path: Path
 
@@ -148,8 +148,8 @@ def from_folder(folder: Path) -> RunRecord:
         raise UserError(f"{folder} is not the folder of a started run: config.json is missing.")
     files = FolderFiles(folder)
     facts = _facts(files)
-    metrics, num_damaged, left_out = _metrics_of(folder, facts.metrics if facts else {})
-    left_out += PageFolder(folder).refused(_READ)
+    metrics, num_damaged, ignored = _metrics_of(folder, facts.metrics if facts else {})
+    ignored += PageFolder(folder).refused(_READ)
     status = read_status(folder)
     word, outcome = (status.status, status.reason or status.status) if status else ("", "")
     if word == "running" and holder(folder) is None:
@@ -168,7 +168,7 @@ def from_folder(folder: Path) -> RunRecord:
     parameters = record.parameters if facts else _from_checkpoint(folder, record.parameters)
     return _complete(
         record, folder=folder, run_id=run_id_of(folder), status=word, outcome=tags.get("outcome", outcome or word),
-        parameters=parameters, num_damaged=num_damaged, left_out=(*record.left_out, *left_out),
+        parameters=parameters, num_damaged=num_damaged, ignored=(*record.ignored, *ignored),
         declared=facts.metrics if facts else {},
     )  # fmt: skip
 
@@ -274,14 +274,14 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     parents = {name.removesuffix("_run_id"): text for name, text in tags.items() if name.endswith("_run_id")}
     return _complete(
         record, run_id=stored.run_id, datasets=stored.datasets or record.datasets, parents=parents, outcome=outcome,
-        status="diverged" if outcome.startswith("diverged") else word, left_out=(*record.left_out, *impossible),
+        status="diverged" if outcome.startswith("diverged") else word, ignored=(*record.ignored, *impossible),
         declared=declared,
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- from both
 def _assemble(
-    files: Files, name: str, address: str, facts: RunFacts | None, tags: Mapping[str, str],
+    files: RunFiles, name: str, address: str, facts: RunFacts | None, tags: Mapping[str, str],
     parameters: Mapping[str, Any], metrics: dict[str, Series],
 ) -> RunRecord:  # fmt: skip
     """The part of a record that follows from files, tags and parameters."""
@@ -319,7 +319,7 @@ def _assemble(
         images_per_step=as_count(settings.get("train.global_batch")),
         flops_per_image=flops or max(0.0, as_number(parameters.get("gflops_per_image"))) * 1e9,
         starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,
-        left_out=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
+        ignored=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
     )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def _complete(record: RunRecord, **known: Any) -> RunRecord:
     return RunRecord(**{name: values[name] for name in RunRecord.__dataclass_fields__})
 
 
-def _config(files: Files) -> RunConfig | None:
+def _config(files: RunFiles) -> RunConfig | None:
     """The settings of a run; None if its files do not have them. Raises UserError for damaged ones."""
     if (tree := _parsed(files, "config.json", dict[str, Any])) is not None:
         return schema.build(RunConfig, tree, files.where("config.json"))
@@ -350,7 +350,7 @@ def _config(files: Files) -> RunConfig | None:
     return None
 
 
-def _model(files: Files) -> tuple[dict[str, Any], float]:
+def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
     """Returns (architecture as settings, FLOPs of training on one image); ({}, 0) if the files do not have it."""
     where = files.where(architecture.FILE)
     values = _parsed(files, architecture.FILE, dict[str, Any])
@@ -370,10 +370,10 @@ def _model(files: Files) -> tuple[dict[str, Any], float]:
         raise UserError(f"{where} is damaged ({reason}). Remove it if the run has a checkpoint.") from None
 
 
-def _results(files: Files) -> dict[str, Any]:
+def _results(files: RunFiles) -> dict[str, Any]:
     """Content of results.json of a grid, a study or a sweep; {} if it is missing. Raises UserError for a damaged one."""
     results, where = _mapping(files, "results.json"), files.where("results.json")
-    json_record.convert(results, _Results, where)
+    json_record.convert(results, _AnyResults, where)
     if "protocol" in results:
         check_results(results, where)
     elif "trials" in results:
@@ -381,7 +381,7 @@ def _results(files: Files) -> dict[str, Any]:
     return results
 
 
-def _facts(files: Files) -> RunFacts | None:
+def _facts(files: RunFiles) -> RunFacts | None:
     """Content of page/facts.json; None if it is missing."""
     tree = _mapping(files, "facts.json")
     if not tree:
@@ -389,11 +389,11 @@ def _facts(files: Files) -> RunFacts | None:
     return json_record.convert(tree.get("facts", tree), RunFacts, files.where("facts.json"))
 
 
-def _mapping(files: Files, name: str) -> dict[str, Any]:
+def _mapping(files: RunFiles, name: str) -> dict[str, Any]:
     return _parsed(files, name, dict[str, Any]) or {}
 
 
-def _parsed(files: Files, name: str, kind: type[T]) -> T | None:
+def _parsed(files: RunFiles, name: str, kind: type[T]) -> T | None:
     """The content of a JSON file, with texts that can be shown; None if it is missing. Raises UserError."""
     content = files.read(name)
     if content is None:

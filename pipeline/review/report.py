@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.base.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, SvgImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints
+from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.data.storage.whole import write_files
 from pipeline.evaluate.intervals import of_samples
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import Start
@@ -39,12 +39,12 @@ _COUNTS = {
     "bad_samples": "training images that could not be read",
     "storage_retries": "storage requests that were tried again",
 }
-_MAX_LEFT_OUT = 4  # Damaged runs that are named.
+_MAX_IGNORED = 4  # Damaged runs that are named.
 _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 
 @dataclass(frozen=True)
-class Weights:
+class SavedCheckpoint:
     """A checkpoint. roles: best, last, kept. sha256: of its model.safetensors. address: in MLflow; "" if it has none."""
 
     step: int
@@ -64,8 +64,8 @@ def run(config: RunReportConfig) -> Path:
     score = record.last_score
     title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome or record.status}"
     blocks = list(page(record, reader))
-    files = {block.name: block.png for block in blocks if isinstance(block, Picture)}
-    files |= {block.name: block.svg.encode() for block in blocks if isinstance(block, lineage.Drawing)}
+    files = {block.name: block.png for block in blocks if isinstance(block, PngImage)}
+    files |= {block.name: block.svg.encode() for block in blocks if isinstance(block, SvgImage)}
     files |= {"report.md": markdown(title, blocks).encode(), "report.html": single_file(title, blocks).encode()}
     write_files(folder, files)
     print(title)
@@ -81,10 +81,10 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     yield Heading("Lineage")
     found = lineage.lineage_of(record, reader)
     yield lineage.drawing(found)
-    for line in found.left_out[:_MAX_LEFT_OUT]:
+    for line in found.ignored[:_MAX_IGNORED]:
         yield Paragraph(f"Left out of the picture, because it is damaged: {line}")
-    if len(found.left_out) > _MAX_LEFT_OUT:
-        yield Paragraph(f"So are {len(found.left_out) - _MAX_LEFT_OUT:,} others.")
+    if len(found.ignored) > _MAX_IGNORED:
+        yield Paragraph(f"So are {len(found.ignored) - _MAX_IGNORED:,} others.")
     if record.steps or record.last_step:
         yield Heading("Plan and measurement")
         yield _measured(record)
@@ -245,7 +245,7 @@ def _probe_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
 def _curves(record: RunRecord) -> Iterator[Block]:
     if content := draw_run(record):
         yield Heading("Curves")
-        yield Picture("curves.png", "Losses, held-out accuracy, learning rate and speed over the steps", content)
+        yield PngImage("curves.png", "Losses, held-out accuracy, learning rate and speed over the steps", content)
 
 
 def _figures(record: RunRecord) -> Iterator[Block]:
@@ -258,7 +258,7 @@ def _figures(record: RunRecord) -> Iterator[Block]:
         if content is not None:
             title = Path(name).stem.replace("_", " ")
             yield Paragraph(_sentence(title) + ":")
-            yield Picture(f"figure_{Path(name).name}", title, content)
+            yield PngImage(f"figure_{Path(name).name}", title, content)
 
 
 # ---------------------------------------------------------------------- health
@@ -367,11 +367,11 @@ def _weights(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     )
 
 
-def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[Weights], str]:
+def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[SavedCheckpoint], str]:
     """Returns (checkpoints of the run: best, last and kept ones, oldest first; why there are none)."""
     if record.folder is None:
         found = [
-            Weights(
+            SavedCheckpoint(
                 int(model.get("step") or 0), model.get("roles", ""), model.get("path", ""), model.get("sha256", ""),
                 f"models:/{model['model_id']}",
             )
@@ -388,7 +388,7 @@ def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[Weights], str
             to_path(str(elsewhere)) / record.name if elsewhere else record.folder.resolve() / "checkpoints"
         )
         found = [
-            Weights(
+            SavedCheckpoint(
                 model.step, ", ".join(model.roles), model.path, model.sha256,
                 f"models:/{sent[model.sha256]}" if model.sha256 in sent else "",
             )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import Limits, Reader, RefusedError, finite, is_record, plain, quoted, shortened
+from pipeline.base.json_record import Converter, Limits, RefusedError, finite, is_record, plain, quoted, shortened
 from pipeline.base.words import counted
 from pipeline.process.outputs import Holds, Output
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
@@ -120,10 +120,10 @@ def build(cls: type[T], tree: Any, where: str, section: str = "") -> T:
 
     Checks names, types and ranges, not the class's `check()`. Raises UserError.
     """
-    return _Reader(where).convert(tree, cls, section)
+    return _SettingsConverter(where).convert(tree, cls, section)
 
 
-class _Reader(Reader):
+class _SettingsConverter(Converter):
     """Converts YAML values to settings; some text is a number to the user (1e-3), and a single value is a list of one."""
 
     missing = "is not set ({doc}). Set it: {name}=..."
@@ -337,7 +337,9 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
         if not rest:
             value = _override_value(kind, text)
             (rule,) = (field.metadata["rule"] for field in dataclasses.fields(cls) if field.name == part)
-            _Reader("the command line").convert(value, kind, name, rule)  # So that errors do not blame the file.
+            _SettingsConverter("the command line").convert(
+                value, kind, name, rule
+            )  # So that errors do not blame the file.
             tree[part] = value
             return
         is_mapping = typing.get_origin(kind) is dict

@@ -17,7 +17,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.checkpoint.saver import Saver
 from pipeline.data.loading.loader import BadBudget, Batch
-from pipeline.evaluate.classify import Predictions, Scores, predict, score
+from pipeline.evaluate.classify import ClassificationScores, Predictions, predict, score
 from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.evaluate.split_reader import SplitReader
@@ -58,7 +58,7 @@ class Evaluator:
         """Measure the model as it is in evaluations, after `step`. Raises Stopped on all ranks when they agree to stop."""
         raise NotImplementedError
 
-    def is_owed(self, start: int) -> bool:
+    def is_missing(self, start: int) -> bool:
         """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and evaluation."""
         if not start or not self.every or (start % self.every and start < self.context.plan.steps):
             return False
@@ -112,7 +112,7 @@ class SplitEvaluator(Evaluator):
         predictions = None
         if self.engine.objective.predicts_classes:
             predictions = predict(forward, reader, config.train.loss)
-            scores: Scores | Means = score(predictions, split)
+            scores: ClassificationScores | Means = score(predictions, split)
         else:
             scores = means(measure, reader)
         name, content = config.data.evaluated_split, scores.to_dict()

@@ -45,7 +45,7 @@ def _train(run: TrainingRun) -> str:
     try:
         stop.begin_training(progress.start)
         for evaluator in run.evaluators:
-            if run.context.ranks.agree(evaluator.is_owed(progress.start)):
+            if run.context.ranks.agree(evaluator.is_missing(progress.start)):
                 evaluator.evaluate_on_all_ranks(progress.start)
         run.context.console.open_bar(progress.start, run.context.plan.steps)
         train_on_all_ranks(run)

@@ -132,7 +132,7 @@ class TrainingRun:
         monitoring.counts.add(micro_batches, self.training.feed.loader.bad)
         monitoring.meter.step(self.context.plan.global_batch)
         console.advance()
-        self.saving.saver.tend()
+        self.saving.saver.check_writer()
         if file := monitoring.trace.after(step):
             console.say(f"step {step:,}: trace in {file}")
 

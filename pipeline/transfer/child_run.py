@@ -37,7 +37,7 @@ class ChildRun:
 
 
 @dataclass(frozen=True)
-class Scores:
+class FinetuneScores:
     """The last evaluation of a run that fine-tunes."""
 
     top1: float
@@ -46,7 +46,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ScoresFile:
     """The fields of a run's scores.json that are checked. Only a run that predicts masked patches has no top1."""
 
     loss: float
@@ -125,12 +125,12 @@ def remove_unreadable_scores(run: ChildRun) -> None:
         file.unlink(missing_ok=True)
 
 
-def read_evaluation(run: ChildRun) -> Evaluation:
+def read_evaluation(run: ChildRun) -> ScoresFile:
     """The last evaluation of a run. Raises FileNotFoundError, and UserError for a damaged file."""
     from pipeline import objectives  # Late: imports torch.
 
     file = run.folder / _SCORES
-    found = json_record.read(file, Evaluation)
+    found = json_record.read(file, ScoresFile)
     if found.top1 is None and objectives.kind(run.config.train.loss).predicts_classes:
         raise UserError(f"{file}: top1 is missing.")
     if found.num_samples < 1 or any(share is not None and not 0 <= share <= 1 for share in (found.top1, found.top5)):
@@ -138,7 +138,7 @@ def read_evaluation(run: ChildRun) -> Evaluation:
     return found
 
 
-def read_outcome(run: ChildRun) -> Scores | str | None:
+def read_outcome(run: ChildRun) -> FinetuneScores | str | None:
     """Scores of a run that has finished with these settings; the reason if it diverged; None if it must be run."""
     status = how_ended(run)
     if status is None:
@@ -149,7 +149,7 @@ def read_outcome(run: ChildRun) -> Scores | str | None:
         found = read_evaluation(run)
     except (FileNotFoundError, UserError):
         return None
-    return None if found.top1 is None else Scores(found.top1, found.loss, found.num_samples)
+    return None if found.top1 is None else FinetuneScores(found.top1, found.loss, found.num_samples)
 
 
 def _look(run: ChildRun) -> tuple[Status | None, str]:

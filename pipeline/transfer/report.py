@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
-from pipeline.data.storage.whole import write_files
+from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import OVER_SEEDS
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
@@ -21,7 +21,7 @@ from pipeline.transfer.score_table import (
     OVERALL,
     UNPUBLISHED_TAG,
     Column,
-    Score,
+    TableScore,
     columns,
     common_tasks,
     mean_of,
@@ -89,8 +89,8 @@ def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]
         f"The paper's columns: {SOURCE} (mean of 19: {runs}; {RESNET}), by its own protocol: {PROTOCOL}. Their group means "
         "are computed from its tasks."
     )
-    yield Picture("means.png", "Means of the three groups of tasks, and of all", pictures["means.png"])
-    yield Picture("tasks.png", "Accuracy on each of the 19 tasks", pictures["tasks.png"])
+    yield PngImage("means.png", "Means of the three groups of tasks, and of all", pictures["means.png"])
+    yield PngImage("tasks.png", "Accuracy on each of the 19 tasks", pictures["tasks.png"])
     for column in ours:
         yield from origin(column)
 
@@ -238,7 +238,7 @@ def _intervals(ours: Sequence[Column]) -> str:
     return f"Brackets are 95 % intervals: {'; or '.join(texts)}." if texts else ""
 
 
-def _csv_values(score: Score) -> tuple[Any, ...]:
+def _csv_values(score: TableScore) -> tuple[Any, ...]:
     interval = score.interval
     spread = (f"{100 * interval.low:.4f}", f"{100 * interval.high:.4f}", interval.over) if interval else ("", "", "")
     return (f"{100 * score.accuracy:.4f}", *spread, score.num_seeds or "", score.num_test or "")

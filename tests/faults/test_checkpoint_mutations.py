@@ -15,7 +15,7 @@ from pipeline.checkpoint.store import Checkpoints, WriterStatus, read_state, rea
 from pipeline.lifecycle import samples
 from pipeline.lifecycle.run_folder import read_failures
 from pipeline.lifecycle.run_folder import read_status as read_run_status
-from pipeline.process.committed import newest_whole
+from pipeline.process.committed import newest_complete
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.settings import changes
@@ -90,7 +90,7 @@ def read_weights(run: Path, folder: Path) -> None:
 
 
 def read_tensors(run: Path, folder: Path) -> None:
-    ShardedTensors.open(folder).whole("weights")
+    ShardedTensors.open(folder).full_tensors("weights")
 
 
 def read_steps(run: Path, folder: Path) -> None:
@@ -113,7 +113,7 @@ def test_damaged_small_files_around_checkpoints(run: Path) -> None:
                 assert "repair or delete it" in said
             else:
                 assert latest.read_text() == "step-00000020"
-            assert newest_whole(run / "checkpoints") == run / "checkpoints" / "step-00000020"
+            assert newest_complete(run / "checkpoints") == run / "checkpoints" / "step-00000020"
             read_weights(run, run / "checkpoints" / "step-00000020")
             file.write_bytes(good)
 
@@ -134,7 +134,7 @@ def test_damaged_small_files_around_checkpoints(run: Path) -> None:
 
 
 # -------------------------------------------------------------------- the pointer
-def test_a_pointer_that_a_kill_left_behind_is_mended(run: Path) -> None:
+def test_a_pointer_that_a_kill_left_behind_is_repaired(run: Path) -> None:
     """By a run that starts, also a finished one, and by a reader; one that may not write just reads the newest."""
     latest, console = run / "checkpoints" / "latest", Console(run / "log.txt", True)
     latest.write_text("step-00000010")

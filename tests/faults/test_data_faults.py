@@ -29,10 +29,10 @@ from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.views import train_view
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.retry import StorageError
-from pipeline.data.storage.whole import replacing
 from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.data import ShardConfig, VerifyConfig
 from pipeline.settings.run import AugmentConfig
@@ -115,7 +115,7 @@ def test_a_whole_data_set_is_whole(copy: Dataset, capfd: pytest.CaptureFixture[s
     assert report["is_whole"]
     assert (report["shards"], report["samples"], report["decoded"], report["kinds"]) == (5, 187, 187, {})
     assert report["bytes"] == sum(len(data) for name, data in before.items() if name.endswith(".tar"))
-    assert f": whole. read 5 shards, 187 images, {report['bytes'] / 1e3:,.0f} KB in" in capfd.readouterr().out
+    assert f": intact. read 5 shards, 187 images, {report['bytes'] / 1e3:,.0f} KB in" in capfd.readouterr().out
     shutil.rmtree(copy.path / "verify")
     assert {path.name: path.read_bytes() for path in copy.path.iterdir() if path.is_file()} == before
 
@@ -158,7 +158,7 @@ def test_a_member_whose_size_lies(size: int, copy: Dataset) -> None:
     found = kinds(report)
     assert found["checksum"] == 1
     assert report["kinds"]["member"]["first"][0]["key"] == "train00050"
-    # Every image's bytes are whole, at their place, and stay in use.
+    # Every image's bytes are intact, at their place, and stay in use.
     assert listed(copy) == []
     assert report["decoded"] == 187
 
@@ -298,7 +298,7 @@ def test_what_cannot_be_decoded_and_a_share(copy: Dataset) -> None:
     assert listed(copy) == [("train", 20), ("train", 45), ("train", 90)]
 
 
-def test_mended_data_empties_the_list(copy: Dataset) -> None:
+def test_repaired_data_empties_the_list(copy: Dataset) -> None:
     content = (copy.path / SHARD).read_bytes()
     overwrite(copy.path / SHARD, int(copy.split("train").offsets[50]), b"\0" * 9)
     assert not check(copy.path)["is_whole"]
@@ -418,7 +418,7 @@ def test_a_tenth_of_broken_images(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["disk", "bucket"])
-def test_damage_that_is_found_is_mended_and_found_no_more(
+def test_damage_that_is_found_is_repaired_and_found_no_more(
     place: str, source: Path, tmp_path: Path, s3: tuple[S3, str]
 ) -> None:
     """launch/verify.py, launch/shard.py as before, launch/verify.py: all the way round."""
@@ -474,7 +474,7 @@ def test_a_bucket_that_answers_403_while_images_are_sharded(
 def test_a_file_tells_how_far_verify_is(copy: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     place, seen = copy.path / "verify" / "progress.json", []
 
-    class Watched(progress.Progress):
+    class Watched(progress.ProgressMeter):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args, seconds_between_files=0.01)
 
@@ -528,7 +528,7 @@ def test_a_disk_that_fills(source: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert all(data == (whole.path / name).read_bytes() for name, data in finished.items())
         subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
         assert shard.run(settings(source, out)).fingerprint == whole.fingerprint
-        assert "shards were whole already" in capsys.readouterr().out
+        assert "shards were already complete" in capsys.readouterr().out
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from pipeline.monitor.mlflow import sender as mlflow_sender
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts, metric_name
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
 
-FAST = Timing(poll=0.05, retry=(0.05,))
+FAST = SenderTimeouts(poll=0.05, retry=(0.05,))
 PARAMETERS = {f"section.field{i}": i for i in range(120)} | {"long": "x" * 9000, "nothing": None}
 
 
@@ -41,7 +41,7 @@ def start(
     enabled: bool = True,
     step: int | None = None,
     folder: str = "run",
-    timing: Timing = FAST,
+    timing: SenderTimeouts = FAST,
     **parameters: object,
 ) -> Tracker:
     config = TrackConfig(uri=uri, enabled=enabled)
@@ -190,7 +190,7 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
     out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MlflowStore, "log_metrics", lambda self, run_id, records: time.sleep(3))
-    tracker = start(out, timing=Timing(poll=0.05, finish=0.3))
+    tracker = start(out, timing=SenderTimeouts(poll=0.05, finish=0.3))
     begin = time.perf_counter()
     tracker.log(1, {"loss": 1.0})
     tracker.finish("FINISHED")
@@ -555,7 +555,7 @@ def test_points_in_another_store_are_deleted_when_it_is_used_again(out: Path, da
     assert dict(history(out, "loss", other))[20] == 22.0
 
 
-def test_a_file_of_an_earlier_version_with_steps_twice_is_mended(out: Path) -> None:
+def test_a_file_of_an_earlier_version_with_steps_twice_is_repaired(out: Path) -> None:
     live(out, range(1, 21), 1.0)
     live(out, range(11, 31), 2.0)
     assert len(history(out, "loss")) == 40

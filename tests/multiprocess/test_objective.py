@@ -60,7 +60,7 @@ def after_3(values: dict[int, float]) -> dict[int, float]:
 
 
 def tensors(run: Path, step: int, state: str) -> dict[str, np.ndarray]:
-    return ShardedTensors.open(run / "checkpoints" / f"step-{step:08d}").whole(state)
+    return ShardedTensors.open(run / "checkpoints" / f"step-{step:08d}").full_tensors(state)
 
 
 @pytest.mark.parametrize(("stage", "precision"), STAGES)

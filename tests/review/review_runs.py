@@ -9,7 +9,7 @@ import yaml
 
 from pipeline import model as models
 from pipeline.base.metric import Metric
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, source_tags
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
@@ -66,7 +66,7 @@ def write_run(
         metrics=declared or {},
     )
     track = TrackConfig(enabled=tracked)
-    tracker = Tracker(track, folder.parent, folder, facts, None, Timing(poll=0.05, retry=(0.05,)))
+    tracker = Tracker(track, folder.parent, folder, facts, None, SenderTimeouts(poll=0.05, retry=(0.05,)))
     for step in range(every, steps + 1, every):
         tracker.log(step, {"loss": 1 / step, "images_per_second": 100.0 + step, "mfu": 0.2, "skipped_steps": 0.0})
         own = {group: [n for n, m in (declared or {}).items() if m.group == group] for group in ("train", "eval")}

@@ -7,7 +7,7 @@ import pytest
 from review_runs import write_run
 
 from pipeline.base.metric import Metric
-from pipeline.base.page import Picture, Table, markdown
+from pipeline.base.page import PngImage, Table, markdown
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.tracking import default_uri
@@ -46,7 +46,7 @@ def test_a_report_shows_them(runs: list[RunRecord], out: Path) -> None:
             ("kept, split test", "75.00 %", "20", "75.00 %", "20", "400"),
         ]
         # A panel for each in the figure of the curves.
-        (curves,) = (block.png for block in blocks if isinstance(block, Picture) and block.name == "curves.png")
+        (curves,) = (block.png for block in blocks if isinstance(block, PngImage) and block.name == "curves.png")
         without = report.draw_run(dataclasses.replace(record, declared={}))
         assert without is not None
         assert int.from_bytes(curves[20:24]) > int.from_bytes(without[20:24])  # The height of a PNG.

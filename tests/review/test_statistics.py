@@ -111,7 +111,7 @@ def test_the_numbers_of_earlier_reports_are_kept() -> None:
     """What was printed before the quantiles and the binomial test came from scipy.special; 4.4e-9 is the largest difference."""
     first, second = [0.621, 0.611, 0.602, 0.678, 0.702], [0.721, 0.898, 0.817, 0.749, 0.896]
 
-    def on_images(only_first: int, only_second: int, both: int) -> statistics.Difference:
+    def on_images(only_first: int, only_second: int, both: int) -> statistics.ScoreDifference:
         counts = [only_first, only_second, both]
         return statistics.of_same_images(np.repeat([True, False, True], counts), np.repeat([False, True, True], counts))
 

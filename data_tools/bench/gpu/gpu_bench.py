@@ -22,7 +22,7 @@ from data_tools.bench.apart import reason, rows_apart
 from data_tools.bench.gpu import gpu_step
 from data_tools.bench.gpu.gpu_report import Exactness, write_report
 from data_tools.bench.gpu.gpu_step import ATTENTIONS, Case, Setup
-from data_tools.bench.record import Record
+from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.estimate.memory import rank_memory
@@ -55,7 +55,7 @@ def run(config: GpuBenchConfig) -> None:
             raise UserError("torch sees no GPU here. device=cpu runs the same code on tiny models, as a test of it.")
     else:
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    record = Record("gpu", config)
+    record = BenchRecord("gpu", config)
     record.write()
     bench = GpuBench(config, record)
     bench.deadline -= time.time() - psutil.Process().create_time()  # The budget is the command's, with its imports.
@@ -69,7 +69,7 @@ def run(config: GpuBenchConfig) -> None:
 class GpuBench:
     """The measurements in order. Rows of the record: name (its first word is the part), then what was measured or "failed"."""
 
-    def __init__(self, config: GpuBenchConfig, record: Record) -> None:
+    def __init__(self, config: GpuBenchConfig, record: BenchRecord) -> None:
         self.config, self.record = config, record
         self.deadline = time.monotonic() + config.seconds - _REPORT_SECONDS
         self.method = "fork"
@@ -93,7 +93,7 @@ class GpuBench:
         parts: list[Callable[[], object]] = [partial(self._compare, case, engine) for case in others[:1]]
         parts += [
             partial(self._from_shards, first, best),
-            partial(self._apart, f"others {first.name}", gpu_step.beside_others, (first, best, False), _PART_SECONDS),
+            partial(self._apart, f"others {first.name}", gpu_step.against_others, (first, best, False), _PART_SECONDS),
         ]
         for case in [first, *others[:1]]:
             plain = Setup(deterministic=True)
@@ -107,7 +107,7 @@ class GpuBench:
             partial(
                 self._apart,
                 f"others {first.name}, compiled",
-                gpu_step.beside_others,
+                gpu_step.against_others,
                 (first, best, True),
                 _PART_SECONDS,
             )

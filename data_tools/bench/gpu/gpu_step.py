@@ -128,7 +128,7 @@ def measure(case: Case, setup: Setup) -> Iterator[Row]:
         }  # fmt: skip
 
 
-def beside_others(case: Case, best: Setup, compiled: bool) -> Iterator[Row]:
+def against_others(case: Case, best: Setup, compiled: bool) -> Iterator[Row]:
     """Rows of the best step, a bare loop, `transformers`' and timm's model with the same optimizer, interleaved in rounds.
 
     compiled: these models are compiled by torch, with its defaults.
@@ -261,12 +261,16 @@ def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[S
     engine = pipeline_engine(model, optimizer, settings, case.batch, from_environment())
     if setup.compile not in ("", "blocks", "default"):
         engine.engine.compile(compile_kwargs={"mode": setup.compile})
-    whole = noise_batch(max(sizes or [case.batch]), case.pixels)
+    largest = noise_batch(max(sizes or [case.batch]), case.pixels)
     if device.type == "cuda":
-        whole = replace(whole, views=(whole.views[0].pin_memory(),))
+        largest = replace(largest, views=(largest.views[0].pin_memory(),))
     batches = [
         Batch(
-            (whole.views[0][:, :size],), whole.labels[:size], whole.valid[:size], whole.rows[:size], whole.epochs[:size]
+            (largest.views[0][:, :size],),
+            largest.labels[:size],
+            largest.valid[:size],
+            largest.rows[:size],
+            largest.epochs[:size],
         )
         for size in sizes or [case.batch]
     ]

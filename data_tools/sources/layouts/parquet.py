@@ -20,9 +20,9 @@ from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import shortened
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.data.storage.whole import replacing
 from pipeline.settings.data import ShardConfig
 
 _IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16
@@ -65,7 +65,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
 
 @dataclass(frozen=True)
-class _Info:
+class _HuggingFaceInfo:
     features: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,7 +73,7 @@ class _Info:
 class _HuggingFace:
     """The parts of the schema metadata `huggingface` that are used."""
 
-    info: _Info | None = None
+    info: _HuggingFaceInfo | None = None
 
 
 def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:

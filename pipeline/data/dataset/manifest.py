@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
-from pipeline.data.dataset.mapped_index import INDEX_FOLDER, Index, cache_folder, open_index
+from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, cache_folder, open_index
 from pipeline.data.dataset.split import Split
 from pipeline.data.dataset.tables import (
     CHECKSUM,
@@ -43,10 +43,10 @@ from pipeline.data.dataset.tables import (
     parse_info,
     reading,
 )
+from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.retry import Retry
-from pipeline.data.storage.whole import read_bytes, replacing
 from pipeline.settings.quantities import Limit
 
 __all__ = [
@@ -106,7 +106,7 @@ class Dataset(ManifestTables):
             table=table,
         )
 
-    def index(self, split: str) -> Index:
+    def index(self, split: str) -> ManifestIndex:
         """The memory-mapped columns of a split, made on the first call."""
         with reading(self.path / SAMPLES_FILE):
             return open_index(self.index_name(split), self.index_places(), self.table(split).read)

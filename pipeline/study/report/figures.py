@@ -39,7 +39,7 @@ def draw_scores(answers: Answers) -> bytes | None:
         return None
     figure, axes = _figure(11, 5.6)
     looks = _Looks(answers)
-    laws = _laws_beside_scores(answers)
+    laws = _plotted_laws(answers)
     with_law = {line.name for line in laws}
     for model in dict.fromkeys(point.model for point in points):
         own = sorted((point for point in points if point.model == model), key=answers.x)
@@ -71,7 +71,7 @@ def draw_scores(answers: Answers) -> bytes | None:
 
 def draw_laws(answers: Answers) -> bytes | None:
     """PNG with a panel for each model's law that `draw_scores` has no room for; None if there is none."""
-    shown = {line.name for line in _laws_beside_scores(answers)}
+    shown = {line.name for line in _plotted_laws(answers)}
     several = {
         line.family
         for line in answers.families
@@ -105,7 +105,7 @@ def draw_laws(answers: Answers) -> bytes | None:
     return png(figure)
 
 
-def _laws_beside_scores(answers: Answers) -> list[Line]:
+def _plotted_laws(answers: Answers) -> list[Line]:
     """The laws of families, or of a few models: more bands would hide each other."""
     laws = [line for line in answers.lines if line.fit and not line.why_not]
     return laws if len(laws) <= _MAX_LAWS else []
@@ -144,7 +144,7 @@ def _draw_law(
     axes.plot(beyond, 100 * (1 - law[200:]), "--", color=colour, linewidth=1.1)
     if found := line.prediction:
         _draw_open(axes, found.x, found, colour, "o")
-    if left := line.left_out:
+    if left := line.holdout:
         # Beside the truth, which would hide it.
         _draw_open(axes, left.prediction.x * (ends[1] / ends[0]) ** (0.02 * number), left.prediction, colour, "D")
 
@@ -172,7 +172,7 @@ def _law_handles(laws: Sequence[Line]) -> list[Line2D]:
                 label="predicted, next larger run",
             )
         )
-    if any(line.left_out for line in laws):
+    if any(line.holdout for line in laws):
         found.append(
             Line2D([], [], color=grey, marker="D", markersize=5, markerfacecolor="white", linestyle="none",
                    label="the largest, predicted from the others")
@@ -184,7 +184,7 @@ def _limits(points: Sequence[Point], laws: Sequence[Line]) -> tuple[float, float
     """Per cent, of all scores, predictions and checks: bands may be far wider."""
     values = [score for point in points for score in (*_ends(point), *point.scores)]
     for line in laws:
-        found = [one for one in (line.prediction, line.left_out.prediction if line.left_out else None) if one]
+        found = [one for one in (line.prediction, line.holdout.prediction if line.holdout else None) if one]
         values += [1 - error for one in found for error in (one.low, one.high)]
     low, high = 100 * min(values), 100 * max(values)
     margin = 0.06 * (high - low) or 1.0

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
-from pipeline.data.storage.whole import write_files
+from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.render import table_csv
 from pipeline.study.laws.fit import MAX_EXTRAPOLATION, Estimate
 from pipeline.study.report import figures, published
@@ -72,7 +72,7 @@ def page(answers: Answers, pictures: dict[str, bytes]) -> Iterator[Block]:
         yield Paragraph(sentence)
     for name in ("score.png", "laws.png", "differences.png"):
         if name in pictures:
-            yield Picture(name, _CAPTIONS[name], pictures[name])
+            yield PngImage(name, _CAPTIONS[name], pictures[name])
     if "score.png" in pictures:
         yield Paragraph(f"{_CAPTIONS['score.png']}{_about_laws(answers)}")
     yield from _leads(answers)
@@ -173,7 +173,7 @@ def _laws(answers: Answers) -> Iterator[Block]:
     rows = []
     for line in lines:
         if line.fit and not line.why_not:
-            found, left = line.prediction, line.left_out
+            found, left = line.prediction, line.holdout
             rows.append(
                 (
                     _name(line, answers), _limit(line.fit.floor),
@@ -242,7 +242,7 @@ def _optimal(answers: Answers) -> Iterator[Block]:
         name: reason
         for _, found in answers.optimal
         if not isinstance(found, str)
-        for name, reason in found.left_out.items()
+        for name, reason in found.not_compared.items()
     }
     fitted = {line.name for line in answers.models if line.fit and not line.why_not}
     absent = [line.name for line in answers.models if line.name not in fitted]
@@ -350,7 +350,7 @@ def _paper_scaling(answers: Answers, pictures: dict[str, bytes]) -> Iterator[Blo
             f"JFT-300M, ours on {answers.results.data}: differences are of the data as much as of the models."
         )  # fmt: skip
     if "paper.png" in pictures:
-        yield Picture("paper.png", _CAPTIONS["paper.png"], pictures["paper.png"])
+        yield PngImage("paper.png", _CAPTIONS["paper.png"], pictures["paper.png"])
     if column is not None:
         rows = [
             (run.model, run.family, f"{run.epochs}", f"{run.exaflops:g}", f"{run.scores[column]:.2f}")

@@ -8,13 +8,13 @@ from torch import Tensor, distributed, nn
 from pipeline.objectives.objective import stored_name
 from pipeline.process.distributed import Ranks
 from pipeline.train.zero import layout
-from pipeline.train.zero.layout import Shard
+from pipeline.train.zero.layout import OptimizerShard
 
 
 class Ema:
     """mean = momentum * mean + (1 - momentum) * weights after every step that is not skipped; starts as the weights."""
 
-    def __init__(self, shards: list[Shard]) -> None:
+    def __init__(self, shards: list[OptimizerShard]) -> None:
         self.weights = [shard.weights.detach() for shard in shards]
         self.mean: list[Tensor] = []
         self.begin()
@@ -45,7 +45,7 @@ class Teacher:
     the teacher's parameters are views of flat tensors that are laid out as DeepSpeed's, and one collective call fills each.
     """
 
-    def __init__(self, engine: Any, ema: Ema, shards: list[Shard], ranks: Ranks) -> None:
+    def __init__(self, engine: Any, ema: Ema, shards: list[OptimizerShard], ranks: Ranks) -> None:
         self.ema = ema
         self.flats: list[Tensor] = []
         # (part of the teacher, number of the shard, first element in its mean), where no communication is needed.
@@ -66,7 +66,7 @@ class Teacher:
             ours = set(map(id, parameters.values()))
             self.persistent = [p for p in engine.optimizer.persistent_parameters if id(p) in ours]
 
-    def _lay_out(self, shards: list[Shard], parameters: dict[str, nn.Parameter], ranks: Ranks) -> None:
+    def _lay_out(self, shards: list[OptimizerShard], parameters: dict[str, nn.Parameter], ranks: Ranks) -> None:
         """Make the parameters views of `self.flats`."""
         places = ranks.gather(
             [[(place.name, place.offset - place.start) for place in shard.places] for shard in shards]

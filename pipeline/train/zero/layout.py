@@ -17,7 +17,7 @@ from pipeline.objectives.objective import constants, stored_name, trained_parame
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterSlice:
     """Elements [start, start + length) of a flattened parameter are [offset, offset + length) of a shard."""
 
     name: str
@@ -27,15 +27,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Shard:
+class OptimizerShard:
     """weights: a flat fp32 tensor that this rank updates. key: its key in the optimizer's state."""
 
     weights: Tensor
-    places: tuple[Place, ...]
+    places: tuple[ParameterSlice, ...]
     key: Tensor
 
 
-def shards(engine: Any, rank: int) -> list[Shard]:
+def shards(engine: Any, rank: int) -> list[OptimizerShard]:
     """Return the shards that this rank updates. At stage 0 every rank holds and updates all parameters."""
     names = {id(parameter): stored_name(name) for name, parameter in trained_parameters(engine.module)}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
@@ -43,21 +43,21 @@ def shards(engine: Any, rank: int) -> list[Shard]:
         found = []
         for name, parameter in trained_parameters(engine.module):
             assert parameter.dtype == torch.float32, "config.check refuses 16-bit at stage 0"
-            place = Place(stored_name(name), 0, parameter.numel(), 0)
-            found.append(Shard(parameter.data.view(-1), (place,), parameter))
+            place = ParameterSlice(stored_name(name), 0, parameter.numel(), 0)
+            found.append(OptimizerShard(parameter.data.view(-1), (place,), parameter))
         return found
     if stage == 3:
         return [
-            Shard(flat, tuple(_partitions(optimizer, group, names, rank)), flat)
+            OptimizerShard(flat, tuple(_partitions(optimizer, group, names, rank)), flat)
             for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
         ]
     # In bf16 with fp32 accumulation, stage 1 is another class of DeepSpeed, with other attribute names.
     flats = getattr(optimizer, "fp32_groups_flat_partition", None) or optimizer.single_partition_of_fp32_groups
     groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
-    return [Shard(flat, tuple(_fragments(g, names)), flat) for flat, g in zip(flats, groups, strict=True)]
+    return [OptimizerShard(flat, tuple(_fragments(g, names)), flat) for flat, g in zip(flats, groups, strict=True)]
 
 
-def _partitions(optimizer: Any, group: list[Any], names: dict[int, str], rank: int) -> Iterator[Place]:
+def _partitions(optimizer: Any, group: list[Any], names: dict[int, str], rank: int) -> Iterator[ParameterSlice]:
     """Stage 3: each parameter is split into one equal part per rank, the last one padded."""
     for parameter in group:
         _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -65,25 +65,29 @@ def _partitions(optimizer: Any, group: list[Any], names: dict[int, str], rank: i
             yield place
 
 
-def partition_place(name: str, parameter: Any, rank: int, offset: int) -> Place | None:
+def partition_place(name: str, parameter: Any, rank: int, offset: int) -> ParameterSlice | None:
     """Stage 3: the part of a parameter that this rank holds; None if there is none. offset: in what holds it."""
     length = parameter.ds_tensor.ds_numel
     start = rank * length
-    return Place(name, start, min(length, parameter.ds_numel - start), offset) if start < parameter.ds_numel else None
+    return (
+        ParameterSlice(name, start, min(length, parameter.ds_numel - start), offset)
+        if start < parameter.ds_numel
+        else None
+    )
 
 
-def _fragments(group: list[Any], names: dict[int, str]) -> Iterator[Place]:
+def _fragments(group: list[Any], names: dict[int, str]) -> Iterator[ParameterSlice]:
     """Stages 1 and 2: a group's parameters are concatenated, and the result is split into one part per rank."""
     for parameter in group:
         if parameter._hp_mapping is not None:
             low, high = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
-            yield Place(names[id(parameter)], low.start, low.numel, high.start)
+            yield ParameterSlice(names[id(parameter)], low.start, low.numel, high.start)
 
 
-def owned(place: Place, rank: int, world_size: int) -> Place:
+def owned(place: ParameterSlice, rank: int, world_size: int) -> ParameterSlice:
     """Return this rank's share of a place that every rank holds."""
     begin, end = (place.length * r // world_size for r in (rank, rank + 1))
-    return Place(place.name, place.start + begin, end - begin, place.offset + begin)
+    return ParameterSlice(place.name, place.start + begin, end - begin, place.offset + begin)
 
 
 def constant_parts(engine: Any, rank: int, world_size: int, all_ranks: bool) -> Iterator[tuple[str, int, Tensor]]:
@@ -97,14 +101,14 @@ def constant_parts(engine: Any, rank: int, world_size: int, all_ranks: bool) -> 
             if place is not None:
                 yield place.name, place.start, tensor.ds_tensor.data.view(-1)[: place.length]
             continue
-        place = Place(stored_name(name), 0, tensor.numel(), 0)
+        place = ParameterSlice(stored_name(name), 0, tensor.numel(), 0)
         if not all_ranks:
             place = owned(place, rank, world_size)
         if place.length:
             yield place.name, place.start, tensor.data.view(-1)[place.start : place.start + place.length]
 
 
-def states(engine: Any, shards: list[Shard]) -> dict[str, list[Tensor]]:
+def states(engine: Any, shards: list[OptimizerShard]) -> dict[str, list[Tensor]]:
     """Return live flat tensors by state, one per shard: the weights, and the optimizer's states that exist so far."""
     found = {WEIGHTS: [shard.weights for shard in shards]}
     of_optimizer = engine.basic_optimizer.state
@@ -114,7 +118,7 @@ def states(engine: Any, shards: list[Shard]) -> dict[str, list[Tensor]]:
     return found
 
 
-def begin_states(engine: Any, shards: list[Shard], names: list[str], steps: int | None) -> None:
+def begin_states(engine: Any, shards: list[OptimizerShard], names: list[str], steps: int | None) -> None:
     """Create the states that an optimizer creates at its first step, to load into.
 
     steps: optimizer steps done; None if the optimizer does not count them.
@@ -138,7 +142,7 @@ def zero_states(engine: Any) -> None:
                 value.zero_()
 
 
-def optimizer_steps(engine: Any, shards: list[Shard]) -> int | None:
+def optimizer_steps(engine: Any, shards: list[OptimizerShard]) -> int | None:
     """Return the optimizer's step count, the same for all shards; None if it has none (SGD)."""
     counted = {int(engine.basic_optimizer.state[s.key]["step"]) for s in shards if "step" in
                engine.basic_optimizer.state.get(s.key, {})}  # fmt: skip

@@ -78,7 +78,7 @@ def test_copies_are_merged_and_the_shards_say_so(ray_cluster: int, tmp_path: Pat
 def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path, monkeypatch) -> None:
     seen = []
 
-    class Watched(progress.Progress):
+    class Watched(progress.ProgressMeter):
         def add(self, images: int, num_bytes: int) -> None:
             seen.append(json.loads((tmp_path / "progress.json").read_text()))
             super().add(images, num_bytes)

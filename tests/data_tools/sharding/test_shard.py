@@ -23,7 +23,7 @@ from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_
 
 from data_tools import progress, tasks
 from data_tools.sharding import shard
-from data_tools.sharding.write_shard import Job, write_shard
+from data_tools.sharding.write_shard import ShardingJob, write_shard
 from data_tools.sources import list_source
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
@@ -108,7 +108,7 @@ def test_killed_job_goes_on_and_gives_the_same_bytes(ray_cluster: int, source: P
 
     capfd.readouterr()
     again = shard.run(settings(source, out, samples_per_shard=1))
-    assert " shards were whole already" in capfd.readouterr().out
+    assert " shards were already complete" in capfd.readouterr().out
     assert contents(again.path) == contents(whole.path)
 
 
@@ -184,7 +184,7 @@ def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: in
 def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Path, monkeypatch) -> None:
     seen, made = [], []
 
-    class Watched(progress.Progress):
+    class Watched(progress.ProgressMeter):
         def __init__(self, *args: object) -> None:
             super().__init__(*args, seconds_between_files=0.01)
 
@@ -227,7 +227,9 @@ def wait_for_state(folder: Path, **expected: object) -> dict:
 
 
 def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, capfd) -> None:
-    with progress.Progress(1000, 10, tmp_path, "sharded", seconds_between_files=0.01, seconds_between_lines=0.0) as job:
+    with progress.ProgressMeter(
+        1000, 10, tmp_path, "sharded", seconds_between_files=0.01, seconds_between_lines=0.0
+    ) as job:
         job.add(600, 6_000_000, made=False)
         state = wait_for_state(tmp_path, images=600, shards=1, bytes=6_000_000)
         assert (state["images_per_second"], state["seconds_left"]) == (0, None)
@@ -329,12 +331,12 @@ def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int) -> None:
     def fail(where: str) -> None:
         if where == "here":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "train-000000.tar")
-        raise UserError("mend it")
+        raise UserError("repair it")
 
     with pytest.raises(OSError, match="No space left") as full:
         list(ray_tasks.run_tasks(fail, ["here"], print, limit=1))
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "train-000000.tar")
-    with pytest.raises(UserError, match=r"^mend it$"):
+    with pytest.raises(UserError, match=r"^repair it$"):
         list(ray_tasks.run_tasks(fail, ["there"], print, limit=1))
 
 
@@ -405,7 +407,9 @@ def test_a_shard_uploaded_before_a_kill_is_not_read_again(
 ) -> None:
     server, url = s3
     listing = list_source(source, ShardConfig(source=str(source), out=url), tmp_path)
-    job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, "area", 95, True, None)
+    job = ShardingJob(
+        str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, "area", 95, True, None
+    )
     first = write_shard(job)
     server.reset()
     again = write_shard(job)
