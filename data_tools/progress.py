@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BEFORE_BAR = 1.0
 
 
-class Progress:
+class ProgressMeter:
     """Counts finished images and bytes; shows images/s, MB/s and the remaining time on stderr.
 
     total: number of images; None while it is unknown. shards: number of shards. done: the operation as a participle, such as
@@ -52,7 +52,7 @@ class Progress:
             self._write()
             self._writer.start()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressMeter":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, Job, check_shard, findings_table
+from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, check_shard, findings_table
 from data_tools.driver import only_driver
-from data_tools.progress import Progress, data_size
+from data_tools.progress import ProgressMeter, data_size
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
@@ -60,7 +60,7 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     jobs = _jobs(dataset, tables, config.decode_share, keys)
     num_cpus = ray_tasks.connect(config.num_tasks)
     total = sum(shard.samples for shard in tables.shards)
-    progress = Progress(total, len(tables.shards), out, "verified")
+    progress = ProgressMeter(total, len(tables.shards), out, "verified")
     tasks = ray_tasks.run_tasks(check_shard, jobs, config.num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(tasks):
         for number, checked in tasks:
@@ -170,7 +170,7 @@ def _open_samples(dataset: Dataset, shards: list[Shard], add_finding: Any) -> tu
     return file, counts
 
 
-def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys") -> Iterator[Job]:
+def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys") -> Iterator[VerifyJob]:
     again = _listed(dataset)
     schema = dataset.rows_schema
     batches = tables.samples.iter_batches(_BATCH, columns=schema.names) if tables.samples else iter(())
@@ -188,7 +188,7 @@ def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys")
                 keys.add(shard.split, rows["key"])
             if decode_share < 1:
                 decode = frozenset(key for key in rows["key"] if _is_chosen(key, decode_share) or (split, key) in again)
-        yield Job(str(dataset.path), shard, rows, first_row, dataset.num_classes, decode)
+        yield VerifyJob(str(dataset.path), shard, rows, first_row, dataset.num_classes, decode)
         first_row += count
 
 

@@ -61,7 +61,7 @@ FINDINGS = pa.schema(
 
 
 @dataclass(frozen=True)
-class Job:
+class VerifyJob:
     """One shard to check. rows: its columns of samples.parquet, None if that table cannot be read.
 
     first_row: of the shard in its split. decode: keys of the images to decode; None is all.
@@ -106,7 +106,7 @@ def findings_table(rows: list[tuple]) -> pa.Table:
     )
 
 
-def check_shard(job: Job) -> Checked:
+def check_shard(job: VerifyJob) -> Checked:
     """Ray task: check all bytes of a shard. Damage is returned as findings, not raised.
 
     Raises UserError when this node cannot access the folder, StorageError when the object store cannot be reached.
@@ -197,7 +197,7 @@ def _next_header(file: BinaryIO, position: int, end: int) -> int:
 
 
 def _check_rows(
-    file: BinaryIO, size: int, job: Job, members: dict[int, Member], is_whole: bool, findings: _Findings
+    file: BinaryIO, size: int, job: VerifyJob, members: dict[int, Member], is_whole: bool, findings: _Findings
 ) -> int:
     """Check every row against the tar. Returns the number of decoded images."""
     if job.rows is None:

@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup import search_shard
-from data_tools.dedup.pair_sheet import Picture, draw_pairs
+from data_tools.dedup.pair_sheet import CaptionedImage, draw_pairs
 from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_tests
-from data_tools.dedup.thumbnails import BAD, PLAIN, Job, jobs, make_thumbnails, read_states
+from data_tools.dedup.thumbnails import BAD, PLAIN, ThumbnailJob, jobs, make_thumbnails, read_states
 from data_tools.driver import only_driver
-from data_tools.progress import Progress
+from data_tools.progress import ProgressMeter
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
@@ -40,12 +40,12 @@ _MAX_PICTURED = 96
 
 
 @dataclass(frozen=True)
-class Part:
+class ComparedSplit:
     """The searched split, or a split of test images, with one job per shard."""
 
     dataset: Dataset
     split: str
-    jobs: list[Job]
+    jobs: list[ThumbnailJob]
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ def run(config: DedupConfig) -> dict[str, Any]:
         return _run(searched, tests, config)
 
 
-def _run(searched: Part, tests: list[Part], config: DedupConfig) -> dict[str, Any]:
+def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfig) -> dict[str, Any]:
     started = time.monotonic()
     make_folder(searched.dataset.path / FOLDER / THUMBNAILS)
     _read_images([searched, *tests], config)
@@ -95,12 +95,12 @@ def _run(searched: Part, tests: list[Part], config: DedupConfig) -> dict[str, An
     return report
 
 
-def _open(config: DedupConfig) -> tuple[Part, list[Part]]:
+def _open(config: DedupConfig) -> tuple[ComparedSplit, list[ComparedSplit]]:
     """Returns the searched split and the splits of test images."""
     data = open_dataset(ray_tasks.shared_path("data", config.data))
     folder = data.path / FOLDER / THUMBNAILS
     searched = _part(data, config.split, folder)
-    tests: dict[tuple[AnyPath, str], Part] = {}
+    tests: dict[tuple[AnyPath, str], ComparedSplit] = {}
     for entry in config.against:
         path, split = _location_and_split(entry)
         dataset = open_dataset(ray_tasks.shared_path("against", path))
@@ -124,14 +124,14 @@ def _location_and_split(entry: str) -> tuple[str, str]:
     return folder + slash + name + mark + options, split
 
 
-def _part(dataset: Dataset, split: str, folder: AnyPath) -> Part:
+def _part(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSplit:
     if not dataset.info["samples"].get(split, 0):
         known = ", ".join(name for name, count in dataset.info["samples"].items() if count) or "none"
         raise UserError(f"{dataset.path} has no images of a split {split!r}. It has: {known}.")
-    return Part(dataset, split, list(jobs(dataset, split, folder)))
+    return ComparedSplit(dataset, split, list(jobs(dataset, split, folder)))
 
 
-def _read_images(parts: Sequence[Part], config: DedupConfig) -> None:
+def _read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> None:
     """Make the thumbnails of every shard that has none."""
     every = {job.out: job for part in parts for job in part.jobs}
     folder = parts[0].dataset.path / FOLDER / THUMBNAILS
@@ -147,27 +147,27 @@ def _read_images(parts: Sequence[Part], config: DedupConfig) -> None:
 def _run_tasks(
     function: Callable[[Any], int],
     tasks: Sequence[Any],
-    shards: Sequence[Job],
+    shards: Sequence[ThumbnailJob],
     done: str,
-    searched: Part,
+    searched: ComparedSplit,
     config: DedupConfig,
 ) -> None:
     """Run one task per shard. done: the verb in the past tense for progress, such as "read"."""
     if not tasks:
         return
     num_cpus = ray_tasks.connect(config.num_tasks)
-    progress = Progress(sum(len(job.offsets) for job in shards), len(shards), searched.dataset.path / FOLDER, done)
+    progress = ProgressMeter(sum(len(job.offsets) for job in shards), len(shards), searched.dataset.path / FOLDER, done)
     results = ray_tasks.run_tasks(function, tasks, config.num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(results):
         for number, _ in results:
             progress.add(len(shards[number].offsets), int(shards[number].sizes.sum()))
 
 
-def _states(part: Part) -> np.ndarray:
+def _states(part: ComparedSplit) -> np.ndarray:
     return np.concatenate([read_states(job) for job in part.jobs])
 
 
-def _check_readable(parts: Sequence[Part], states: Sequence[np.ndarray], max_bad_share: float) -> None:
+def _check_readable(parts: Sequence[ComparedSplit], states: Sequence[np.ndarray], max_bad_share: float) -> None:
     for part, of_part in zip(parts, states, strict=True):
         bad = np.flatnonzero(of_part == BAD)
         if len(bad) > max_bad_share * len(part):
@@ -178,7 +178,7 @@ def _check_readable(parts: Sequence[Part], states: Sequence[np.ndarray], max_bad
             )
 
 
-def _search(searched: Part, tests: Sequence[Part], config: DedupConfig) -> Pairs:
+def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: DedupConfig) -> Pairs:
     """Returns every pair of a searched image and a test image with equal bytes or within max_distance."""
     test_jobs = [job for part in tests for job in part.jobs]
     names = [f"{job.tar} {to_path(job.out).name}" for job in test_jobs]
@@ -210,7 +210,9 @@ def _nearest(pairs: Pairs) -> Pairs:
     return Pairs(pairs.rows[order][first], pairs.tests[order][first], pairs.distances[order][first])
 
 
-def _describe(searched: Part, tests: Sequence[Part], nearest: Pairs) -> tuple[pa.Table, list[tuple[Picture, Picture]]]:
+def _describe(
+    searched: ComparedSplit, tests: Sequence[ComparedSplit], nearest: Pairs
+) -> tuple[pa.Table, list[tuple[CaptionedImage, CaptionedImage]]]:
     """Returns the exclusion list (schema EXCLUDED) and pairs to draw, (test image, copy), largest distance first."""
     starts = np.cumsum([0] + [len(part) for part in tests])
     of_part = np.searchsorted(starts, nearest.tests, side="right") - 1
@@ -233,13 +235,13 @@ def _describe(searched: Part, tests: Sequence[Part], nearest: Pairs) -> tuple[pa
     }
     pictures = []
     for i in np.argsort(-nearest.distances, kind="stable")[:_MAX_PICTURED].tolist():
-        test = Picture.read(tests[of_part[i]].dataset, theirs[i], theirs[i]["name"])
-        copy = Picture.read(searched.dataset, own[i], f"{nearest.distances[i]:.3f}  {own[i]['key']}")
+        test = CaptionedImage.read(tests[of_part[i]].dataset, theirs[i], theirs[i]["name"])
+        copy = CaptionedImage.read(searched.dataset, own[i], f"{nearest.distances[i]:.3f}  {own[i]['key']}")
         pictures.append((test, copy))
     return pa.Table.from_pydict(columns, EXCLUDED), pictures
 
 
-def _manifest_rows(part: Part, rows: np.ndarray) -> pa.Table:
+def _manifest_rows(part: ComparedSplit, rows: np.ndarray) -> pa.Table:
     """Returns key, offset, size and shard of some rows of a split, in the given order. Reads only the row groups that hold them."""
     samples = part.dataset.info["samples"]
     start = sum(samples[name] for name in part.dataset.splits[: part.dataset.splits.index(part.split)])
@@ -258,8 +260,8 @@ def _manifest_rows(part: Part, rows: np.ndarray) -> pa.Table:
 
 def _report(
     config: DedupConfig,
-    searched: Part,
-    tests: Sequence[Part],
+    searched: ComparedSplit,
+    tests: Sequence[ComparedSplit],
     states: Sequence[np.ndarray],
     pairs: Pairs,
     seconds: float,

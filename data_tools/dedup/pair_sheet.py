@@ -17,21 +17,21 @@ _COLUMNS, _SIDE, _GAP, _LINE = 6, 112, 12, 14
 
 
 @dataclass(frozen=True)
-class Picture:
+class CaptionedImage:
     """An image with its caption. pixels: (H, W, 3) uint8."""
 
     pixels: np.ndarray
     caption: str
 
     @classmethod
-    def read(cls, dataset: Dataset, row: dict[str, Any], caption: str) -> "Picture":
+    def read(cls, dataset: Dataset, row: dict[str, Any], caption: str) -> "CaptionedImage":
         """Read an image of a data set. row: shard, offset and size, from the manifest."""
         with Reader() as reader:
             path = dataset.shard_path(dataset.shards()[row["shard"]].name)
             return cls(decode(reader.read(str(path), row["offset"], row["size"], packed=0)), caption)
 
 
-def draw_pairs(pairs: Sequence[tuple[Picture, Picture]]) -> bytes:
+def draw_pairs(pairs: Sequence[tuple[CaptionedImage, CaptionedImage]]) -> bytes:
     """Returns a PNG of the pairs, row by row, each with its two captions below."""
     cell_width, cell_height = 2 * _SIDE + _GAP, _SIDE + 2 * _LINE + _GAP
     num_columns = min(_COLUMNS, len(pairs))

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 
 from data_tools.dedup.near_copies import TestImages
-from data_tools.dedup.thumbnails import FINE, Job, read_arrays, read_image, read_thumbnails
+from data_tools.dedup.thumbnails import FINE, ThumbnailJob, read_arrays, read_image, read_thumbnails
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.whole import replacing
@@ -23,7 +23,7 @@ FORMAT = 2
 class SearchJob:
     """shard: with thumbnails. tests: path of the file of `write_tests`. out: path of the pairs."""
 
-    shard: Job
+    shard: ThumbnailJob
     tests: str
     out: str
 
@@ -37,7 +37,7 @@ class Pairs:
     distances: np.ndarray
 
 
-def write_tests(jobs: Sequence[Job], path: AnyPath) -> None:
+def write_tests(jobs: Sequence[ThumbnailJob], path: AnyPath) -> None:
     """Write everything the search needs about the test images to one file: 1.1 KB per image."""
     kept = [read_thumbnails(job) for job in jobs]
     with replacing(path) as file:

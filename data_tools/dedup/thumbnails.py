@@ -25,7 +25,7 @@ _FORMAT = 3
 
 
 @dataclass(frozen=True)
-class Job:
+class ThumbnailJob:
     """A shard to read. tar: its path. out: path of the thumbnails. offsets, sizes: (n,) int64.
 
     first_row: row of the shard's first sample in its split.
@@ -50,14 +50,14 @@ class Thumbnails:
     hashes: np.ndarray
 
 
-def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[Job]:
+def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob]:
     """Yields one job per shard of a split. Excluded samples are included."""
     rows = _rows_of_shards(dataset)
     first_row = 0
     for shard, table in rows:
         if shard.split != split:
             continue
-        yield Job(
+        yield ThumbnailJob(
             tar=str(dataset.shard_path(shard.name)),
             out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.{_FORMAT}.npz"),
             first_row=first_row,
@@ -67,7 +67,7 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[Job]:
         first_row += shard.samples
 
 
-def make_thumbnails(job: Job) -> int:
+def make_thumbnails(job: ThumbnailJob) -> int:
     """Read one shard and write its thumbnails; returns the number of bytes read.
 
     Raises UserError for a missing or truncated shard, and StorageError when the object store cannot be reached.
@@ -94,12 +94,12 @@ def make_thumbnails(job: Job) -> int:
     return int(job.sizes.sum())
 
 
-def read_thumbnails(job: Job) -> Thumbnails:
+def read_thumbnails(job: ThumbnailJob) -> Thumbnails:
     """Read the output of `make_thumbnails`. Raises UserError for a damaged file."""
     return Thumbnails(*_load(job, "thumbs", "states", "hashes"))
 
 
-def read_states(job: Job) -> np.ndarray:
+def read_states(job: ThumbnailJob) -> np.ndarray:
     """Read only the states, (n,) uint8, from the output of `make_thumbnails`. Raises UserError for a damaged file."""
     return _load(job, "states")[0]
 
@@ -137,7 +137,7 @@ def read_arrays(path: str, *names: str) -> list[np.ndarray]:
         raise UserError(f"{path} is damaged. Remove it, and run the same command again.") from None
 
 
-def _load(job: Job, *names: str) -> list[np.ndarray]:
+def _load(job: ThumbnailJob, *names: str) -> list[np.ndarray]:
     found = read_arrays(job.out, *names)
     if any(len(array) != len(job.offsets) for array in found):
         raise UserError(

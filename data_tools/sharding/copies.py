@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_tools.progress import Progress
+from data_tools.progress import ProgressMeter
 from data_tools.sources import Listing, Reader
 from data_tools.sources.listing import TABLE, label_lists
 from data_tools.sources.reader import raise_if_lost
@@ -109,7 +109,7 @@ def _hash_all(
     hashes = np.zeros((len(rows), 2), np.uint64)
     sizes = listing.table["size"].to_numpy()
     num_cpus = ray_tasks.connect(num_tasks)
-    progress = Progress(len(rows), len(starts), out, "hashed")
+    progress = ProgressMeter(len(rows), len(starts), out, "hashed")
     tasks = ray_tasks.run_tasks(hash_samples, jobs(), num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(tasks):
         for number, data in tasks:

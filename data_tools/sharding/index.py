@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.driver import only_driver
-from data_tools.progress import Progress
+from data_tools.progress import ProgressMeter
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.shard import SKIPPED, resolve, write_table
 from data_tools.sharding.write_shard import PARTS, Done, load_part, write_part
@@ -77,7 +77,7 @@ class IndexJob:
 
 
 @dataclass(frozen=True)
-class _PartMetadata:
+class _IndexPartMetadata:
     """The metadata of a part file. seen: the job, and size and version of the tar."""
 
     seen: dict[str, Any]
@@ -216,7 +216,7 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[D
     """Returns every tar's result, in order. Raises UserError when too many samples are bad."""
     results: dict[int, Done] = {}
     num_cpus = ray_tasks.connect(config.num_tasks)
-    progress = Progress(None, len(jobs), out, done="indexed")
+    progress = ProgressMeter(None, len(jobs), out, done="indexed")
     tasks = ray_tasks.run_tasks(index_tar, jobs, config.num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(tasks):
         for number, done in tasks:
@@ -286,7 +286,7 @@ def _refuse_others(finished: Dataset, results: list[Done]) -> None:
 
 def _read_part(path: AnyPath, seen: dict[str, Any]) -> Done | None:
     """The result in a part file, if it is whole and the tar has not changed. Raises StorageError."""
-    about = load_part(path, _PartMetadata)
+    about = load_part(path, _IndexPartMetadata)
     if about is None or about.seen != seen:
         return None
     return Done(about.shard, about.skipped, made=False)

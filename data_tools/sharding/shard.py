@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.driver import only_driver
-from data_tools.progress import Progress, data_size
+from data_tools.progress import ProgressMeter, data_size
 from data_tools.sharding.classes import apply_rules, readable_names, refuse_untrained, renamed, small_classes
 from data_tools.sharding.copies import Copies, merge_copies
 from data_tools.sharding.holdout import hash_keys, hold_out
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
-from data_tools.sharding.write_shard import PARTS, Done, Job, part_path, read_part, write_shard
+from data_tools.sharding.write_shard import PARTS, Done, ShardingJob, part_path, read_part, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable, reasons
@@ -50,7 +50,7 @@ _DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies", "resize_f
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """Which samples each shard holds. order: shuffled rows of the listing, split after split; bounds[i]: shard i's range."""
 
     order: np.ndarray
@@ -70,7 +70,7 @@ class _RecordedSource:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _DatasetRecord:
     """Recorded settings and source of an existing data set, finished or not."""
 
     settings: dict[str, Any]
@@ -139,7 +139,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     return dataset
 
 
-def make_plan(listing: Listing, config: ShardConfig) -> Plan:
+def make_plan(listing: Listing, config: ShardConfig) -> ShardPlan:
     """Shuffle each split by a hash of seed and key, and divide it into shards."""
     split = listing.table["split"].to_numpy()
     mix = hash_keys(listing, f"{config.seed}:")
@@ -154,15 +154,15 @@ def make_plan(listing: Listing, config: ShardConfig) -> Plan:
             names.append(f"{name}-{shard:06d}.tar")
             of_split.append(name)
         start += len(rows)
-    return Plan(np.concatenate(orders), names, of_split, bounds)
+    return ShardPlan(np.concatenate(orders), names, of_split, bounds)
 
 
 def make_jobs(
-    listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
-) -> Iterator[Job]:
+    listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
+) -> Iterator[ShardingJob]:
     """Yields a job for each shard of the plan. known: shards of a finished data set in `out`, by name."""
     for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
-        yield Job(
+        yield ShardingJob(
             source=str(listing.source),
             out=str(out),
             name=name,
@@ -177,14 +177,16 @@ def make_jobs(
         )
 
 
-def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]) -> list[Done]:
+def _run_jobs(
+    listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
+) -> list[Done]:
     """Returns every shard's result, in plan order. Raises UserError when too many images are bad."""
     results: dict[int, Done] = {}
     skipped = list(listing.skipped)
     _check_budget(skipped, listing, config, 0)
     num_cpus = ray_tasks.connect(config.num_tasks)
     jobs = make_jobs(listing, plan, config, out, known)
-    progress = Progress(len(listing), len(plan.names), out, "sharded")
+    progress = ProgressMeter(len(listing), len(plan.names), out, "sharded")
     tasks = ray_tasks.run_tasks(write_shard, jobs, config.num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(tasks):
         for number, done in tasks:
@@ -293,17 +295,17 @@ def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
     return source, out
 
 
-def _existing_record(out: AnyPath) -> _Record | None:
+def _existing_record(out: AnyPath) -> _DatasetRecord | None:
     """The record of an existing data set or job. Raises UserError for foreign files and a damaged record."""
     if (out / INFO).exists():
         info = open_dataset(out).info
         if isinstance(info.get("source"), dict) and info["source"].get("indexed"):
             raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
-        return json_record.convert(info, _Record, str(out / INFO))
+        return json_record.convert(info, _DatasetRecord, str(out / INFO))
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         plan = read_bytes(out / PARTS / PLAN)
         try:
-            return json_record.parse(plan, _Record, str(out / PARTS / PLAN))
+            return json_record.parse(plan, _DatasetRecord, str(out / PARTS / PLAN))
         except UserError as error:
             # Without the plan, shards made with other settings cannot be recognised.
             raise UserError(f"{error} Remove {out}, or choose another out=...") from None
@@ -330,7 +332,7 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_other_settings(out: AnyPath, config: ShardConfig, existing: _Record | None) -> None:
+def _refuse_other_settings(out: AnyPath, config: ShardConfig, existing: _DatasetRecord | None) -> None:
     if not existing:
         return
     others = []
@@ -342,7 +344,9 @@ def _refuse_other_settings(out: AnyPath, config: ShardConfig, existing: _Record 
         raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
 
 
-def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: _Record | None, listing: Listing) -> None:
+def _refuse_other_source(
+    out: AnyPath, identity: dict[str, Any], existing: _DatasetRecord | None, listing: Listing
+) -> None:
     if existing and existing.source.sha256 != identity["source"]["sha256"]:
         old, new = existing.source, identity["source"]
         what = difference(out / SOURCE_TABLE, listing)
@@ -393,7 +397,7 @@ def _print_copies(copies: Copies) -> None:
 
 
 def _print_done(
-    dataset: Dataset, results: list[Done], listing: Listing, plan: Plan, seconds: float, verified: bool
+    dataset: Dataset, results: list[Done], listing: Listing, plan: ShardPlan, seconds: float, verified: bool
 ) -> None:
     made = [number for number, done in enumerate(results) if done.made and done.shard.samples]
     whole = len(results) - len(made)

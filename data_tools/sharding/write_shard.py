@@ -44,7 +44,7 @@ T = TypeVar("T", bound=_OfShard)
 
 
 @dataclass(frozen=True)
-class Job:
+class ShardingJob:
     """One shard to write. rows: of `Listing.rows`, in tar order. whole: decode every image. convert: see `Listing`.
 
     known: the shard's row in the manifest of a finished data set, if there is one.
@@ -78,7 +78,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class _PartMetadata:
+class _ShardPartMetadata:
     """The metadata of a part file. Earlier versions have no etag or rows."""
 
     shard: Shard
@@ -87,7 +87,7 @@ class _PartMetadata:
     rows: str = ""
 
 
-def write_shard(job: Job) -> Done:
+def write_shard(job: ShardingJob) -> Done:
     """Write a shard and its part file (its rows of the manifest), unless both exist and are whole.
 
     A shard of an unfinished data set is rewritten if one of its skipped images can be read now. Raises UserError when this
@@ -167,7 +167,7 @@ def _checksum(table: pa.Table, about: bytes) -> bytes:
 
 def read_part(path: AnyPath) -> Done | None:
     """The result saved in a part file; None if it is damaged. Raises StorageError."""
-    about = load_part(path, _PartMetadata)
+    about = load_part(path, _ShardPartMetadata)
     return Done(about.shard, about.skipped, False, about.etag, about.rows) if about else None
 
 
@@ -244,7 +244,7 @@ class _Tar:
         self._started = end
 
 
-def _write_samples(tar: _Tar, job: Job) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]]]:
+def _write_samples(tar: _Tar, job: ShardingJob) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]]]:
     rows: list[tuple[Any, ...]] = []
     skipped = []
     with Reader() as reader:
@@ -264,11 +264,11 @@ def _write_samples(tar: _Tar, job: Job) -> tuple[dict[str, list[Any]], list[tupl
     return dict(zip(ROWS.names, map(list, columns), strict=True)), skipped
 
 
-def _samples(job: Job, *columns: str) -> Iterator[tuple[Any, ...]]:
+def _samples(job: ShardingJob, *columns: str) -> Iterator[tuple[Any, ...]]:
     return zip(*(job.rows[column] for column in columns), strict=True)
 
 
-def _can_read_any(skipped: list[tuple[str, str, str]], job: Job) -> bool:
+def _can_read_any(skipped: list[tuple[str, str, str]], job: ShardingJob) -> bool:
     """Whether any skipped image can be read now."""
     keys = {key for key, *_ in skipped}
     with Reader() as reader:
@@ -278,7 +278,7 @@ def _can_read_any(skipped: list[tuple[str, str, str]], job: Job) -> bool:
         )
 
 
-def _read_image(reader: Reader, place: list[Any], job: Job) -> tuple[bytes, str, int, int] | str:
+def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> tuple[bytes, str, int, int] | str:
     """Returns `_image` of the file at `place` (path, offset, size, packed), or what is wrong with it. Raises LostError."""
     try:
         return _image(reader.read(*place), job)
@@ -289,7 +289,7 @@ def _read_image(reader: Reader, place: list[Any], job: Job) -> tuple[bytes, str,
         return str(error)
 
 
-def _image(data: bytes, job: Job) -> tuple[bytes, str, int, int]:
+def _image(data: bytes, job: ShardingJob) -> tuple[bytes, str, int, int]:
     """Returns (file, extension, width, height) for the shard from a source file. Raises ValueError for a bad image."""
     if job.convert:
         data = job.convert(data)

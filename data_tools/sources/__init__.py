@@ -10,7 +10,7 @@ import tarfile
 
 import pyarrow as pa
 
-from data_tools.progress import Progress
+from data_tools.progress import ProgressMeter
 from data_tools.sources.detect import detect_layout, is_table
 from data_tools.sources.layouts import LAYOUTS, archive
 from data_tools.sources.listing import LISTED, Collector, Listing
@@ -41,7 +41,7 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
     if may_be_compressed and source.is_file() and not is_table(source):
         kind = archive.kind(source)
         plain = archive.unpack(source, kind, staging) if kind in archive.COMPRESSED else source
-    with Progress(None, folder=staging.parent, done=LISTED) as progress:
+    with ProgressMeter(None, folder=staging.parent, done=LISTED) as progress:
         try:
             name = config.layout if config.layout != "auto" else detect_layout(plain, config)
             layout = LAYOUTS[name]

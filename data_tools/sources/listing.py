@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.progress import Progress
+from data_tools.progress import ProgressMeter
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.loading.decode import EXTENSIONS
@@ -32,7 +32,7 @@ TABLE = pa.schema(
         ("packed", pa.int64()),
     ]
 )
-# The operation, for `Progress`.
+# The operation, for `ProgressMeter`.
 LISTED = "listed"
 # (key, where, reason) of a skipped item, the columns of skipped.csv.
 Skipped = tuple[str, str, str]
@@ -148,7 +148,7 @@ class Collector:
     root: AnyPath | None = None
     notes: list[str] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
-    progress: Progress = field(default_factory=lambda: Progress(None, done=LISTED))
+    progress: ProgressMeter = field(default_factory=lambda: ProgressMeter(None, done=LISTED))
     rename: Callable[[str], str] | None = None
     class_names: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)

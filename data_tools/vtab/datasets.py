@@ -10,7 +10,7 @@ UNREADABLE = "/t/track/outdoor/sun_aophkoiosslinihb.jpg"
 
 
 @dataclass(frozen=True)
-class File:
+class PublishedFile:
     """A published file. size: in bytes, 0 if not published. sha256: hex, "" if not published. url: may require a login."""
 
     name: str
@@ -20,7 +20,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Part:
+class PoolSlice:
     """The part of a pool (a split of tensorflow_datasets) that begins at `percent` of it, in the order of the hash."""
 
     pool: str
@@ -41,16 +41,16 @@ class DataSet:
     """
 
     name: str
-    files: tuple[File, ...]
+    files: tuple[PublishedFile, ...]
     counts: dict[str, int]
-    val: Part
-    test: Part
+    val: PoolSlice
+    test: PoolSlice
     tfds: str
     tfds_major: int
     hint: str = ""
 
 
-_VALIDATION, _TEST = Part("validation"), Part("test")
+_VALIDATION, _TEST = PoolSlice("validation"), PoolSlice("test")
 _FLOWERS = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
 _PETS = "https://www.robots.ox.ac.uk/~vgg/data/pets/data/"
 _SUN = "https://vision.princeton.edu/projects/2010/SUN/SUN397.tar.gz"
@@ -68,8 +68,8 @@ _NORB = "https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/"
 _NORB_TRAIN, _NORB_TEST = "smallnorb-5x46789x9x18x6x2x96x96-training", "smallnorb-5x01235x9x18x6x2x96x96-testing"
 
 
-def _at(base: str, name: str, size: int, sha256: str) -> File:
-    return File(name, base + name, size, sha256)
+def _at(base: str, name: str, size: int, sha256: str) -> PublishedFile:
+    return PublishedFile(name, base + name, size, sha256)
 
 
 _ALL = (
@@ -84,7 +84,7 @@ _ALL = (
             ),
         ),
         {"train": 3060, "test": 6084},
-        Part("train", 90),
+        PoolSlice("train", 90),
         _TEST,
         "caltech101",
         3,
@@ -101,7 +101,7 @@ _ALL = (
             ),
         ),
         {"train": 50_000, "test": 10_000},
-        Part("train", 90),
+        PoolSlice("train", 90),
         _TEST,
         "cifar100",
         3,
@@ -158,7 +158,7 @@ _ALL = (
             ),
         ),
         {"train": 3680, "test": 3669},
-        Part("train", 80),
+        PoolSlice("train", 80),
         _TEST,
         "oxford_iiit_pet",
         3,
@@ -166,7 +166,7 @@ _ALL = (
     DataSet(
         "sun397",
         (
-            File(
+            PublishedFile(
                 "SUN397.tar.gz",
                 _SUN,
                 39_077_296_924,
@@ -215,7 +215,7 @@ _ALL = (
             ),
         ),
         {"train": 73_257, "test": 26_032},
-        Part("train", 90),
+        PoolSlice("train", 90),
         _TEST,
         "svhn_cropped",
         3,
@@ -250,17 +250,17 @@ _ALL = (
             ),
         ),
         {"train": 27_000},
-        Part("train", 60),
-        Part("train", 80),
+        PoolSlice("train", 60),
+        PoolSlice("train", 80),
         "eurosat/rgb",
         2,
     ),
     DataSet(
         "resisc45",
-        (File("NWPU-RESISC45.rar", "https://1drv.ms/u/s!AmgKYzARBl5ca3HNaHIlzp_IXjs"),),
+        (PublishedFile("NWPU-RESISC45.rar", "https://1drv.ms/u/s!AmgKYzARBl5ca3HNaHIlzp_IXjs"),),
         {"train": 31_500},
-        Part("train", 60),
-        Part("train", 80),
+        PoolSlice("train", 60),
+        PoolSlice("train", 80),
         "resisc45",
         3,
         "download it in a browser, and unpack the .rar (bsdtar -xf, or unrar x) to a folder NWPU-RESISC45",
@@ -268,10 +268,10 @@ _ALL = (
     DataSet(
         "retinopathy",
         (
-            File("train.zip", _KAGGLE),
-            File("test.zip", _KAGGLE),
-            File("trainLabels.csv", _KAGGLE),
-            File(
+            PublishedFile("train.zip", _KAGGLE),
+            PublishedFile("test.zip", _KAGGLE),
+            PublishedFile("trainLabels.csv", _KAGGLE),
+            PublishedFile(
                 "retinopathy_solution.csv",
                 _RETINOPATHY_TEST,
                 1_181_257,
@@ -297,7 +297,7 @@ _ALL = (
             ),
         ),
         {"train": 70_000, "validation": 15_000},
-        Part("train", 90),
+        PoolSlice("train", 90),
         _VALIDATION,
         "clevr",
         3,
@@ -357,8 +357,8 @@ _ALL = (
             ),
         ),
         {"train": 737_280},
-        Part("train", 80),
-        Part("train", 90),
+        PoolSlice("train", 80),
+        PoolSlice("train", 90),
         "dsprites",
         2,
         f"or {_DSPRITES_STEM}.npz from the same place, which has the same order",
@@ -384,7 +384,7 @@ _ALL = (
         ),
         {"train": 24_300, "test": 24_300},
         _TEST,
-        Part("test", 50),
+        PoolSlice("test", 50),
         "smallnorb",
         2,
     ),

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from data_tools.sharding.shard import resolve
 from data_tools.vtab.datasets import DATASETS, UNREADABLE
 from data_tools.vtab.readers import arrays, image_files, lists, tfrecords
-from data_tools.vtab.readers.files import Files, MissingError, sources_of
+from data_tools.vtab.readers.files import DatasetFiles, MissingError, sources_of
 from data_tools.vtab.readers.original import Original
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -16,7 +16,7 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
 
-_READERS: dict[str, Callable[[Files, Task], Original]] = {
+_READERS: dict[str, Callable[[DatasetFiles, Task], Original]] = {
     "caltech101": image_files.caltech101,
     "cifar100": arrays.cifar100,
     "dtd": image_files.dtd,
@@ -104,7 +104,7 @@ def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool)
     if origin.kind == "tfds":
         original = tfrecords.read(dataset, task, origin.folder)
     else:
-        files = Files(dataset, origin.folder, staging, published)
+        files = DatasetFiles(dataset, origin.folder, staging, published)
         try:
             original = _READERS[dataset.name](files, task)
         except UserError:

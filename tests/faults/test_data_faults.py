@@ -473,7 +473,7 @@ def test_a_bucket_that_answers_403_while_images_are_sharded(
 def test_a_file_tells_how_far_verify_is(copy: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     place, seen = copy.path / "verify" / "progress.json", []
 
-    class Watched(progress.Progress):
+    class Watched(progress.ProgressMeter):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args, seconds_between_files=0.01)
 
@@ -484,7 +484,7 @@ def test_a_file_tells_how_far_verify_is(copy: Dataset, monkeypatch: pytest.Monke
                 time.sleep(0.005)
             seen.append(state)
 
-    monkeypatch.setattr(verify, "Progress", Watched)
+    monkeypatch.setattr(verify, "ProgressMeter", Watched)
     check(copy.path)
     assert [state["shards"] for state in seen] == [1, 2, 3, 4, 5]
     assert (seen[-1]["images"], seen[-1]["total_images"], seen[-1]["total_shards"]) == (187, 187, 5)

@@ -21,7 +21,7 @@ import vtab_originals
 from raw_images import encoded, jpeg, noise, write_class_tars, write_folder, write_tar, write_zip
 from test_layouts import TINY, binary_batch, cifar10, hugging_face, imagenet1k, python2_batch, python3_batch, table
 
-from data_tools.sharding.write_shard import Job, _read_image
+from data_tools.sharding.write_shard import ShardingJob, _read_image
 from data_tools.sources import Listing, Reader, list_source
 from data_tools.vtab import prepare
 from data_tools.vtab.origin import Origin
@@ -169,7 +169,7 @@ def in_time(seconds: int) -> Iterator[None]:
 def read_some(listing: Listing) -> bool:
     """Read the first images as a task does; whether all are whole. Raises what a task would raise."""
     rows = listing.rows(np.arange(min(len(listing), 10)))
-    job = Job(str(listing.source), "", "", "", rows, 0, "area", 95, True, None, listing.convert)
+    job = ShardingJob(str(listing.source), "", "", "", rows, 0, "area", 95, True, None, listing.convert)
     with Reader() as reader:
         places = zip(*(rows[name] for name in ("path", "offset", "size", "packed")), strict=True)
         return not any(isinstance(_read_image(reader, list(place), job), str) for place in places)

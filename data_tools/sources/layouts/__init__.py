@@ -36,7 +36,7 @@ from pipeline.settings.data import ShardConfig
 
 
 @dataclass(frozen=True)
-class Layout:
+class SourceLayout:
     """How a source of one layout is read.
 
     walk: reports the images of a source to the collector; it gets (source, settings, staging folder, collector).
@@ -53,15 +53,17 @@ class Layout:
     may_be_compressed: bool = False
 
 
-LAYOUTS: dict[str, Layout] = {
-    "folder": Layout(folder.walk, by_folders=True, form="a folder"),
-    "archive": Layout(folder.walk, by_folders=True, form="a file", may_be_compressed=True),
-    "flat": Layout(flat.walk, by_folders=True, may_be_compressed=True),
-    "tiny_imagenet": Layout(tiny_imagenet.walk, by_folders=True, splits=tiny_imagenet.SPLITS, may_be_compressed=True),
-    "imagenet21k": Layout(imagenet21k.walk, by_folders=True, may_be_compressed=True),
-    "imagenet1k": Layout(imagenet1k.walk, splits=imagenet1k.SPLITS, form="a folder"),
-    "cifar": Layout(cifar.walk, splits=cifar.SPLITS, may_be_compressed=True),
-    "parquet": Layout(parquet.walk),
-    "list": Layout(path_list.walk),
-    "webdataset": Layout(webdataset.walk),
+LAYOUTS: dict[str, SourceLayout] = {
+    "folder": SourceLayout(folder.walk, by_folders=True, form="a folder"),
+    "archive": SourceLayout(folder.walk, by_folders=True, form="a file", may_be_compressed=True),
+    "flat": SourceLayout(flat.walk, by_folders=True, may_be_compressed=True),
+    "tiny_imagenet": SourceLayout(
+        tiny_imagenet.walk, by_folders=True, splits=tiny_imagenet.SPLITS, may_be_compressed=True
+    ),
+    "imagenet21k": SourceLayout(imagenet21k.walk, by_folders=True, may_be_compressed=True),
+    "imagenet1k": SourceLayout(imagenet1k.walk, splits=imagenet1k.SPLITS, form="a folder"),
+    "cifar": SourceLayout(cifar.walk, splits=cifar.SPLITS, may_be_compressed=True),
+    "parquet": SourceLayout(parquet.walk),
+    "list": SourceLayout(path_list.walk),
+    "webdataset": SourceLayout(webdataset.walk),
 }

@@ -35,7 +35,7 @@ _OF_CIFAR100 = {"train", "train.bin", "test", "test.bin"}
 
 
 @dataclass(frozen=True)
-class _File:
+class _BatchFile:
     """A file of the source: size bytes at offset of path, which is the file or the tar that holds it."""
 
     name: str
@@ -83,10 +83,10 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     collector.classes = numbers.classes()
 
 
-def _files(source: AnyPath) -> Iterator[_File]:
+def _files(source: AnyPath) -> Iterator[_BatchFile]:
     if source.is_dir():
         for path, size in walk_files(source):
-            yield _File(path.name, path, 0, size)
+            yield _BatchFile(path.name, path, 0, size)
         return
     with source.open("rb") as file:
         for name, is_folder, offset, size, fault in tar_members(file, 0, file_size(source)):
@@ -95,10 +95,10 @@ def _files(source: AnyPath) -> Iterator[_File]:
                     f"{printable(name)}: {fault}"
                 )  # One file holds thousands of images: not an item to skip.
             if not is_folder:
-                yield _File(name.rpartition("/")[2], source, offset, size)
+                yield _BatchFile(name.rpartition("/")[2], source, offset, size)
 
 
-def _class_names(files: dict[str, _File], kind: str, label_names: str) -> list[str]:
+def _class_names(files: dict[str, _BatchFile], kind: str, label_names: str) -> list[str]:
     if label_names:
         return read_names(label_names, "label_names")
     for name, key in (("batches.meta", "label_names"), ("meta", f"{kind}_label_names")):
@@ -116,7 +116,7 @@ def _class_names(files: dict[str, _File], kind: str, label_names: str) -> list[s
     return []
 
 
-def _of_binary(file: _File, kind: str) -> Iterator[tuple[int, int]]:
+def _of_binary(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
     """(label, offset of the pixels) of each image. A record is a label (CIFAR-100: coarse, then fine) and the pixels."""
     num_labels = 2 if file.name in _OF_CIFAR100 else 1
     record = num_labels + _BYTES
@@ -129,7 +129,7 @@ def _of_binary(file: _File, kind: str) -> Iterator[tuple[int, int]]:
         yield label, number * record + num_labels
 
 
-def _of_pickle(file: _File, kind: str) -> Iterator[tuple[int, int]]:
+def _of_pickle(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
     """(label, offset of the pixels) of each image."""
     batch = _unpickle(file)
     labels, data = batch.get(f"{kind}_labels", batch.get("labels")), batch.get("data")
@@ -188,7 +188,7 @@ def _refuse_large_memo(data: bytes) -> None:
             raise ValueError(f"{opcode.name} {argument}")
 
 
-def _unpickle(file: _File) -> dict[str, Any]:
+def _unpickle(file: _BatchFile) -> dict[str, Any]:
     data = file.read()
     try:
         _refuse_large_memo(data)

@@ -65,7 +65,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
 
 @dataclass(frozen=True)
-class _Info:
+class _HuggingFaceInfo:
     features: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,7 +73,7 @@ class _Info:
 class _HuggingFace:
     """The parts of the schema metadata `huggingface` that are used."""
 
-    info: _Info | None = None
+    info: _HuggingFaceInfo | None = None
 
 
 def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:

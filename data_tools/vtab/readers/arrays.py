@@ -18,7 +18,7 @@ from scipy.io import loadmat
 from data_tools.sources.reader import PIXELS
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.readers import labels
-from data_tools.vtab.readers.files import Files, Place
+from data_tools.vtab.readers.files import DatasetFiles, FileLocation
 from data_tools.vtab.readers.original import Original, Pixels, Pool
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath
@@ -33,7 +33,7 @@ _NORB_ELEVATION, _NORB_AZIMUTH = 1, 2  # Columns of info.
 _BLOCK_BYTES = 2**27
 
 
-def cifar100(files: Files, task: Task) -> Original:
+def cifar100(files: DatasetFiles, task: Task) -> Original:
     """cifar-100-binary/{train,test}.bin; keys are record numbers."""
     pools = {}
     for pool in ("train", "test"):
@@ -45,12 +45,12 @@ def cifar100(files: Files, task: Task) -> Original:
             raise UserError(f"{files.folder}: {pool}.bin does not end after a whole record. Fetch it again.")
         fine = records.reshape(-1, _CIFAR_RECORD)[:, 1].astype(np.int64)
         starts = range(place.offset + 2, place.offset + place.size, _CIFAR_RECORD)
-        images = [Place(place.name, place.archive, start, _CIFAR_PIXELS, PIXELS) for start in starts]
+        images = [FileLocation(place.name, place.archive, start, _CIFAR_PIXELS, PIXELS) for start in starts]
         pools[pool] = Pool(_numbers(len(fine)), fine, images)
     return Original(files.text("fine_label_names.txt").split(), pools)
 
 
-def svhn(files: Files, task: Task) -> Original:
+def svhn(files: DatasetFiles, task: Task) -> Original:
     """{train,test}_32x32.mat: X (32, 32, 3, n), y (n, 1) from 1 to 10, where 10 is the digit 0; keys are image numbers."""
     pools = {}
     for pool in ("train", "test"):
@@ -92,7 +92,7 @@ def _damage_named(what: str) -> Iterator[None]:
         raise UserError(f"{what} is damaged ({' '.join(str(error).split())[:200]}). Fetch it again.") from None
 
 
-def patch_camelyon(files: Files, task: Task) -> Original:
+def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
     """camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5.gz: x (n, 96, 96, 3), y (n, 1, 1, 1); keys are <part>_<number>."""
     pools = {}
     for pool, part in {"train": "train", "validation": "valid", "test": "test"}.items():
@@ -104,7 +104,7 @@ def patch_camelyon(files: Files, task: Task) -> Original:
     return Original(["no tumour", "tumour"], pools)
 
 
-def dsprites(files: Files, task: Task) -> Original:
+def dsprites(files: DatasetFiles, task: Task) -> Original:
     """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6), as .hdf5 or .npz; keys are image numbers."""
     is_location = task.name == "dsprites_location"
     npz = files.find(_DSPRITES.replace(".hdf5", ".npz"))
@@ -170,7 +170,7 @@ def _of_npz(path: AnyPath, name: str) -> Pixels:
     return read
 
 
-def smallnorb(files: Files, task: Task) -> Original:
+def smallnorb(files: DatasetFiles, task: Task) -> Original:
     """smallnorb-*-{training,testing}-{dat,info}.mat.gz, the first of two cameras; keys are image numbers."""
     is_azimuth = task.name == "smallnorb_azimuth"
     stems = {pool: next(f.name for f in DATASETS["smallnorb"].files if part in f.name).rpartition("-")[0]
@@ -186,7 +186,7 @@ def smallnorb(files: Files, task: Task) -> Original:
     return Original(labels.AZIMUTHS if is_azimuth else labels.ELEVATIONS, pools)
 
 
-def _of_norb(files: Files, name: str) -> Pixels:
+def _of_norb(files: DatasetFiles, name: str) -> Pixels:
     def read(rows: np.ndarray) -> Iterator[np.ndarray]:
         with _norb(files, name) as (file, where):
             shape, dtype = _norb_header(file, where)
@@ -197,7 +197,7 @@ def _of_norb(files: Files, name: str) -> Pixels:
 
 
 @contextlib.contextmanager
-def _norb(files: Files, name: str) -> Iterator[tuple[IO[bytes], str]]:
+def _norb(files: DatasetFiles, name: str) -> Iterator[tuple[IO[bytes], str]]:
     """Open a matrix, compressed or not. Yields (file, its path for error messages)."""
     place = files.find(name) or files.find(f"{name}.gz")
     if place is None:

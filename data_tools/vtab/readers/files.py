@@ -12,7 +12,7 @@ from data_tools.progress import Reading
 from data_tools.sources import Reader
 from data_tools.sources.layouts import archive
 from data_tools.sources.listing import printable
-from data_tools.vtab.datasets import DataSet, File
+from data_tools.vtab.datasets import DataSet, PublishedFile
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, version, walk_files
@@ -24,7 +24,7 @@ _ALSO = {"caltech101": ["101_ObjectCategories.tar.gz"]}
 _BLOCK = 2**24
 
 
-class Place(NamedTuple):
+class FileLocation(NamedTuple):
     """Location of the bytes of a file; see `sources.listing.TABLE`. archive: path, or "" for a file outside archives."""
 
     name: str
@@ -38,7 +38,7 @@ class MissingError(UserError):
     """A data set, or one of its files, is missing."""
 
 
-class Files:
+class DatasetFiles:
     """All files of one data set, by name. Published archives take precedence over unpacked folders.
 
     staging: folder for files that must be unpacked for random access. check: compare size and checksum of published files.
@@ -55,7 +55,7 @@ class Files:
                 if file.name in self._own:
                     _check(self._own[file.name][0], file)
         self.unchecked = [file.name for file in dataset.files if not file.sha256 or file.name not in self._own]
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, FileLocation] = {}
         for path in archives:
             try:
                 for place in self._members(path):
@@ -67,11 +67,11 @@ class Files:
                     raise  # A storage error; EINVAL results from a damaged offset.
                 raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
         for name, (_, size) in self._own.items():
-            self._places.setdefault(name, Place(name, "", 0, size))
+            self._places.setdefault(name, FileLocation(name, "", 0, size))
 
-    def below(self, folder: str) -> dict[str, Place]:
+    def below(self, folder: str) -> dict[str, FileLocation]:
         """Returns name inside the folder -> place, for all files in folders of this name at any depth. Raises MissingError."""
-        found: dict[str, Place] = {}
+        found: dict[str, FileLocation] = {}
         for name, place in self._places.items():
             before, mark, rest = f"/{name}".partition(f"/{folder}/")
             if mark and not _is_hidden(before) and not _is_hidden(rest):
@@ -80,14 +80,14 @@ class Files:
             raise self.missing(f"a folder {folder}")
         return dict(sorted(found.items()))
 
-    def beginning(self, start: str) -> list[Place]:
+    def beginning(self, start: str) -> list[FileLocation]:
         """Returns all files whose name, without folders, begins with start, sorted. Raises MissingError if there are none."""
         found = [place for name, place in self._places.items() if name.rpartition("/")[2].startswith(start)]
         if not found:
             raise self.missing(f"{start}*")
         return sorted(found)
 
-    def find(self, name: str) -> Place | None:
+    def find(self, name: str) -> FileLocation | None:
         """Returns the file whose path ends in this name, or None."""
         return next((place for other, place in self._places.items() if f"/{other}".endswith(f"/{name}")), None)
 
@@ -102,12 +102,12 @@ class Files:
             raise self.missing(name)
         return self.read([place])[0]
 
-    def read(self, places: Iterable[Place]) -> list[bytes]:
+    def read(self, places: Iterable[FileLocation]) -> list[bytes]:
         """Returns the bytes of each file. Raises UserError for one that cannot be read."""
         with Reader() as reader:
             return [self._read(reader, place) for place in places]
 
-    def _read(self, reader: Reader, place: Place) -> bytes:
+    def _read(self, reader: Reader, place: FileLocation) -> bytes:
         try:
             return reader.read(place.archive or str(self.folder / place.name), *place[2:])
         except (OSError, ValueError) as error:
@@ -127,7 +127,7 @@ class Files:
         """Returns an error that names the sources of the data set."""
         return MissingError(f"{self.folder}: {what} is missing. {sources_of(self.dataset)}")
 
-    def _members(self, path: AnyPath) -> Iterable[Place]:
+    def _members(self, path: AnyPath) -> Iterable[FileLocation]:
         if archive.kind(path) == "zip":
             yield from self._members_of_zip(path)
             return
@@ -137,20 +137,22 @@ class Files:
                 if member.fault:
                     raise tarfile.ReadError(f"{printable(member.name)}: {member.fault}")
                 if not member.is_folder:
-                    yield Place(member.name.removeprefix("./"), str(plain), member.offset, member.size)
+                    yield FileLocation(member.name.removeprefix("./"), str(plain), member.offset, member.size)
 
     def _plain_tar(self, path: AnyPath) -> AnyPath:
         kind = archive.kind(path)
         return archive.unpack(path, kind, self._staging) if kind in archive.COMPRESSED else path
 
-    def _members_of_zip(self, path: AnyPath) -> Iterable[Place]:
+    def _members_of_zip(self, path: AnyPath) -> Iterable[FileLocation]:
         with path.open("rb") as file, zipfile.ZipFile(file) as zipped:
             for member in zipped.infolist():
                 name = member.filename
                 if name.rpartition("/")[2] in _ALSO.get(self.dataset.name, []) and not _is_hidden(name):
                     yield from self._members(self._unpacked(path, zipped, member))
                 elif not member.is_dir():
-                    yield Place(name, str(path), member.header_offset, member.file_size, max(member.compress_size, 1))
+                    yield FileLocation(
+                        name, str(path), member.header_offset, member.file_size, max(member.compress_size, 1)
+                    )
 
     def _unpacked(self, path: AnyPath, zipped: zipfile.ZipFile, member: zipfile.ZipInfo) -> AnyPath:
         """Extract an archive from an archive; returns its path."""
@@ -168,7 +170,7 @@ def sources_of(dataset: DataSet) -> str:
     return f"{dataset.name} consists of {files}{f'; {dataset.hint}' if dataset.hint else ''}."
 
 
-def _check(path: AnyPath, file: File) -> None:
+def _check(path: AnyPath, file: PublishedFile) -> None:
     size = file_size(path)
     if file.size and size != file.size:
         raise UserError(

@@ -15,7 +15,7 @@ import numpy as np
 from data_tools.vtab.datasets import UNREADABLE
 from data_tools.vtab.readers import convert, labels
 from data_tools.vtab.readers.arrays import mat
-from data_tools.vtab.readers.files import Files, Place
+from data_tools.vtab.readers.files import DatasetFiles, FileLocation
 from data_tools.vtab.readers.original import Original, Pool
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -27,7 +27,7 @@ _KITTI_SEED, _KITTI_PERCENT = 123, 10
 _SUN_LISTS = {"train": "sun397_tfds_tr.txt", "validation": "sun397_tfds_va.txt", "test": "sun397_tfds_te.txt"}
 
 
-def caltech101(files: Files, task: Task) -> Original:
+def caltech101(files: DatasetFiles, task: Task) -> Original:
     """101_ObjectCategories/<class>/image_0001.jpg; classes are the names of folders in lower case."""
     places = {key: place for key, place in files.below("101_ObjectCategories").items() if key.endswith(".jpg")}
     by_folder: dict[str, list[str]] = defaultdict(list)
@@ -63,7 +63,7 @@ def _caltech_by_sorted_names(by_folder: dict[str, list[str]]) -> set[str]:
     return train
 
 
-def dtd(files: Files, task: Task) -> Original:
+def dtd(files: DatasetFiles, task: Task) -> Original:
     """dtd/images/<class>/<name>.jpg, and the lists of the first of ten folds."""
     places = files.below("dtd/images")
     classes = sorted({key.partition("/")[0] for key in places if key.endswith(".jpg")})
@@ -72,7 +72,7 @@ def dtd(files: Files, task: Task) -> Original:
     return Original(classes, {name: _pool(keys, places, _folder_class(classes)) for name, keys in pools.items()})
 
 
-def flowers102(files: Files, task: Task) -> Original:
+def flowers102(files: DatasetFiles, task: Task) -> Original:
     """jpg/image_00001.jpg; ids of each split in setid.mat, labels of all images, from 1, in imagelabels.mat."""
     places = files.below("jpg")
     of_image = mat(files.plain("imagelabels.mat"), "labels").ravel()
@@ -84,7 +84,7 @@ def flowers102(files: Files, task: Task) -> Original:
     return Original([str(number) for number in range(task.num_classes)], pools)
 
 
-def pets(files: Files, task: Task) -> Original:
+def pets(files: DatasetFiles, task: Task) -> Original:
     """images/<name>.jpg; lists of `name class species breed`, classes from 1. Class names are taken from the images' names."""
     places = files.below("images")
     names: dict[int, str] = {}
@@ -100,7 +100,7 @@ def pets(files: Files, task: Task) -> Original:
     return Original([names.get(label, str(label)) for label in range(task.num_classes)], pools)
 
 
-def sun397(files: Files, task: Task) -> Original:
+def sun397(files: DatasetFiles, task: Task) -> Original:
     """SUN397/<letter>/<class>/.../sun_*.jpg, split by tensorflow_datasets' three lists of /<letter>/<class>/..."""
     places = {f"/{name}": place for name, place in files.below("SUN397").items()}
     pools = {name: files.text(file).split() for name, file in _SUN_LISTS.items()}
@@ -114,17 +114,17 @@ def sun397(files: Files, task: Task) -> Original:
     )
 
 
-def eurosat(files: Files, task: Task) -> Original:
+def eurosat(files: DatasetFiles, task: Task) -> Original:
     """2750/<Class>/<Class>_<number>.jpg, all in one pool."""
     return _class_folders(files.below("2750"))
 
 
-def resisc45(files: Files, task: Task) -> Original:
+def resisc45(files: DatasetFiles, task: Task) -> Original:
     """NWPU-RESISC45/<class>/<class>_<number>.jpg, all in one pool."""
     return _class_folders(files.below("NWPU-RESISC45"))
 
 
-def _class_folders(found: dict[str, Place]) -> Original:
+def _class_folders(found: dict[str, FileLocation]) -> Original:
     """Keys are <class>_<file name>."""
     images = {name: place for name, place in found.items() if name.endswith(".jpg") and name.count("/") == 1}
     classes = sorted({name.partition("/")[0] for name in images})
@@ -133,7 +133,7 @@ def _class_folders(found: dict[str, Place]) -> Original:
     return Original(classes, {"train": _pool(list(places), places, label_of.__getitem__)})
 
 
-def retinopathy(files: Files, task: Task) -> Original:
+def retinopathy(files: DatasetFiles, task: Task) -> Original:
     """train/<name>.jpeg and test/<name>.jpeg; levels in two tables. The public part of the test set is the validation set."""
     rows = {
         "train": _table(files, "trainLabels.csv", ("image", "level")),
@@ -154,7 +154,7 @@ def retinopathy(files: Files, task: Task) -> Original:
     return Original([str(level) for level in range(task.num_classes)], pools, convert=convert.retinopathy)
 
 
-def clevr(files: Files, task: Task) -> Original:
+def clevr(files: DatasetFiles, task: Task) -> Original:
     """CLEVR_v1.0/images/{train,val}/<name>.png, and the objects of each in CLEVR_v1.0/scenes/CLEVR_<part>_scenes.json."""
     is_count = task.name == "clevr_count"
     pools = {}
@@ -187,7 +187,7 @@ def _scenes(text: str) -> Iterator[dict[str, Any]]:
         raise UserError(f"clevr: the table of scenes is damaged ({error}). Fetch it again.") from None
 
 
-def kitti(files: Files, task: Task) -> Original:
+def kitti(files: DatasetFiles, task: Task) -> Original:
     """training/image_2/<number>.png and training/label_2/<number>.txt, split by video, according to mapping/ of the devkit."""
     places = {name: place for name, place in files.below("training/image_2").items() if name.endswith(".png")}
     annotations = files.below("training/label_2")
@@ -226,7 +226,7 @@ def _kitti_label(annotation: str) -> int:
     return labels.kitti_distance(float(values[13]) for values in objects if values[0] in labels.VEHICLES)
 
 
-def _table(files: Files, name: str, columns: Sequence[str]) -> list[dict[str, str]]:
+def _table(files: DatasetFiles, name: str, columns: Sequence[str]) -> list[dict[str, str]]:
     reader = csv.DictReader(io.StringIO(files.text(name)))
     rows = list(reader)
     for column in columns:
@@ -240,12 +240,12 @@ def _folder_class(classes: list[str]) -> Callable[[str], int]:
     return lambda key: label_of[key.partition("/")[0].lower()]
 
 
-def _pool(keys: list[str], places: dict[str, Place], label: Callable[[str], int], hint: str = "") -> Pool:
+def _pool(keys: list[str], places: dict[str, FileLocation], label: Callable[[str], int], hint: str = "") -> Pool:
     found = _all(places, keys, hint)
     return Pool(keys, np.array([label(key) for key in keys], np.int64), found)
 
 
-def _all(places: dict[str, Place], names: list[str], hint: str) -> list[Place]:
+def _all(places: dict[str, FileLocation], names: list[str], hint: str) -> list[FileLocation]:
     missing = [name for name in names if name not in places]
     if missing:
         raise UserError(f"{len(missing):,} of {counted(len(names), 'image')} are missing, such as {missing[0]}.{hint}")

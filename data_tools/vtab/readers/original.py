@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data_tools.sources.images import png
-from data_tools.vtab.readers.files import Place
+from data_tools.vtab.readers.files import FileLocation
 from pipeline.data.storage.bucket import AnyPath, make_folder
 from pipeline.data.storage.whole import replacing
 
@@ -23,7 +23,7 @@ class Pool:
 
     keys: list[str]
     labels: np.ndarray
-    images: list[Place] | Pixels
+    images: list[FileLocation] | Pixels
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Original:
     convert: Callable[[bytes], bytes] | None = None
 
 
-def places_of(pool: Pool, rows: np.ndarray, staged: AnyPath) -> dict[int, Place]:
+def places_of(pool: Pool, rows: np.ndarray, staged: AnyPath) -> dict[int, FileLocation]:
     """Returns row -> place of its image file. staged: file to which pixel arrays are written, as concatenated PNGs."""
     if isinstance(pool.images, list):
         return {row: pool.images[row] for row in rows.tolist()}
@@ -49,6 +49,6 @@ def places_of(pool: Pool, rows: np.ndarray, staged: AnyPath) -> dict[int, Place]
     with replacing(staged) as file:
         for row, pixels in zip(rows.tolist(), pool.images(rows), strict=True):
             size = file.write(png(pixels))
-            places[row] = Place(f"image {row}", str(staged), offset, size)
+            places[row] = FileLocation(f"image {row}", str(staged), offset, size)
             offset += size
     return places

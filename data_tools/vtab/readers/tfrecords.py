@@ -15,7 +15,7 @@ import numpy as np
 from data_tools.vtab.datasets import DataSet
 from data_tools.vtab.readers import labels
 from data_tools.vtab.readers.examples import Example, records
-from data_tools.vtab.readers.files import Files, MissingError, Place, sources_of
+from data_tools.vtab.readers.files import DatasetFiles, FileLocation, MissingError, sources_of
 from data_tools.vtab.readers.original import Original, Pool
 from data_tools.vtab.split import hashed_order
 from pipeline.base import json_record
@@ -34,11 +34,11 @@ _CALTECH_FOLDERS = {
 }
 
 
-def dmlab(files: Files, task: Task) -> Original:
+def dmlab(files: DatasetFiles, task: Task) -> Original:
     """dmlab-{train,validation,test}.tfrecord*: image (JPEG), filename (the key), label. Read inside the tar."""
     pools = {}
     for pool in ("train", "validation", "test"):
-        content = _Content(_KEYS["dmlab"], [], _label)
+        content = _CollectedSamples(_KEYS["dmlab"], [], _label)
         for shard in files.beginning(f"dmlab-{pool}.tfrecord"):
             path = to_path(shard.archive) if shard.archive else files.folder / shard.name
             content.add(path, shard.offset, shard.size, shard.name)
@@ -55,7 +55,7 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
     names = _label_names(folder)
     pools, notes = {}, []
     for pool in dataset.counts:
-        content = _Content(_KEYS[dataset.name], names, _LABELS[task.name])
+        content = _CollectedSamples(_KEYS[dataset.name], names, _LABELS[task.name])
         for path, expected in _shards(folder, dataset.tfds.partition("/")[0], pool):
             found = content.add(path, 0, file_size(path), path.name)
             if found != expected:
@@ -76,7 +76,7 @@ class _DatasetInfo:
 
 
 @dataclass
-class _Content:
+class _CollectedSamples:
     """The samples of some files."""
 
     key_of: Key
@@ -84,7 +84,7 @@ class _Content:
     label_of: Callable[[Example], int]
     keys: list[str | None] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[FileLocation] = field(default_factory=list)
 
     def add(self, path: AnyPath, start: int, size: int, name: str) -> int:
         """Add all records of the file at path[start : start + size]; returns their number."""
@@ -99,7 +99,7 @@ class _Content:
                     self.labels.append(self.label_of(example))
                 except (KeyError, ValueError, IndexError, OverflowError) as error:
                     raise UserError(f"{path}: {where} does not have the expected features ({error}).") from None
-                self.places.append(Place(where, str(path), offset + first, end - first))
+                self.places.append(FileLocation(where, str(path), offset + first, end - first))
         return len(self.keys) - before
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from faulty_s3 import bucket_path, put
 
-from data_tools.check.verify_shard import Job, check_shard
+from data_tools.check.verify_shard import VerifyJob, check_shard
 from data_tools.sources import list_source
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
@@ -75,7 +75,7 @@ def test_a_data_set_is_read_checked_and_listed(
     for shard, damage in zip(data.shards(), (False, True), strict=False):
         if damage:
             put(folder / shard.name, bytes(shard.bytes))
-        found = check_shard(Job(url, shard, None, 0, data.num_classes, None)).findings["kind"].to_pylist()
+        found = check_shard(VerifyJob(url, shard, None, 0, data.num_classes, None)).findings["kind"].to_pylist()
         assert ("checksum" in found) == damage
 
     copy_to = f"gs://models/raw{gcs}"

@@ -78,12 +78,12 @@ def test_copies_are_merged_and_the_shards_say_so(ray_cluster: int, tmp_path: Pat
 def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path, monkeypatch) -> None:
     seen = []
 
-    class Watched(progress.Progress):
+    class Watched(progress.ProgressMeter):
         def add(self, images: int, num_bytes: int) -> None:
             seen.append(json.loads((tmp_path / "progress.json").read_text()))
             super().add(images, num_bytes)
 
-    monkeypatch.setattr(copies, "Progress", Watched)
+    monkeypatch.setattr(copies, "ProgressMeter", Watched)
     source = write_folder(FILES, tmp_path / "raw")
     config = settings(source, tmp_path / "out", splits=SPLITS)
     listing = list_source(source, config, tmp_path / "staging")

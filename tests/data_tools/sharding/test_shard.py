@@ -23,7 +23,7 @@ from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_
 
 from data_tools import progress
 from data_tools.sharding import shard
-from data_tools.sharding.write_shard import Job, write_shard
+from data_tools.sharding.write_shard import ShardingJob, write_shard
 from data_tools.sources import list_source
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
@@ -184,7 +184,7 @@ def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: in
 def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Path, monkeypatch) -> None:
     seen, made = [], []
 
-    class Watched(progress.Progress):
+    class Watched(progress.ProgressMeter):
         def __init__(self, *args: object) -> None:
             super().__init__(*args, seconds_between_files=0.01)
 
@@ -193,7 +193,7 @@ def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Pa
             made.append(others["made"])
             super().add(images, num_bytes, **others)
 
-    monkeypatch.setattr(shard, "Progress", Watched)
+    monkeypatch.setattr(shard, "ProgressMeter", Watched)
     dataset = shard.run(settings(source, tmp_path / "out", num_tasks=1))
     total = sum(dataset.info["samples"].values())
     num_shards = sum(dataset.info["shards"].values())
@@ -227,7 +227,9 @@ def wait_for_state(folder: Path, **expected: object) -> dict:
 
 
 def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, capfd) -> None:
-    with progress.Progress(1000, 10, tmp_path, "sharded", seconds_between_files=0.01, seconds_between_lines=0.0) as job:
+    with progress.ProgressMeter(
+        1000, 10, tmp_path, "sharded", seconds_between_files=0.01, seconds_between_lines=0.0
+    ) as job:
         job.add(600, 6_000_000, made=False)
         state = wait_for_state(tmp_path, images=600, shards=1, bytes=6_000_000)
         assert (state["images_per_second"], state["seconds_left"]) == (0, None)
@@ -403,7 +405,9 @@ def test_a_shard_uploaded_before_a_kill_is_not_read_again(
 ) -> None:
     server, url = s3
     listing = list_source(source, ShardConfig(source=str(source), out=url), tmp_path)
-    job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, "area", 95, True, None)
+    job = ShardingJob(
+        str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, "area", 95, True, None
+    )
     first = write_shard(job)
     server.reset()
     again = write_shard(job)

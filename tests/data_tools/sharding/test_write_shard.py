@@ -13,7 +13,7 @@ import pytest
 from raw_images import encoded, jpeg, noise, write_folder
 
 from data_tools.sharding.copies import HashJob, hash_samples
-from data_tools.sharding.write_shard import PARTS, Job, _Tar, read_part, write_part, write_shard
+from data_tools.sharding.write_shard import PARTS, ShardingJob, _Tar, read_part, write_part, write_shard
 from data_tools.sources import list_source
 from pipeline.data.dataset.manifest import ROWS
 from pipeline.ray_tasks import LostError
@@ -49,12 +49,12 @@ def test_tars_are_those_of_tarfile(size: int, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> ShardingJob:
     """A shard of three images, and the folder for it."""
     source = write_folder({f"cat/{i}.jpg": jpeg(i) for i in range(3)}, tmp_path / "raw")
     (tmp_path / "out" / PARTS).mkdir(parents=True)
     rows = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path).rows(np.arange(3))
-    return Job(str(source), str(tmp_path / "out"), "train-000000.tar", "train", rows, 0, "area", 95, True, None)
+    return ShardingJob(str(source), str(tmp_path / "out"), "train-000000.tar", "train", rows, 0, "area", 95, True, None)
 
 
 def test_a_write_that_stops_half_way_raises(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_many_tiny_samples_in_one_write(tmp_path: Path) -> None:
         assert len(written.getnames()) == 4000
 
 
-def test_images_that_were_skipped_are_tried_again(job: Job, tmp_path: Path) -> None:
+def test_images_that_were_skipped_are_tried_again(job: ShardingJob, tmp_path: Path) -> None:
     """A folder that was away, and an image that was mended in place."""
     folder, away, broken = tmp_path / "raw/cat", tmp_path / "away", tmp_path / "raw/cat/1.jpg"
     whole = write_shard(job)
@@ -105,7 +105,7 @@ def test_images_that_were_skipped_are_tried_again(job: Job, tmp_path: Path) -> N
     assert not write_shard(job).made
 
 
-def test_a_machine_that_fails_to_read_is_no_fault_of_the_image(job: Job, tmp_path: Path) -> None:
+def test_a_machine_that_fails_to_read_is_no_fault_of_the_image(job: ShardingJob, tmp_path: Path) -> None:
     # Whose first byte no process has mapped: EIO.
     job.rows["path"][1] = "/proc/self/mem"
     for task in (lambda: write_shard(job), lambda: hash_samples(HashJob(str(tmp_path / "hashes"), job.rows))):
@@ -115,7 +115,7 @@ def test_a_machine_that_fails_to_read_is_no_fault_of_the_image(job: Job, tmp_pat
     assert not (tmp_path / "hashes").exists()
 
 
-def test_a_cut_image_is_skipped_by_its_header_alone_too(job: Job, tmp_path: Path) -> None:
+def test_a_cut_image_is_skipped_by_its_header_alone_too(job: ShardingJob, tmp_path: Path) -> None:
     cut = encoded(noise(5), "PNG")[:-5]
     for number, data in ((1, jpeg(1)[:-30]), (2, cut)):
         (tmp_path / f"raw/cat/{number}.jpg").write_bytes(data)
@@ -127,7 +127,7 @@ def test_a_cut_image_is_skipped_by_its_header_alone_too(job: Job, tmp_path: Path
     assert done.shard.samples == 1
 
 
-def test_a_damaged_part_is_made_again(job: Job, tmp_path: Path) -> None:
+def test_a_damaged_part_is_made_again(job: ShardingJob, tmp_path: Path) -> None:
     """Whatever bit of it is flipped: a label or a checksum that changed would enter the manifest unseen."""
     whole = write_shard(job)
     part = tmp_path / "out" / PARTS / "train-000000.parquet"
@@ -150,7 +150,7 @@ def test_a_damaged_part_is_made_again(job: Job, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "about", [b"{", b"3", b'{"shard": 3}', b'{"shard": {"name": "x"}, "skipped": []}', b"[" * 50_000]
 )
-def test_a_part_that_says_something_else_is_none(about: bytes, job: Job, tmp_path: Path) -> None:
+def test_a_part_that_says_something_else_is_none(about: bytes, job: ShardingJob, tmp_path: Path) -> None:
     write_shard(job)
     part = tmp_path / "out" / PARTS / "train-000000.parquet"
     table = pq.read_table(part)

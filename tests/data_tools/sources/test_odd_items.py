@@ -19,7 +19,7 @@ from data_tools.check import stats, verify
 from data_tools.check.contact_sheet import draw_sheet
 from data_tools.sharding import shard
 from data_tools.sharding.index import run as index
-from data_tools.sharding.write_shard import Job, write_shard
+from data_tools.sharding.write_shard import ShardingJob, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import tar_members
 from pipeline.base.errors import UserError
@@ -181,7 +181,9 @@ def test_odd_paths_of_a_list(tmp_path: Path) -> None:
         "..": "it has no name but an extension",
     }
     rows_of_job = listing.rows(range(len(listing)))
-    job = Job(str(tmp_path), str(tmp_path / "out"), "train-000000.tar", "train", rows_of_job, 0, "area", 95, True, None)
+    job = ShardingJob(
+        str(tmp_path), str(tmp_path / "out"), "train-000000.tar", "train", rows_of_job, 0, "area", 95, True, None
+    )
     (tmp_path / "out/.parts").mkdir(parents=True)
     done = write_shard(job)
     assert {name: reason for _, name, reason in done.skipped} == dict.fromkeys(("f.jpg", "dog"), "not a regular file")

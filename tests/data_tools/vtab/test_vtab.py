@@ -22,11 +22,11 @@ from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
 
 from data_tools import progress
 from data_tools.vtab import keys
-from data_tools.vtab.datasets import DATASETS, File
+from data_tools.vtab.datasets import DATASETS, PublishedFile
 from data_tools.vtab.origin import find_origin, read_original
 from data_tools.vtab.prepare import run
 from data_tools.vtab.readers import convert
-from data_tools.vtab.readers.files import Files
+from data_tools.vtab.readers.files import DatasetFiles
 from data_tools.vtab.split import SPLITS
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, file_sha256, open_dataset
@@ -384,12 +384,12 @@ def test_a_shared_file_is_hashed_once_and_again_when_it_changed(
     path.parent.mkdir()
     path.write_bytes(gzip.compress(os.urandom(5000)))
     content, time = path.read_bytes(), path.stat().st_mtime_ns
-    file = File(path.name, "http://of/a", len(content), hashlib.sha256(content).hexdigest())
+    file = PublishedFile(path.name, "http://of/a", len(content), hashlib.sha256(content).hexdigest())
     source = replace(DATASETS["smallnorb"], files=(file,))
 
     def said(task: str) -> str:
         """What one task of the data set shows."""
-        Files(source, path.parent, tmp_path / task, check=True).plain("a.mat")
+        DatasetFiles(source, path.parent, tmp_path / task, check=True).plain("a.mat")
         return capsys.readouterr().err
 
     hashed = "hashed a.mat.gz: 0.0 of 0.0 MB (100%), "
@@ -413,7 +413,7 @@ def test_a_linked_folder_of_files_is_read(tmp_path: Path) -> None:
     (tmp_path / "disk/labels/train1.txt").write_text("banded/1.jpg")
     (tmp_path / "originals/dtd").mkdir(parents=True)
     (tmp_path / "originals/dtd/dtd").symlink_to(tmp_path / "disk")
-    files = Files(DATASETS["dtd"], tmp_path / "originals/dtd", tmp_path / "staging", check=True)
+    files = DatasetFiles(DATASETS["dtd"], tmp_path / "originals/dtd", tmp_path / "staging", check=True)
     assert files.text("labels/train1.txt") == "banded/1.jpg"
 
 
