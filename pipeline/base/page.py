@@ -29,7 +29,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Picture:
+class PngImage:
     """name: file name of the PNG beside the Markdown. about: alternative text."""
 
     name: str
@@ -38,7 +38,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SvgImage:
     """An SVG that becomes part of the HTML. name: its file name beside the Markdown. about: alternative text.
 
     narrow: another arrangement of the same content, shown instead on windows of less than 640 px; "" shows the first.
@@ -57,7 +57,7 @@ class Code:
     text: str
 
 
-Block = Heading | Paragraph | Table | Picture | Drawing | Code
+Block = Heading | Paragraph | Table | PngImage | SvgImage | Code
 
 # Cells break their lines where a table is wider than the window, never within a number and its unit. A table that is still wider,
 # and a picture, scroll in their own box, so that the page itself never scrolls sideways; a shadow at an edge says that there is more.
@@ -143,7 +143,7 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
                 parts.append(f"## {block.text}")
             case Paragraph():
                 parts.append(block.text)
-            case Picture() | Drawing():
+            case PngImage() | SvgImage():
                 parts.append(f"![{block.about}]({block.name})")
             case Code():
                 parts.append(f"```\n{block.text}\n```")
@@ -166,12 +166,12 @@ def single_file(title: str, blocks: Sequence[Block]) -> str:
                 parts.append(f"<h2>{html.escape(block.text)}</h2>")
             case Paragraph():
                 parts.append(f"<p>{html.escape(block.text)}</p>")
-            case Picture():
+            case PngImage():
                 data = base64.b64encode(block.png).decode()
                 parts.append(
                     f'<div class="box"><img alt="{html.escape(block.about)}" src="data:image/png;base64,{data}"></div>'
                 )
-            case Drawing():
+            case SvgImage():
                 parts.append(f'<div class="box wide{" has-narrow" if block.narrow else ""}">{block.svg}</div>')
                 if block.narrow:
                     parts.append(f'<div class="box narrow">{block.narrow}</div>')

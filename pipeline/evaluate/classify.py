@@ -35,7 +35,7 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ClassificationScores:
     """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples."""
 
     top1: float
@@ -103,13 +103,13 @@ def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:
     return logits.softmax(1) if loss_kind == "softmax" else logits.sigmoid()
 
 
-def score(predictions: Predictions, split: Split) -> Scores:
+def score(predictions: Predictions, split: Split) -> ClassificationScores:
     """Accuracy and loss of the predictions."""
     n = len(split)
     hits = is_any(predictions.top, label_table(split)) & predictions.readable[:, None]
     readable = int(predictions.readable.sum())
     loss = float(predictions.loss[predictions.readable].mean()) if readable else float("nan")
-    return Scores(float(hits[:, 0].sum()) / n, float(hits.any(1).sum()) / n, loss, n, n - readable)
+    return ClassificationScores(float(hits[:, 0].sum()) / n, float(hits.any(1).sum()) / n, loss, n, n - readable)
 
 
 def label_table(split: Split) -> np.ndarray:

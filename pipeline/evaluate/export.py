@@ -30,14 +30,14 @@ NUM_IMAGES = 4
 Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)
 
 
-class Difference(NamedTuple):
+class LogitDifference(NamedTuple):
     """largest: the largest difference of logits. scale: the largest absolute logit."""
 
     largest: float
     scale: float
 
 
-def run(config: ExportConfig) -> Difference:
+def run(config: ExportConfig) -> LogitDifference:
     """Write `config.weights` as `config.format` to `config.out`; prints and returns the difference from the target program.
 
     Raises UserError for weights that the format cannot hold, and for a difference above the tolerance from the target program
@@ -210,14 +210,14 @@ _PROGRAMS: dict[str, tuple[str, Callable[[Any, Path, Config], Forward]]] = {
 
 
 @torch.no_grad()
-def _compare(name: str, model: Model, forward: Forward, tolerance: float) -> Difference:
+def _compare(name: str, model: Model, forward: Forward, tolerance: float) -> LogitDifference:
     """Print the difference of `forward` from the model on fixed images. Raises UserError above the tolerance."""
     images = _images(model.config)
     ours, theirs = model(images), forward(images)
     what = "logits" if model.config.num_classes else "features"
     if theirs.shape != ours.shape:
         raise UserError(f"{name} computes {tuple(theirs.shape)} {what}, ours {tuple(ours.shape)}: not written.")
-    difference = Difference(float((ours - theirs).abs().max()), float(ours.abs().max()))
+    difference = LogitDifference(float((ours - theirs).abs().max()), float(ours.abs().max()))
     said = f"largest difference of {what} {difference.largest:.1e}, largest of {what} {difference.scale:.3g}"
     # Not `>`, which is False for NaN.
     if not difference.largest <= tolerance * difference.scale:

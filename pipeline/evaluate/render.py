@@ -10,7 +10,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from pipeline.base.files import as_bytes
-from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, png
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, png
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
@@ -65,7 +65,7 @@ def page(scores: dict[str, Any], picture: bytes | None) -> str:
             blocks.append(Table(("true class", "predicted as", "images", "share of the true class"), rows))
     if picture is not None:
         about = "Confusion matrix: each row is a true class, each cell its share predicted as the column's"
-        blocks.append(Picture("confusion.png", about, picture))
+        blocks.append(PngImage("confusion.png", about, picture))
     for title, name in (
         ("Unreadable images", "unreadable"),
         ("Unreadable images of the probe's training split", "probe_unreadable"),

@@ -42,7 +42,7 @@ _IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, *_CLASS_DRAWINGS, "patches"}
 
 
 @dataclass
-class Results:
+class ExplainResults:
     """What is written. drawings: by name. tables: rows by name. numbers: the content of explain.json."""
 
     numbers: dict[str, Any]
@@ -60,7 +60,7 @@ def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
     drawings = _choose_drawings(config, loaded)
     folder = output_folder(config.out, config.weights, "explain", holds="explanation")
     origin = {name: loaded.extra.get(name) for name in ("run", "step")}
-    results = Results({"weights": config.weights, **origin, "model": loaded.model.config.to_dict()})
+    results = ExplainResults({"weights": config.weights, **origin, "model": loaded.model.config.to_dict()})
     _draw_weights(loaded, drawings, results)
     if drawings & _IMAGE_DRAWINGS:
         _draw_images(config, loaded, drawings, results)
@@ -113,7 +113,7 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel) -> set[str]:
     return {name for name in DRAWINGS if name not in why_not}
 
 
-def _draw_weights(loaded: LoadedModel, drawings: set[str], results: Results) -> None:
+def _draw_weights(loaded: LoadedModel, drawings: set[str], results: ExplainResults) -> None:
     """The drawings that need no images."""
     model = loaded.model
     if "filters" in drawings:
@@ -139,7 +139,7 @@ def _cost_row(cost: Cost) -> dict[str, Any]:
     return {**asdict(cost), "attention_share": cost.attention_macs / cost.macs}
 
 
-def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str], results: Results) -> None:
+def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str], results: ExplainResults) -> None:
     """The drawings of images, and of what the model computes for them."""
     pictures, names = open_images(config, loaded)
     for line in pictures.split.notes():
@@ -189,7 +189,7 @@ def _caption(pictures: AdhocSplit, row: int) -> str:
 
 def _draw_attention(
     config: ExplainConfig, model: VisionTransformer, drawings: set[str], images: Tensor,
-    drawn: np.ndarray, captions: Sequence[str], results: Results,
+    drawn: np.ndarray, captions: Sequence[str], results: ExplainResults,
 ) -> None:  # fmt: skip
     parts = tqdm(images.split(config.batch), desc="attention", unit=" batches", disable=None)
     attention = concatenate([compute_attention(model, part) for part in parts])
@@ -219,7 +219,7 @@ def _draw_gradcam(loaded: LoadedModel, names: Sequence[str], drawn: Tensor, capt
 
 
 def _draw_predictions(
-    config: ExplainConfig, loaded: LoadedModel, split: Split, names: Sequence[str], results: Results
+    config: ExplainConfig, loaded: LoadedModel, split: Split, names: Sequence[str], results: ExplainResults
 ) -> None:
     """split: its labels are numbers of the classes `names`, or it has none."""
     predictions = predict_all(config, loaded, split, num_top=1)

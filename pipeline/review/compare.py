@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base.errors import UserError
-from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.data.storage.whole import write_files
 from pipeline.evaluate import render
@@ -140,7 +140,7 @@ def groups_of(records: Records) -> list[Group]:
     return [Group(group, pairs_of(contenders(group))) for group in groups]
 
 
-def page(records: Records, groups: Sequence[Group], pictures: Sequence[Picture]) -> Iterator[Block]:
+def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]) -> Iterator[Block]:
     """The blocks of the comparison."""
     yield Heading("What can be compared")
     for line in comparable(records, [list(group.records) for group in groups]):
@@ -328,7 +328,7 @@ def _order(score: Score | None) -> float:
     return score.value if score.is_loss else -score.value
 
 
-def curves(records: Records) -> list[Picture]:
+def curves(records: Records) -> list[PngImage]:
     """The figures of accuracy and loss on the evaluated images, and of training loss."""
     losses = by_loss(records)
     loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
@@ -352,7 +352,7 @@ def _evaluated_images(record: RunRecord) -> str:
 
 def _curves(
     records: Records, file: str, about: Mapping[str, str], choose: Callable[[RunRecord], Series | None], **how: bool
-) -> Iterator[Picture]:
+) -> Iterator[PngImage]:
     """A figure of one metric for each thing that it measures. about: of each run, what the metric measures."""
     seeds = seed_groups(records)
     number = 0
@@ -362,7 +362,7 @@ def _curves(
             number += 1
             of = "each run" if len(runs) == len(records) else listed(list(runs), MAX_NAMED)
             name = f"{file}.png" if number == 1 else f"{file}_{number}.png"
-            yield Picture(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
+            yield PngImage(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
 
 
 # ---------------------------------------------------------------------- what differs

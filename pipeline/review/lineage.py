@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.page import Drawing
+from pipeline.base.page import SvgImage
 from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
 from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
@@ -42,7 +42,7 @@ _FILL = {"run": "#ffffff", "data": "#f4f6f8", "weights": "#f4f6f8", "more": "#ff
 
 
 @dataclass
-class Box:
+class GraphNode:
     """A box of the picture. kind: run, data, weights or more. depth: column. lines: the first is its title."""
 
     key: str
@@ -60,11 +60,11 @@ class Box:
 class Lineage:
     """Boxes by key, and arrows as (key, key). left_out: why runs beside this one could not be read, one line each."""
 
-    boxes: dict[str, Box] = field(default_factory=dict)
+    boxes: dict[str, GraphNode] = field(default_factory=dict)
     arrows: list[tuple[str, str]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def add(self, box: Box) -> bool:
+    def add(self, box: GraphNode) -> bool:
         """Returns whether the box is new."""
         is_new = box.key not in self.boxes
         self.boxes.setdefault(box.key, box)
@@ -87,10 +87,10 @@ def lineage_of(record: RunRecord, reader: RunReader) -> Lineage:
     return found
 
 
-def drawing(found: Lineage) -> Drawing:
+def drawing(found: Lineage) -> SvgImage:
     """The picture, beside each other for wide windows and below each other for narrow ones."""
     about = "Where this run came from and what came from it: " + ("; ".join(found.lines()) or "nothing is known")
-    return Drawing("lineage.svg", about, _wide_svg(found, about), _narrow_svg(found, about))
+    return SvgImage("lineage.svg", about, _wide_svg(found, about), _narrow_svg(found, about))
 
 
 # ---------------------------------------------------------------------- finding
@@ -103,7 +103,7 @@ def _climb(found: Lineage, record: RunRecord, reader: RunReader) -> None:
         elif origin or parent:
             known = [record.origin.title, *_used_lines(record.origin)] if record.origin else []
             title = Path(origin).name or origin if origin else "a run"
-            box = Box(f"weights {origin or parent}", "weights", [*(known or [title]), parent])
+            box = GraphNode(f"weights {origin or parent}", "weights", [*(known or [title]), parent])
         else:
             return
         found.arrows.append((box.key, _key(record)))
@@ -169,7 +169,7 @@ def _descend(found: Lineage, record: RunRecord, reader: RunReader, depth: int) -
         if found.add(box):
             _descend(found, child, reader, depth + 1)
     if len(addresses) > _MAX_CHILDREN:
-        more = Box(f"more of {_key(record)}", "more", [f"and {len(addresses) - _MAX_CHILDREN:,} more"])
+        more = GraphNode(f"more of {_key(record)}", "more", [f"and {len(addresses) - _MAX_CHILDREN:,} more"])
         found.add(more)
         found.arrows.append((_key(record), more.key))
 
@@ -214,7 +214,7 @@ def _step(used: WeightsOrigin) -> str:
     return "" if used.step is None else f"step {used.step:,}"
 
 
-def _run_box(record: RunRecord, is_subject: bool = False, used: WeightsOrigin | None = None) -> Box:
+def _run_box(record: RunRecord, is_subject: bool = False, used: WeightsOrigin | None = None) -> GraphNode:
     """used: what the run below began with, which is shown instead of the last score: that may be of later weights."""
     data = record.dataset("training")
     lines = [record.name, _KINDS.get(record.kind, record.kind)]
@@ -226,7 +226,7 @@ def _run_box(record: RunRecord, is_subject: bool = False, used: WeightsOrigin | 
                      else f"{record.last_score.name}: {record.last_score.value:.4f}")  # fmt: skip
     if record.status not in ("finished", ""):
         lines.append(record.status)
-    return Box(_key(record), "run", lines, is_subject)
+    return GraphNode(_key(record), "run", lines, is_subject)
 
 
 def _data_line(data: DatasetFacts) -> str:
@@ -240,7 +240,7 @@ def _add_data(found: Lineage, record: RunRecord) -> None:
     classes = f"{counted(data.num_classes, 'class')}" if data.num_classes else ""
     lines = [data.name, f"data, split {data.split}", data.digest, ", ".join(text for text in (count, classes) if text)]
     key = f"data {data.name} {data.digest}"
-    found.add(Box(key, "data", [line for line in lines if line]))
+    found.add(GraphNode(key, "data", [line for line in lines if line]))
     found.arrows.append((key, _key(record)))
 
 
@@ -256,7 +256,7 @@ def _place(found: Lineage) -> None:
 
 # ---------------------------------------------------------------------- drawing
 def _wide_svg(found: Lineage, about: str) -> str:
-    columns: dict[int, list[Box]] = {}
+    columns: dict[int, list[GraphNode]] = {}
     for box in sorted(found.boxes.values(), key=lambda box: (box.depth, box.kind == "data")):
         columns.setdefault(box.depth, []).append(box)
     heights = {depth: sum(box.height + _GAP_Y for box in boxes) - _GAP_Y for depth, boxes in columns.items()}
@@ -292,7 +292,7 @@ def _narrow_svg(found: Lineage, about: str) -> str:
     return _svg(_NARROW_EDGE + _NARROW_WIDTH + _MARGIN, y - _GAP_Y + _MARGIN, arrows, shapes, about, "narrow")
 
 
-def _box_svg(box: Box, x: float, y: float, width: int, most: int) -> str:
+def _box_svg(box: GraphNode, x: float, y: float, width: int, most: int) -> str:
     stroke, thickness, fill = ("#0072B2", 2.5, "#e6f1f9") if box.is_subject else ("#777777", 1, _FILL[box.kind])
     dash = ' stroke-dasharray="4 3"' if box.kind != "run" else ""
     texts = []

@@ -29,7 +29,7 @@ from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PAGE, End, PageFolder, parse_starts
 from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, StoredRun, hide_passwords, origin_in, plain_name
 from pipeline.monitor.tracking import default_uri
-from pipeline.review.record import PREDICTIONS, Files, RunRecord, Series, as_count, as_number, can_be
+from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, as_count, as_number, can_be
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
@@ -57,7 +57,7 @@ _MAX_FLOPS = 1e30
 
 
 @dataclass(frozen=True)
-class _Origin:
+class _CheckpointOrigin:
     path: str = ""
     run_id: str | None = None
 
@@ -69,11 +69,11 @@ class _SeedScore:
 
 
 @dataclass(frozen=True)
-class _Results:
+class _AnyResults:
     """What is read of any results.json: of a grid, a study, or a sweep."""
 
     name: str | None = None
-    checkpoint: _Origin | None = None
+    checkpoint: _CheckpointOrigin | None = None
     weights: str | None = None
     split: str | None = None
     top1: Share | None = None
@@ -263,7 +263,7 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
 
 # ---------------------------------------------------------------------- from both
 def _assemble(
-    files: Files, name: str, address: str, facts: RunFacts | None, tags: Mapping[str, str],
+    files: RunFiles, name: str, address: str, facts: RunFacts | None, tags: Mapping[str, str],
     parameters: Mapping[str, Any], metrics: dict[str, Series],
 ) -> RunRecord:  # fmt: skip
     """The part of a record that follows from files, tags and parameters."""
@@ -319,7 +319,7 @@ def _complete(record: RunRecord, **known: Any) -> RunRecord:
     return RunRecord(**{name: values[name] for name in RunRecord.__dataclass_fields__})
 
 
-def _config(files: Files) -> RunConfig | None:
+def _config(files: RunFiles) -> RunConfig | None:
     """The settings of a run; None if its files do not have them. Raises UserError for damaged ones."""
     if (tree := _parsed(files, "config.json", dict[str, Any])) is not None:
         return schema.build(RunConfig, tree, files.where("config.json"))
@@ -332,7 +332,7 @@ def _config(files: Files) -> RunConfig | None:
     return None
 
 
-def _model(files: Files) -> tuple[dict[str, Any], float]:
+def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
     """Returns (architecture as settings, FLOPs of training on one image); ({}, 0) if the files do not have it."""
     where = files.where(architecture.FILE)
     values = _parsed(files, architecture.FILE, dict[str, Any])
@@ -352,10 +352,10 @@ def _model(files: Files) -> tuple[dict[str, Any], float]:
         raise UserError(f"{where} is damaged ({reason}). Remove it if the run has a checkpoint.") from None
 
 
-def _results(files: Files) -> dict[str, Any]:
+def _results(files: RunFiles) -> dict[str, Any]:
     """Content of results.json of a grid, a study or a sweep; {} if it is missing. Raises UserError for a damaged one."""
     results, where = _mapping(files, "results.json"), files.where("results.json")
-    json_record.convert(results, _Results, where)
+    json_record.convert(results, _AnyResults, where)
     if "protocol" in results:
         check_results(results, where)
     elif "trials" in results:
@@ -363,7 +363,7 @@ def _results(files: Files) -> dict[str, Any]:
     return results
 
 
-def _facts(files: Files) -> RunFacts | None:
+def _facts(files: RunFiles) -> RunFacts | None:
     """Content of page/facts.json; None if it is missing."""
     tree = _mapping(files, "facts.json")
     if not tree:
@@ -371,11 +371,11 @@ def _facts(files: Files) -> RunFacts | None:
     return json_record.convert(tree.get("facts", tree), RunFacts, files.where("facts.json"))
 
 
-def _mapping(files: Files, name: str) -> dict[str, Any]:
+def _mapping(files: RunFiles, name: str) -> dict[str, Any]:
     return _parsed(files, name, dict[str, Any]) or {}
 
 
-def _parsed(files: Files, name: str, kind: type[T]) -> T | None:
+def _parsed(files: RunFiles, name: str, kind: type[T]) -> T | None:
     """The content of a JSON file, with texts that can be shown; None if it is missing. Raises UserError."""
     content = files.read(name)
     if content is None:

@@ -106,7 +106,7 @@ class Score:
         return f"{100 * self.value:.2f} %{spread}"
 
 
-class Files(Protocol):
+class RunFiles(Protocol):
     """The files of a run, wherever they are."""
 
     def read(self, name: str) -> bytes | None:
@@ -135,7 +135,7 @@ class RunRecord:
     name: str
     kind: str
     address: str
-    files: Files
+    files: RunFiles
     folder: Path | None = None
     run_id: str | None = None
     status: str = ""

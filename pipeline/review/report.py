@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.base.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.bucket import AnyPath, to_path
@@ -43,7 +43,7 @@ _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 
 @dataclass(frozen=True)
-class Weights:
+class SavedCheckpoint:
     """A checkpoint. roles: best, last, kept. sha256: of its model.safetensors. address: in MLflow; "" if it has none."""
 
     step: int
@@ -63,8 +63,8 @@ def run(config: RunReportConfig) -> Path:
     score = record.last_score
     title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome or record.status}"
     blocks = list(page(record, reader))
-    files = {block.name: block.png for block in blocks if isinstance(block, Picture)}
-    files |= {block.name: block.svg.encode() for block in blocks if isinstance(block, lineage.Drawing)}
+    files = {block.name: block.png for block in blocks if isinstance(block, PngImage)}
+    files |= {block.name: block.svg.encode() for block in blocks if isinstance(block, lineage.SvgImage)}
     files |= {"report.md": markdown(title, blocks).encode(), "report.html": single_file(title, blocks).encode()}
     write_files(folder, files)
     print(title)
@@ -257,7 +257,7 @@ def _best(series: Series, is_loss: bool) -> int:
 def _curves(record: RunRecord) -> Iterator[Block]:
     if content := draw_run(record):
         yield Heading("Curves")
-        yield Picture("curves.png", "Losses, held-out accuracy, learning rate and speed over the steps", content)
+        yield PngImage("curves.png", "Losses, held-out accuracy, learning rate and speed over the steps", content)
 
 
 def _figures(record: RunRecord) -> Iterator[Block]:
@@ -270,7 +270,7 @@ def _figures(record: RunRecord) -> Iterator[Block]:
         if content is not None:
             title = Path(name).stem.replace("_", " ")
             yield Paragraph(_sentence(title) + ":")
-            yield Picture(f"figure_{Path(name).name}", title, content)
+            yield PngImage(f"figure_{Path(name).name}", title, content)
 
 
 # ---------------------------------------------------------------------- health
@@ -380,11 +380,11 @@ def _weights(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     )
 
 
-def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[Weights], str]:
+def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[SavedCheckpoint], str]:
     """Returns (checkpoints of the run: best, last and kept ones, oldest first; why there are none)."""
     if record.folder is None:
         found = [
-            Weights(
+            SavedCheckpoint(
                 int(model.get("step") or 0), model.get("roles", ""), model.get("path", ""), model.get("sha256", ""),
                 f"models:/{model['model_id']}",
             )
@@ -401,7 +401,7 @@ def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[Weights], str
             to_path(str(elsewhere)) / record.name if elsewhere else record.folder.resolve() / "checkpoints"
         )
         found = [
-            Weights(
+            SavedCheckpoint(
                 model.step, ", ".join(model.roles), model.path, model.sha256,
                 f"models:/{sent[model.sha256]}" if model.sha256 in sent else "",
             )

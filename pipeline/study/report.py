@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.data.storage.whole import write_files
 from pipeline.evaluate.render import table_csv
@@ -63,7 +63,7 @@ def page(answers: Answers, pictures: dict[str, bytes]) -> Iterator[Block]:
         yield Paragraph(sentence)
     for name in ("score.png", "laws.png", "differences.png"):
         if name in pictures:
-            yield Picture(name, _CAPTIONS[name], pictures[name])
+            yield PngImage(name, _CAPTIONS[name], pictures[name])
     if "score.png" in pictures:
         yield Paragraph(f"{_CAPTIONS['score.png']}{_about_laws(answers)}")
     yield from _leads(answers)
@@ -341,7 +341,7 @@ def _paper_scaling(answers: Answers, pictures: dict[str, bytes]) -> Iterator[Blo
             f"JFT-300M, ours on {answers.results.data}: differences are of the data as much as of the models."
         )  # fmt: skip
     if "paper.png" in pictures:
-        yield Picture("paper.png", _CAPTIONS["paper.png"], pictures["paper.png"])
+        yield PngImage("paper.png", _CAPTIONS["paper.png"], pictures["paper.png"])
     if column is not None:
         rows = [
             (run.model, run.family, f"{run.epochs}", f"{run.exaflops:g}", f"{run.scores[column]:.2f}")

@@ -18,7 +18,7 @@ from pipeline.checkpoint.saver import Saver
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import BadBudget, Batch
 from pipeline.estimate.plan import Plan
-from pipeline.evaluate.classify import Scores, predict, score
+from pipeline.evaluate.classify import ClassificationScores, predict, score
 from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
 from pipeline.evaluate.split_reader import SplitReader
@@ -119,7 +119,7 @@ class SplitEvaluator(_Evaluator):
         with self.engine.averaged():
             if self.engine.objective.predicts_classes:
                 predictions = predict(forward, reader, config.train.loss)
-                scores: Scores | Means = score(predictions, self.split)
+                scores: ClassificationScores | Means = score(predictions, self.split)
             else:
                 scores = means(measure, reader)
         name = config.data.evaluated_split

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.data.storage.whole import write_files
 from pipeline.evaluate.intervals import OVER_SEEDS
@@ -89,8 +89,8 @@ def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]
         f"The paper's columns: {SOURCE} (mean of 19: {runs}; {RESNET}), by its own protocol: {PROTOCOL}. Their group means "
         "are computed from its tasks."
     )
-    yield Picture("means.png", "Means of the three groups of tasks, and of all", pictures["means.png"])
-    yield Picture("tasks.png", "Accuracy on each of the 19 tasks", pictures["tasks.png"])
+    yield PngImage("means.png", "Means of the three groups of tasks, and of all", pictures["means.png"])
+    yield PngImage("tasks.png", "Accuracy on each of the 19 tasks", pictures["tasks.png"])
     for column in ours:
         yield from origin(column)
 
