@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from pipeline.base.page import png
 from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
-from pipeline.transfer.score_table import OVERALL, Column, Score, members, unpublished_warning
+from pipeline.transfer.score_table import OVERALL, Column, TableScore, members, unpublished_warning
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart, for our sweeps; greys for the paper's columns.
@@ -60,7 +60,9 @@ def _caveat(table: Sequence[Column]) -> str:
     return "".join(f"\n{line}" for line in unpublished_warning(list(tasks)))
 
 
-def _bars(axes: Axes, table: Sequence[Column], titles: Sequence[str], rows: Sequence[Sequence[Score | None]]) -> None:
+def _bars(
+    axes: Axes, table: Sequence[Column], titles: Sequence[str], rows: Sequence[Sequence[TableScore | None]]
+) -> None:
     """rows: for each column of the table, the scores in the order of `titles`."""
     for number, (column, scores, colour) in enumerate(zip(table, rows, _colours(table), strict=True)):
         places = np.array([i for i, score in enumerate(scores) if score])

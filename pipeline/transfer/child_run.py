@@ -41,7 +41,7 @@ class ChildRun:
 
 
 @dataclass(frozen=True)
-class Scores:
+class FinetuneScores:
     """The last evaluation of a run that fine-tunes."""
 
     top1: float
@@ -142,7 +142,7 @@ def read_evaluation(run: ChildRun) -> Evaluation:
     return found
 
 
-def read_outcome(run: ChildRun) -> Scores | str | None:
+def read_outcome(run: ChildRun) -> FinetuneScores | str | None:
     """Scores of a run that has finished with these settings; the reason if it diverged; None if it must be run."""
     status = how_ended(run)
     if status is None:
@@ -153,7 +153,7 @@ def read_outcome(run: ChildRun) -> Scores | str | None:
         found = read_evaluation(run)
     except (FileNotFoundError, UserError):
         return None
-    return None if found.top1 is None else Scores(found.top1, found.loss, found.num_samples)
+    return None if found.top1 is None else FinetuneScores(found.top1, found.loss, found.num_samples)
 
 
 def _look(run: ChildRun) -> tuple[Status | None, str]:

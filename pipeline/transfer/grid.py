@@ -63,7 +63,7 @@ class _SeedRun:
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _MeanScore:
     top1: Share
     std: Share | None
     of_seeds: list[Share]
@@ -71,7 +71,7 @@ class _Scores:
 
 
 @dataclass(frozen=True)
-class _Results:
+class _GridResults:
     """Content of results.json, as `run` returns it."""
 
     lr: _Rate
@@ -85,12 +85,12 @@ class _Results:
     trials: list[_Trial]
     runs: list[_SeedRun]
     dev_share: Share
-    also: dict[str, _Scores]
+    also: dict[str, _MeanScore]
 
 
 def check_results(results: dict[str, Any], where: str) -> None:
     """Raise UserError unless this is the content of a results.json of which `page` can be made. where: the file, for errors."""
-    found = json_record.convert(results, _Results, where)
+    found = json_record.convert(results, _GridResults, where)
     scored = [trial for trial in found.trials if trial.diverged is None]
     if not found.runs or not scored or not all(len(scores.of_seeds) for scores in found.also.values()):
         raise UserError(f"{where}: runs, trials or also is empty: the file is damaged.")

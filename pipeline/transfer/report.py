@@ -21,7 +21,7 @@ from pipeline.transfer.score_table import (
     OVERALL,
     UNPUBLISHED_TAG,
     Column,
-    Score,
+    TableScore,
     columns,
     common_tasks,
     mean_of,
@@ -238,7 +238,7 @@ def _intervals(ours: Sequence[Column]) -> str:
     return f"Brackets are 95 % intervals: {'; or '.join(texts)}." if texts else ""
 
 
-def _csv_values(score: Score) -> tuple[Any, ...]:
+def _csv_values(score: TableScore) -> tuple[Any, ...]:
     interval = score.interval
     spread = (f"{100 * interval.low:.4f}", f"{100 * interval.high:.4f}", interval.over) if interval else ("", "", "")
     return (f"{100 * score.accuracy:.4f}", *spread, score.num_seeds or "", score.num_test or "")

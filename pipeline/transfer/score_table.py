@@ -35,14 +35,14 @@ class _Checkpoint:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _FailedTask:
     task: str
     seed: int
     reason: str = ""
 
 
 @dataclass(frozen=True)
-class _Row:
+class _TaskScore:
     """The fields after num_test say what was chosen, as far as the method has them."""
 
     task: str
@@ -58,7 +58,7 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Results:
+class _SweepResults:
     """The fields of a results.json that are read; there may be more."""
 
     protocol: _Protocol
@@ -66,14 +66,14 @@ class _Results:
     checkpoint: _Checkpoint
     data: dict[str, str]
     contamination: dict[str, int | None] | None
-    scores: list[_Row]
-    failed: list[_Failure]
+    scores: list[_TaskScore]
+    failed: list[_FailedTask]
     missing: list[str]
     unpublished: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Score:
+class TableScore:
     """A score of the table, a share. interval: None if its spread is unknown. num_seeds, num_test: 0 for published scores."""
 
     accuracy: float
@@ -91,8 +91,8 @@ class Column:
     """
 
     name: str
-    tasks: dict[str, Score]
-    means: dict[str, Score]
+    tasks: dict[str, TableScore]
+    means: dict[str, TableScore]
     absent: list[str]
     facts: dict[str, Any]
 
@@ -128,7 +128,7 @@ def read_results(path: Path) -> dict[str, Any]:
 def check_results(results: dict[str, Any], where: str) -> None:
     """Raise UserError unless this is the content of a results.json whose scores can be used. where: the file, for errors."""
     try:
-        json_record.convert(results, _Results, where)
+        json_record.convert(results, _SweepResults, where)
     except UserError as error:
         raise UserError(f"{error} {_WAY_OUT}") from None
     known = {task.name for task in TASKS}
@@ -186,9 +186,9 @@ def choice_in_words(score: dict[str, Any]) -> str:
 
 def column_as_published(published: Published) -> Column:
     """A column of the paper. Its means are computed from the tasks' printed scores; intervals are unknown."""
-    tasks = {task.name: Score(value / 100, None, 0, 0) for task, value in zip(TASKS, published.tasks, strict=True)}
+    tasks = {task.name: TableScore(value / 100, None, 0, 0) for task, value in zip(TASKS, published.tasks, strict=True)}
     means = {
-        mean: Score(float(np.mean([tasks[name].accuracy for name in names])), None, 0, 0)
+        mean: TableScore(float(np.mean([tasks[name].accuracy for name in names])), None, 0, 0)
         for mean, names in members().items()
     }
     return Column(published.name, tasks, means, [], {})
@@ -228,14 +228,14 @@ def members() -> dict[str, list[str]]:
     return {**groups, OVERALL: [task.name for task in TASKS]}
 
 
-def _of_task(scores: list[dict[str, Any]]) -> Score:
+def _of_task(scores: list[dict[str, Any]]) -> TableScore:
     accuracies = [score["accuracy"] for score in scores]
     num_test = scores[0]["num_test"]
     interval = of_seeds(accuracies) if len(scores) > 1 else of_samples(accuracies[0], num_test)
-    return Score(float(np.mean(accuracies)), interval, len(scores), num_test)
+    return TableScore(float(np.mean(accuracies)), interval, len(scores), num_test)
 
 
-def _of_mean(tasks: list[dict[int, dict[str, Any]]]) -> Score:
+def _of_mean(tasks: list[dict[int, dict[str, Any]]]) -> TableScore:
     """Unweighted mean over tasks. tasks: seed -> score, of each. The interval is over the seeds' means if all have the same."""
     means = [np.mean([score["accuracy"] for score in by_seed.values()]) for by_seed in tasks]
     tests = [next(iter(by_seed.values()))["num_test"] for by_seed in tasks]
@@ -246,4 +246,4 @@ def _of_mean(tasks: list[dict[int, dict[str, Any]]]) -> Score:
         )
     else:
         interval = of_tasks(means, tests)
-    return Score(float(np.mean(means)), interval, min(map(len, tasks)), sum(tests))
+    return TableScore(float(np.mean(means)), interval, min(map(len, tasks)), sum(tests))

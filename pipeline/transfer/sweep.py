@@ -21,7 +21,7 @@ from pipeline.settings import schema
 from pipeline.settings.quantities import Kernel
 from pipeline.settings.run import AugmentConfig
 from pipeline.settings.transfer import ProtocolConfig, VtabConfig
-from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, view_of, warmup_steps
+from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Setting, VtabCell, view_of, warmup_steps
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
 SWEEP_FILE, CELLS = "sweep.json", "cells"
@@ -77,22 +77,22 @@ class Sweep:
     def tasks(self) -> list[Task]:
         return [task for task in TASKS if task.name in self.datasets]
 
-    def searches(self, task: Task) -> list[Cell]:
+    def searches(self, task: Task) -> list[VtabCell]:
         """The cells that choose a task's setting; none if the protocol has only one."""
         settings = settings_of(self.config.protocol)
         if self.config.method != "finetune" or len(settings) == 1:
             return []
         fingerprint = self.datasets[task.name].fingerprint
-        return [Cell(task, "search", setting, self.config.seeds[0], fingerprint) for setting in settings]
+        return [VtabCell(task, "search", setting, self.config.seeds[0], fingerprint) for setting in settings]
 
-    def finals(self, task: Task, setting: Setting) -> list[Cell]:
+    def finals(self, task: Task, setting: Setting) -> list[VtabCell]:
         """The cells that score a task with a setting, one per seed; a single one for a probe, which is deterministic."""
         fingerprint = self.datasets[task.name].fingerprint
         if self.config.method != "finetune":
-            return [Cell(task, "probe", None, self.config.seeds[0], fingerprint)]
-        return [Cell(task, "final", setting, seed, fingerprint) for seed in self.config.seeds]
+            return [VtabCell(task, "probe", None, self.config.seeds[0], fingerprint)]
+        return [VtabCell(task, "final", setting, seed, fingerprint) for seed in self.config.seeds]
 
-    def chosen(self, task: Task, outcomes: dict[Cell, Outcome]) -> tuple[Setting | None, float | None]:
+    def chosen(self, task: Task, outcomes: dict[VtabCell, Outcome]) -> tuple[Setting | None, float | None]:
         """Returns (best setting, its accuracy on val200). Ties go to the lower rate, the shorter run, the lower weight decay.
 
         (None, None) while an outcome of the search is missing. Without a search: (the protocol's first setting, None).
@@ -103,7 +103,7 @@ class Sweep:
         if any(cell not in outcomes for cell in cells):
             return None, None
 
-        def rank(cell: Cell) -> tuple[float, ...]:
+        def rank(cell: VtabCell) -> tuple[float, ...]:
             assert cell.setting is not None
             outcome = outcomes[cell]
             return outcome["accuracy"], -cell.setting.lr, -outcome["steps"], -cell.setting.weight_decay
@@ -111,14 +111,14 @@ class Sweep:
         best = max(cells, key=rank)
         return best.setting, outcomes[best]["accuracy"]
 
-    def done(self, task: Task) -> dict[Cell, Outcome]:
+    def done(self, task: Task) -> dict[VtabCell, Outcome]:
         """The outcomes of a task's cells that are done."""
         found = {cell: outcome for cell in self.searches(task) if (outcome := self.read(cell))}
         setting, _ = self.chosen(task, found)
         finals = self.finals(task, setting) if setting else []
         return found | {cell: outcome for cell in finals if (outcome := self.read(cell))}
 
-    def read(self, cell: Cell) -> Outcome | None:
+    def read(self, cell: VtabCell) -> Outcome | None:
         """The outcome of a cell; None if it is not done, or if its file cannot be used (see `unusable`)."""
         file = self.file_of(cell)
         try:
@@ -138,7 +138,7 @@ class Sweep:
             return None
         return outcome
 
-    def write(self, cell: Cell, outcome: Outcome) -> None:
+    def write(self, cell: VtabCell, outcome: Outcome) -> None:
         write_text(self.file_of(cell), json.dumps({**self._about(cell), "outcome": outcome}, indent=1) + "\n")
 
     def claim(self) -> None:
@@ -174,11 +174,11 @@ class Sweep:
         if now != then:
             write_text(file, json.dumps(now, indent=1) + "\n")
 
-    def file_of(self, cell: Cell) -> Path:
+    def file_of(self, cell: VtabCell) -> Path:
         """The file of a cell's outcome."""
         return self.folder / CELLS / f"{cell_name(cell)}.json"
 
-    def _about(self, cell: Cell) -> dict[str, Any]:
+    def _about(self, cell: VtabCell) -> dict[str, Any]:
         """Everything that a cell's outcome depends on."""
         return {
             "cell": cell_name(cell),
@@ -295,7 +295,7 @@ def protocol_title(protocol: ProtocolConfig) -> str:
     return f"{protocol.name}, changed: {', '.join(changed)}" if changed else protocol.name
 
 
-def cell_name(cell: Cell) -> str:
+def cell_name(cell: VtabCell) -> str:
     """Name of a cell's file, without .json."""
     if cell.setting is None:
         return f"{cell.task.name}-probe"

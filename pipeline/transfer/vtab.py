@@ -31,7 +31,7 @@ from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, proto
 from pipeline.transfer.sweep_progress import SweepProgress
 from pipeline.transfer.track.children import Pace
 from pipeline.transfer.track.sweep_page import SweepPage
-from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
+from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, SweepJob, VtabCell, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
 
@@ -43,8 +43,8 @@ class RunCells(Protocol):
 
     def __call__(
         self,
-        function: Callable[[Job], dict[str, Any]],
-        jobs: Sequence[Job],
+        function: Callable[[SweepJob], dict[str, Any]],
+        jobs: Sequence[SweepJob],
         on_retry: Callable[[str], None],
         on_failure: Callable[[int, str], None],
     ) -> Iterable[tuple[int, dict[str, Any]]]: ...
@@ -73,7 +73,7 @@ def run(
     any_setting = settings_of(config.protocol)[0]
     cells = searches + [cell for task in sweep.tasks for cell in sweep.finals(task, any_setting)]
     _print_begin(sweep, len(cells), len(outcomes))
-    failed: dict[Cell, str] = {}
+    failed: dict[VtabCell, str] = {}
     header = _header(sweep, contamination)
     with (
         SweepPage(sweep, header, uri, len(cells), outcomes, failed, pace) if uri else nullcontext() as page,
@@ -116,15 +116,15 @@ def output(config: VtabConfig) -> Path:
 
 def _run(
     sweep: Sweep,
-    cells: list[Cell],
-    outcomes: dict[Cell, Outcome],
-    failed: dict[Cell, str],
+    cells: list[VtabCell],
+    outcomes: dict[VtabCell, Outcome],
+    failed: dict[VtabCell, str],
     progress: SweepProgress,
     page: SweepPage | None,
     run_cells: RunCells,
 ) -> None:
     """Run the cells that have no outcome; add theirs to `outcomes` or `failed`."""
-    jobs = [Job(cell, sweep.config) for cell in cells if cell not in outcomes]
+    jobs = [SweepJob(cell, sweep.config) for cell in cells if cell not in outcomes]
 
     def fail(index: int, reason: str) -> None:
         cell = jobs[index].cell
@@ -159,7 +159,7 @@ def _header(sweep: Sweep, contamination: dict[str, int | None]) -> dict[str, Any
     }
 
 
-def _score(cell: Cell, outcome: dict[str, Any], val_accuracy: float | None) -> dict[str, Any]:
+def _score(cell: VtabCell, outcome: dict[str, Any], val_accuracy: float | None) -> dict[str, Any]:
     """A row of results.json. val_accuracy: of the setting chosen; a probe's outcome has its own."""
     setting = cell.setting
     return {
@@ -238,7 +238,7 @@ def _print_begin(sweep: Sweep, num_cells: int, num_done: int) -> None:
     _print_notes(sweep)
 
 
-def _in_words(cell: Cell, outcome: Outcome) -> str:
+def _in_words(cell: VtabCell, outcome: Outcome) -> str:
     diverged = f", diverged by step {outcome['diverged']}" if "diverged" in outcome else ""
     return f"{cell}: {outcome['accuracy']:.2%} of {counted(outcome['num_images'], 'image')}{diverged}"
 

@@ -67,7 +67,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Cell:
+class VtabCell:
     """stage: search trains on train800 and scores on val200; final trains on both and scores on test; probe does both, on
     features. setting: None for a probe. fingerprint: of the task's data set.
     """
@@ -85,14 +85,14 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """A cell and the settings of its sweep, where config.weights is a file."""
 
-    cell: Cell
+    cell: VtabCell
     config: VtabConfig
 
 
-def run_cell(job: Job) -> dict[str, Any]:
+def run_cell(job: SweepJob) -> dict[str, Any]:
     """Run a cell; runs as a Ray task. Returns its outcome: accuracy in [0, 1] of num_images, steps, seconds, device and more.
 
     Raises UserError, which is not retried, for another data set than the cell's, unreadable images, and a final training that
@@ -109,7 +109,7 @@ def run_cell(job: Job) -> dict[str, Any]:
     return {**outcome, "seconds": round(time.perf_counter() - begin, 2), "device": _name(device)}
 
 
-def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
+def finetune(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
     """Train all weights with the cell's setting and a new zero head, and score them."""
     protocol = config.protocol
     train, tested = (dataset.split(name, "none") for name in ((TRAIN, VAL) if cell.stage == "search" else (ALL, TEST)))
@@ -136,7 +136,9 @@ def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.dev
     return {**outcome, "accuracy": scores.top1, "loss": scores.loss}
 
 
-def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, device: torch.device) -> tuple[int, int]:
+def train_model(
+    model: Model, split: Split, cell: VtabCell, config: VtabConfig, device: torch.device
+) -> tuple[int, int]:
     """Train in place. Returns (number of steps, step by which the loss was non-finite, or 0)."""
     protocol, setting, batch = config.protocol, cell.setting, config.protocol.batch
     assert setting is not None
@@ -216,7 +218,7 @@ class _PlainTrainer:
         return math.nan
 
 
-def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
+def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
     """Score ridge regression (l2) or nearest neighbours (their number) on features: chosen on val200, then scored on test."""
     protocol = config.protocol
     size, augment = view_of(protocol, cell.task)

@@ -16,7 +16,7 @@ from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
 from pipeline.settings.weights import ExplainConfig, ExportConfig, PredictConfig
 from pipeline.transfer.sweep import settings_of
-from pipeline.transfer.vtab_cell import Cell, Job, run_cell
+from pipeline.transfer.vtab_cell import SweepJob, VtabCell, run_cell
 from pipeline.transfer.vtab_tasks import TASKS
 
 TASK = TASKS[2]
@@ -74,8 +74,8 @@ def test_a_cell_of_vtab(weights: Path, tmp_path: Path, device: torch.device, pre
         f"precision={precision}",
     ]  # fmt: skip
     config = schema.load(VtabConfig, None, given)
-    cell = Cell(TASK, "search", settings_of(config.protocol)[0], 0, data.fingerprint)
-    first, again = ({**run_cell(Job(cell, config)), "seconds": 0} for _ in range(2))
+    cell = VtabCell(TASK, "search", settings_of(config.protocol)[0], 0, data.fingerprint)
+    first, again = ({**run_cell(SweepJob(cell, config)), "seconds": 0} for _ in range(2))
     assert first == again
     assert first["accuracy"] > 0.9
     assert (first["device"] == "cpu") == (device.type == "cpu")

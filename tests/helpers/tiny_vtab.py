@@ -7,7 +7,7 @@ from typing import Any
 from tiny import make_dataset
 
 from pipeline import model as models
-from pipeline.transfer.vtab_cell import Job
+from pipeline.transfer.vtab_cell import SweepJob
 
 PREPARED = ("dtd", "pets", "svhn")
 _SPLITS = {"train800": 16, "val200": 5, "train800val200": 21, "test": 12}
@@ -32,7 +32,7 @@ def prepare(folder: Path) -> list[str]:
 
 
 def run_here(
-    function: Callable[[Job], dict], jobs: Sequence[Job], on_retry: object, on_failure: object
+    function: Callable[[SweepJob], dict], jobs: Sequence[SweepJob], on_retry: object, on_failure: object
 ) -> Iterable[tuple[int, dict[str, Any]]]:
     """Runs cells one after another in this process: a `vtab.RunCells`."""
     for number, job in enumerate(jobs):

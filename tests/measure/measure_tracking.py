@@ -29,7 +29,7 @@ from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.run import TrackConfig
-from pipeline.transfer.track.children import REQUESTS_PER_CHILD, ChildRun, ChildSender, Pace
+from pipeline.transfer.track.children import REQUESTS_PER_CHILD, ChildSender, NestedRun, Pace
 from pipeline.transfer.vtab_tasks import TASKS
 
 METRICS = (
@@ -80,7 +80,7 @@ def serving(database: Path, *options: str) -> Iterator[str]:
         process.wait()
 
 
-def cells(num: int) -> Iterator[ChildRun]:
+def cells(num: int) -> Iterator[NestedRun]:
     now = round(time.time() * 1000)
     for number in range(num):
         task, lr, seed = TASKS[number % len(TASKS)], 10.0 ** -(number // len(TASKS) % 5 + 1), number // 95
@@ -91,7 +91,7 @@ def cells(num: int) -> Iterator[ChildRun]:
         metrics = {"val_top1": 0.5 + number % 97 / 200, "loss": 1.5, "seconds": 60.0}
         name = f"{task.name}-search-lr{lr}-seed{seed}"
         began = now - 60_000 * (num - number)
-        yield ChildRun(name, name, "FINISHED", began, began + 60_000, parameters, metrics,
+        yield NestedRun(name, name, "FINISHED", began, began + 60_000, parameters, metrics,
                        {"outcome": "finished", "task": task.name, "stage": "search", "device": "cpu"}, tuple(data))  # fmt: skip
 
 

@@ -21,9 +21,9 @@ from pipeline.settings.reports import VtabReportConfig
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import report, vtab
-from pipeline.transfer.track.children import ChildRun, ChildSender, Pace
+from pipeline.transfer.track.children import ChildSender, NestedRun, Pace
 from pipeline.transfer.track.sweep_page import tracking_uri
-from pipeline.transfer.vtab_cell import Cell, Job
+from pipeline.transfer.vtab_cell import SweepJob, VtabCell
 
 FAST = Pace(requests=1000, poll=0.05, retry=(0.05,), redraw=0.2, finish=1.0)
 
@@ -58,7 +58,7 @@ def parent_and_children(uri: str) -> tuple[Any, dict[str, Any]]:
     return parent, by_key
 
 
-def made_up(cell: Cell) -> dict[str, Any]:
+def made_up(cell: VtabCell) -> dict[str, Any]:
     """The outcome of a cell, which diverges at the highest rate."""
     assert cell.setting is not None
     outcome = {
@@ -72,11 +72,11 @@ def made_up(cell: Cell) -> dict[str, Any]:
     return {**outcome, "accuracy": 0.0, "diverged": 1} if cell.setting.lr == 0.1 else outcome
 
 
-def in_turn(outcome: Callable[[Cell], dict[str, Any] | str]) -> vtab.RunCells:
+def in_turn(outcome: Callable[[VtabCell], dict[str, Any] | str]) -> vtab.RunCells:
     """Yields made-up outcomes; a text is the reason of a failure."""
 
     def run_cells(
-        function: object, jobs: Sequence[Job], on_retry: object, on_failure: Callable[[int, str], None]
+        function: object, jobs: Sequence[SweepJob], on_retry: object, on_failure: Callable[[int, str], None]
     ) -> Iterable[tuple[int, dict[str, Any]]]:
         for number, job in enumerate(jobs):
             found = outcome(job.cell)
@@ -137,7 +137,7 @@ def test_hundreds_of_cells_of_which_some_fail_or_diverge(
     ]  # fmt: skip
     config = schema.load(VtabConfig, None, settings)
 
-    def first(cell: Cell) -> dict[str, Any] | str:
+    def first(cell: VtabCell) -> dict[str, Any] | str:
         return "the disk is full." if cell.task.name == "svhn" and cell.setting.weight_decay == 0.1 else made_up(cell)
 
     with pytest.raises(UserError, match="20 of 303 cells failed"):
@@ -166,8 +166,8 @@ def test_hundreds_of_cells_of_which_some_fail_or_diverge(
     assert "warning" not in capfd.readouterr().err
 
 
-def cell_of(number: int, accuracy: float = 0.5) -> ChildRun:
-    return ChildRun(
+def cell_of(number: int, accuracy: float = 0.5) -> NestedRun:
+    return NestedRun(
         f"cell-{number}", f"cell {number}", "FINISHED", 1_000_000, 2_000_000, {"lr": 0.1, "seed": number},
         {"val_top1": accuracy}, {"outcome": "finished"},
         (DatasetFacts("dtd", "/data/dtd", "0123456789abcdef", "val200", 200, 47, "evaluation"),),
@@ -227,7 +227,7 @@ def test_a_store_that_is_away_delays_nothing_and_gets_all_at_the_next_start(
     (tmp_path / "away").touch()  # A file where the database's folder should be.
     seconds = []
 
-    def timed(cell: Cell) -> dict[str, Any]:
+    def timed(cell: VtabCell) -> dict[str, Any]:
         seconds.append(time.monotonic())
         return made_up(cell)
 

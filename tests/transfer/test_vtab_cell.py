@@ -19,7 +19,7 @@ from pipeline.evaluate.probes import fewshot
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.sweep import settings_of
-from pipeline.transfer.vtab_cell import Cell, Job, finetune, reader, run_cell, train_model, view_of
+from pipeline.transfer.vtab_cell import SweepJob, VtabCell, finetune, reader, run_cell, train_model, view_of
 from pipeline.transfer.vtab_tasks import TASKS
 
 CPU = torch.device("cpu")
@@ -47,8 +47,8 @@ def config(data: Dataset, *overrides: str) -> VtabConfig:
     return schema.load(VtabConfig, None, given)
 
 
-def cell_of(data: Dataset, config: VtabConfig, stage: str = "final", seed: int = 0) -> Cell:
-    return Cell(TASK, stage, settings_of(config.protocol)[0], seed, data.fingerprint)  # type: ignore[arg-type]
+def cell_of(data: Dataset, config: VtabConfig, stage: str = "final", seed: int = 0) -> VtabCell:
+    return VtabCell(TASK, stage, settings_of(config.protocol)[0], seed, data.fingerprint)  # type: ignore[arg-type]
 
 
 def trained(data: Dataset, settings: VtabConfig, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ def test_the_same_cell_gives_the_same_bits_and_another_seed_others(data: Dataset
     first, again, other = (trained(data, settings, seed) for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
-    outcomes = [run_cell(Job(cell_of(data, settings, seed=7), settings)) for _ in range(2)]
+    outcomes = [run_cell(SweepJob(cell_of(data, settings, seed=7), settings)) for _ in range(2)]
     assert [{**outcome, "seconds": 0} for outcome in outcomes] == [{**outcomes[0], "seconds": 0}] * 2
     assert (outcomes[0]["steps"], outcomes[0]["num_images"], outcomes[0]["device"]) == (5, SPLITS["test"], "cpu")
 
@@ -156,7 +156,7 @@ def test_pixels_are_normalised_as_the_protocol_says(data: Dataset) -> None:
 @pytest.mark.slow
 def test_a_search_learns_from_800_and_is_scored_on_200(data: Dataset) -> None:
     settings = config(data, "protocol.length=[100 epochs]", "protocol.lr=[0.05]", "protocol.batch=16", "micro_batch=16")
-    search, final = (run_cell(Job(cell_of(data, settings, stage), settings)) for stage in ("search", "final"))
+    search, final = (run_cell(SweepJob(cell_of(data, settings, stage), settings)) for stage in ("search", "final"))
     assert (search["num_images"], search["steps"]) == (SPLITS["val200"], 200)
     assert (final["num_images"], final["steps"]) == (SPLITS["test"], 300)
     assert min(search["accuracy"], final["accuracy"]) > 0.9  # Four colours.
@@ -164,17 +164,17 @@ def test_a_search_learns_from_800_and_is_scored_on_200(data: Dataset) -> None:
 
 def test_a_setting_that_diverges_is_not_chosen_and_no_score(data: Dataset) -> None:
     settings = config(data, "protocol.lr=[1e30]", "protocol.weight_decay=[1e20]", "protocol.clip=0")
-    assert {**run_cell(Job(cell_of(data, settings, "search"), settings)), "seconds": 0} == {
+    assert {**run_cell(SweepJob(cell_of(data, settings, "search"), settings)), "seconds": 0} == {
         "steps": 5, "num_images": 16, "accuracy": 0.0, "diverged": 5, "seconds": 0, "device": "cpu"
     }  # fmt: skip
     with pytest.raises(UserError, match=r"dtd diverged by step 5 with lr 1e\+30, .*5 steps, seed 0"):
-        run_cell(Job(cell_of(data, settings), settings))
+        run_cell(SweepJob(cell_of(data, settings), settings))
 
 
 @pytest.mark.parametrize("method", ["linear", "knn"])
 def test_a_probe_chooses_on_200_and_learns_from_all(data: Dataset, method: str) -> None:
     settings = config(data, f"method={method}", "protocol.l2=[1e9, 64]", "protocol.neighbours=[30, 3]")
-    outcome = run_cell(Job(Cell(TASK, "probe", None, 0, data.fingerprint), settings))
+    outcome = run_cell(SweepJob(VtabCell(TASK, "probe", None, 0, data.fingerprint), settings))
     model = models.load(settings.weights, num_classes=0).eval()
     values, labels = {}, {}
     for name in SPLITS:
@@ -210,7 +210,7 @@ def test_a_probe_chooses_on_200_and_learns_from_all(data: Dataset, method: str) 
 def test_data_that_changed_and_images_that_cannot_be_read_are_refused(data: Dataset, tmp_path: Path) -> None:
     settings = config(data)
     with pytest.raises(UserError, match=r"dtd has changed: it was 0{16}, and is "):
-        run_cell(Job(replace(cell_of(data, settings), fingerprint="0" * 16), settings))
+        run_cell(SweepJob(replace(cell_of(data, settings), fingerprint="0" * 16), settings))
     broken = open_dataset(make_dataset(tmp_path / TASK.name, SPLITS))
     split = broken.split("test", "none")
     with open(split.shard_paths[0], "r+b") as file:

@@ -20,7 +20,7 @@ from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import report, vtab
 from pipeline.transfer.sweep import cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.track.sweep_page import _facts
-from pipeline.transfer.vtab_cell import Cell, Job
+from pipeline.transfer.vtab_cell import SweepJob, VtabCell
 from pipeline.transfer.vtab_tasks import TASKS
 
 PROTOCOLS = Path(__file__).resolve().parents[2] / "configs" / "vtab"
@@ -108,7 +108,7 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     jobs: list[str] = []
 
     def again(
-        function: Callable[[Job], dict], given: Sequence[Job], *_: object
+        function: Callable[[SweepJob], dict], given: Sequence[SweepJob], *_: object
     ) -> Iterable[tuple[int, dict[str, Any]]]:
         jobs.extend(cell_name(job.cell) for job in given)
         return ((number, outcome) for number in range(len(given)))
@@ -279,12 +279,12 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
 
 
 def in_turn(
-    outcome: Callable[[Cell], dict[str, Any] | str],
+    outcome: Callable[[VtabCell], dict[str, Any] | str],
 ) -> vtab.RunCells:
     """Pretends to run cells. outcome: returns a cell's outcome, or the reason why it fails."""
 
     def run(
-        function: Callable[..., dict], jobs: Sequence[Job], on_retry: Callable, on_failure: Callable
+        function: Callable[..., dict], jobs: Sequence[SweepJob], on_retry: Callable, on_failure: Callable
     ) -> Iterable[tuple[int, dict[str, Any]]]:
         assert json.loads((vtab.output(jobs[0].config) / "progress.json").read_text())["cells"] > 0
         for number, job in enumerate(jobs):
@@ -308,7 +308,7 @@ def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(
     )  # fmt: skip
     ran: list[str] = []
 
-    def outcome(cell: Cell) -> dict[str, Any] | str:
+    def outcome(cell: VtabCell) -> dict[str, Any] | str:
         ran.append(cell_name(cell))
         assert cell.setting is not None
         if cell.stage == "search":

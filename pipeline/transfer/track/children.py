@@ -51,7 +51,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class ChildRun:
+class NestedRun:
     """key: unique among the children. status: FINISHED or FAILED. started, ended: milliseconds since 1970. score: a metric."""
 
     key: str
@@ -87,7 +87,7 @@ class ChildSender:
         self.folder, self.uri, self.tags, self.pace = folder, uri, tags, pace or Pace()
         self.num_sent = 0
         self._draw, self._drawn, self._changed = draw, -1e9, False
-        self._queue: dict[str, ChildRun] = {}
+        self._queue: dict[str, NestedRun] = {}
         self._lock = threading.Lock()
         self._store: ChildStore | None = None
         self._parent, self._experiment = "", ""
@@ -102,7 +102,7 @@ class ChildSender:
     def begin(self) -> None:
         self._thread.start()
 
-    def add(self, children: Iterable[ChildRun]) -> None:
+    def add(self, children: Iterable[NestedRun]) -> None:
         """Queue children. One of a key that was added before replaces it."""
         with self._lock:
             self._queue |= {child.key: child for child in children}
@@ -210,7 +210,7 @@ class ChildSender:
         self._parent, self._experiment, self._store = state.run_id, experiment, store
         return True
 
-    def _send_child(self, store: ChildStore, child: ChildRun) -> None:
+    def _send_child(self, store: ChildStore, child: NestedRun) -> None:
         digest, known = child.digest(), self._known.get(child.key)
         if known and (known.status, known.digest) == (child.status, digest):
             return

@@ -19,9 +19,9 @@ from pipeline.transfer import charts
 from pipeline.transfer.report import for_mlflow, tags_of
 from pipeline.transfer.score_table import Column, column_of, unpublished_warning
 from pipeline.transfer.sweep import SWEEP_FILE, Outcome, Sweep, cell_name, settings_of
-from pipeline.transfer.track.children import ChildRun, ChildSender, Pace
+from pipeline.transfer.track.children import ChildSender, NestedRun, Pace
 from pipeline.transfer.track.figures import draw_rates_of_groups
-from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell
+from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, VtabCell
 from pipeline.transfer.vtab_tasks import TASKS
 
 EXPERIMENT = "vtab"
@@ -55,8 +55,8 @@ class SweepPage:
     """
 
     def __init__(
-        self, sweep: Sweep, header: dict[str, Any], uri: str, num_cells: int, outcomes: dict[Cell, Outcome],
-        failed: dict[Cell, str], pace: Pace | None = None,
+        self, sweep: Sweep, header: dict[str, Any], uri: str, num_cells: int, outcomes: dict[VtabCell, Outcome],
+        failed: dict[VtabCell, str], pace: Pace | None = None,
     ) -> None:  # fmt: skip
         self.sweep, self.num_cells, self.outcomes, self.failed = sweep, num_cells, outcomes, failed
         self._column: Column | None = None
@@ -87,12 +87,12 @@ class SweepPage:
             outcome = f"failed: {len(self.failed):,} of {counted(self.num_cells, 'cell')}, such as {next(iter(self.failed.values()))}"
         self._tracker.finish("FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=self._result())
 
-    def ended(self, cell: Cell, outcome: Outcome) -> None:
+    def ended(self, cell: VtabCell, outcome: Outcome) -> None:
         """A cell is done, and its file is written."""
         self._children.add([child_of(self.sweep, cell, outcome)])
         self._log_now_and_then()
 
-    def gave_up(self, cell: Cell, reason: str) -> None:
+    def gave_up(self, cell: VtabCell, reason: str) -> None:
         """A cell failed and is not retried."""
         self._children.add([failed_child(self.sweep, cell, reason)])
         self._log_now_and_then()
@@ -148,7 +148,7 @@ class SweepPage:
         return "\n".join(lines)
 
 
-def child_of(sweep: Sweep, cell: Cell, outcome: Outcome) -> ChildRun:
+def child_of(sweep: Sweep, cell: VtabCell, outcome: Outcome) -> NestedRun:
     """The child run of a cell that is done. Its times are those of its file."""
     try:
         ended = sweep.file_of(cell).stat().st_mtime
@@ -168,15 +168,15 @@ def child_of(sweep: Sweep, cell: Cell, outcome: Outcome) -> ChildRun:
     )  # fmt: skip
 
 
-def failed_child(sweep: Sweep, cell: Cell, reason: str) -> ChildRun:
+def failed_child(sweep: Sweep, cell: VtabCell, reason: str) -> NestedRun:
     """The child run of a cell that failed."""
     return _child(sweep, cell, "FAILED", f"failed: {reason}"[:500], time.time(), 0.0, {}, {}, {})
 
 
 def _child(
-    sweep: Sweep, cell: Cell, status: str, outcome: str, ended: float, seconds: float, more: dict[str, Any],
+    sweep: Sweep, cell: VtabCell, status: str, outcome: str, ended: float, seconds: float, more: dict[str, Any],
     metrics: dict[str, float], tags: dict[str, str],
-) -> ChildRun:  # fmt: skip
+) -> NestedRun:  # fmt: skip
     parameters: dict[str, Any] = {
         "task": cell.task.name,
         "group": cell.task.group,
@@ -195,7 +195,7 @@ def _child(
         (VAL if cell.stage == "search" else TEST, "evaluation"),
     ]
     parameters |= {name: value for name, value in more.items() if value is not None}
-    return ChildRun(
+    return NestedRun(
         cell_name(cell), _short_name(cell), status, round(1000 * (ended - seconds)), round(1000 * ended), parameters, metrics,
         {"outcome": outcome, "dataset": cell.task.name, "stage": cell.stage, **tags},
         tuple(_split_facts(cell.task.name, dataset, split, context) for split, context in splits),
@@ -203,7 +203,7 @@ def _child(
     )  # fmt: skip
 
 
-def _short_name(cell: Cell) -> str:
+def _short_name(cell: VtabCell) -> str:
     """MLflow's pages show some forty characters."""
     if cell.setting is None:
         return f"{cell.task.title} {cell.stage}"
@@ -257,7 +257,7 @@ def _weights_name(weights: str, run: Path | None) -> str:
     return run.name if run else Path(weights).stem
 
 
-def _tried(outcomes: dict[Cell, Outcome]) -> dict[str, dict[float, tuple[float, int, int]]]:
+def _tried(outcomes: dict[VtabCell, Outcome]) -> dict[str, dict[float, tuple[float, int, int]]]:
     """Task -> learning rate -> (best accuracy, cells, diverged cells) of the search."""
     tried: dict[str, dict[float, tuple[float, int, int]]] = {}
     for cell, outcome in outcomes.items():
@@ -268,12 +268,12 @@ def _tried(outcomes: dict[Cell, Outcome]) -> dict[str, dict[float, tuple[float, 
     return tried
 
 
-def _column_so_far(outcomes: dict[Cell, Outcome], unpublished: list[str]) -> Column:
+def _column_so_far(outcomes: dict[VtabCell, Outcome], unpublished: list[str]) -> Column:
     scores = [_row(cell, outcome) for cell, outcome in outcomes.items() if cell.stage != "search"]
     return column_of("this sweep, so far", {"scores": scores, "failed": [], "missing": [], "unpublished": unpublished})
 
 
-def _row(cell: Cell, outcome: Outcome) -> dict[str, Any]:
+def _row(cell: VtabCell, outcome: Outcome) -> dict[str, Any]:
     return {
         "task": cell.task.name,
         "seed": cell.seed,
