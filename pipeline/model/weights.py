@@ -47,7 +47,7 @@ class _Extra:
 
 
 @dataclass(frozen=True)
-class _Content:
+class _WeightsContent:
     """A weights file of ours, without its tensors."""
 
     format: str
@@ -121,7 +121,7 @@ def _read(path: Path) -> Weights:
 
 def _read_ours(content: dict[str, Any]) -> Weights:
     try:
-        found = json_record.convert(content, _Content, "its description")
+        found = json_record.convert(content, _WeightsContent, "its description")
         config = config_from_dict(found.model)
         state = content.get("state")
         if not isinstance(state, Mapping):

@@ -19,7 +19,7 @@ _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 _MAX_VALUES = 100_000
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """Leaves every scalar as text except null, true and false.
 
     The setting's type decides what is a number, so `name: 0123` is not 83 and `1e-3` is a number. Tags other than those of
@@ -54,7 +54,7 @@ class _Loader(yaml.SafeLoader):
 def parse_yaml(text: str) -> Any:
     """YAML text as plain values. Raises ValueError, in one line, for invalid YAML and for text that is too large."""
     try:
-        loader = _Loader(text)
+        loader = _YamlLoader(text)
         try:
             node = loader.get_single_node()
             if node is None:

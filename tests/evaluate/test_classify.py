@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.dataset.mapped_index import Index
+from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.loading.loader import BadBudget
 from pipeline.evaluate.classify import Predictions, confusion, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.split_reader import SplitReader
@@ -200,7 +200,7 @@ def test_fifty_thousand_images_of_imagenet_21k_are_scored() -> None:
     rng = np.random.default_rng(0)
     labels = rng.integers(0, num_classes, n)
     starts = np.arange(n + 1)
-    index = Index(starts[1:], starts[1:], starts, labels.astype(np.int32), max_labels=1)
+    index = ManifestIndex(starts[1:], starts[1:], starts, labels.astype(np.int32), max_labels=1)
     split = Split(
         name="val", shard_paths=[], shard_sizes=np.array([n]), shard_starts=np.array([0, n]), shard_bytes=np.array([0]),
         shard_sha256=None, storage=None, index=index, excluded_rows=np.empty(0, np.int64), excluded_by={}, table=None,

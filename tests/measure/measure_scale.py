@@ -70,7 +70,7 @@ def make_holes(path: Path, num_samples: int) -> None:
         os.truncate(folder / column, length * np.dtype(mapped_index.COLUMNS[column]).itemsize)
     checksums = {column: file_xxh128(folder / column) for column in mapped_index.COLUMNS}
     info = asdict(
-        mapped_index.Info(mapped_index._FORMAT, lengths, max_labels=1, max_label=0, xxh128=checksums, check="")
+        mapped_index.IndexInfo(mapped_index._FORMAT, lengths, max_labels=1, max_label=0, xxh128=checksums, check="")
     )
     (folder / mapped_index._INFO).write_text(json.dumps({**info, "check": mapped_index._check(info)}))
 

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
-from pipeline.data.dataset.mapped_index import INDEX_FOLDER, Index, cache_folder, open_index
+from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, cache_folder, open_index
 from pipeline.data.dataset.split import Split
 from pipeline.data.dataset.tables import (
     CHECKSUM,
@@ -106,7 +106,7 @@ class Dataset(ManifestTables):
             table=table,
         )
 
-    def index(self, split: str) -> Index:
+    def index(self, split: str) -> ManifestIndex:
         """The memory-mapped columns of a split, made on the first call."""
         with reading(self.path / SAMPLES_FILE):
             return open_index(self.index_name(split), self.index_places(), self.table(split).read)

@@ -41,7 +41,7 @@ Read = Callable[[list[str]], Iterable[pa.Table]]
 
 
 @dataclass(frozen=True)
-class Index:
+class ManifestIndex:
     """Columns of n samples, in the order of the manifest.
 
     offsets, sizes: (n,) int64, of the image's bytes inside its tar. labels: int32, of all samples, one after another;
@@ -70,12 +70,12 @@ class Index:
 
 
 @dataclass(frozen=True)
-class _Format:
+class _IndexFormat:
     format: str
 
 
 @dataclass(frozen=True)
-class Info:
+class IndexInfo:
     """The content of index.json. lengths: of the columns. xxh128: hex, of their files. check: checksum of the other fields."""
 
     format: str
@@ -86,7 +86,7 @@ class Info:
     check: str
 
 
-def open_index(name: str, places: Sequence[Path], read: Read) -> Index:
+def open_index(name: str, places: Sequence[Path], read: Read) -> ManifestIndex:
     """Map the index `name` from the first of these folders that has it or can store it; else keep it in memory."""
     reasons = []
     for place in places:
@@ -100,7 +100,7 @@ def open_index(name: str, places: Sequence[Path], read: Read) -> Index:
     max_labels, max_label = _derive(read, lambda column, values: parts[column].append(values))
     note = f"the index of {name} is in this process's memory, because it cannot be stored ({'; '.join(reasons)})"
     columns: dict[str, Any] = {column: np.concatenate(values) for column, values in parts.items()}
-    return Index(**columns, max_labels=max_labels, max_label=max_label, note=note)
+    return ManifestIndex(**columns, max_labels=max_labels, max_label=max_label, note=note)
 
 
 def damage(place: Path, name: str, read: Read) -> str | None:
@@ -112,7 +112,7 @@ def damage(place: Path, name: str, read: Read) -> str | None:
     try:
         if _map(place / name, remember=False) is None:
             return None
-        info = json_record.read(place / name / _INFO, Info)
+        info = json_record.read(place / name / _INFO, IndexInfo)
     except (_DamagedError, OSError) as error:
         return str(error)
     digests = {column: xxhash.xxh3_128() for column in COLUMNS}
@@ -141,7 +141,7 @@ def _check(info: dict) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _map_valid(folder: Path) -> Index | None:
+def _map_valid(folder: Path) -> ManifestIndex | None:
     """The index in this folder; None when it is missing or damaged, so that it has to be made again."""
     try:
         return _map(folder)
@@ -149,15 +149,15 @@ def _map_valid(folder: Path) -> Index | None:
         return None
 
 
-def _map(folder: Path, remember: bool = True) -> Index | None:
+def _map(folder: Path, remember: bool = True) -> ManifestIndex | None:
     """The index in this folder; None when it is missing or of another format. Raises _DamagedError.
 
     remember: skip files that were verified before and have not been written since.
     """
     try:
-        if json_record.read(folder / _INFO, _Format).format != _FORMAT:  # Other formats have other fields.
+        if json_record.read(folder / _INFO, _IndexFormat).format != _FORMAT:  # Other formats have other fields.
             return None
-        info = json_record.read(folder / _INFO, Info)
+        info = json_record.read(folder / _INFO, IndexInfo)
         if info.check != _check(dataclasses.asdict(info)):
             raise _DamagedError(f"{_INFO} does not match its checksum")
         columns: dict[str, Any] = {column: _map_column(folder / column, info, remember) for column in COLUMNS}
@@ -165,10 +165,10 @@ def _map(folder: Path, remember: bool = True) -> Index | None:
         return None
     except UserError as error:
         raise _DamagedError(str(error)) from None
-    return Index(**columns, max_labels=info.max_labels, max_label=info.max_label)
+    return ManifestIndex(**columns, max_labels=info.max_labels, max_label=info.max_label)
 
 
-def _map_column(file: Path, info: Info, remember: bool) -> np.ndarray:
+def _map_column(file: Path, info: IndexInfo, remember: bool) -> np.ndarray:
     dtype, length = np.dtype(COLUMNS[file.name]), info.lengths[file.name]
     if file.stat().st_size != length * dtype.itemsize:
         raise _DamagedError(f"{file} is truncated")
@@ -178,7 +178,7 @@ def _map_column(file: Path, info: Info, remember: bool) -> np.ndarray:
     return np.asarray(np.memmap(file, dtype, "r")) if length else np.empty(0, dtype)
 
 
-def _build_once(folder: Path, read: Read) -> Index:
+def _build_once(folder: Path, read: Read) -> ManifestIndex:
     """Make and map the index; other processes wait, and map it. A failure leaves nothing behind. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.tmp")
@@ -216,7 +216,7 @@ def _write(folder: Path, read: Read) -> None:
             file.flush()
             os.fsync(file.fileno())
     checksums = {column: digest.hexdigest() for column, digest in digests.items()}
-    info = dataclasses.asdict(Info(_FORMAT, lengths, max_labels, max_label, checksums, ""))
+    info = dataclasses.asdict(IndexInfo(_FORMAT, lengths, max_labels, max_label, checksums, ""))
     (folder / _INFO).write_text(json.dumps({**info, "check": _check(info)}))
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.dataset.mapped_index import Index
+from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.storage.cache import Storage
 
 NOTHING_EXCLUDED = "none"
@@ -70,7 +70,7 @@ class Split:
     shard_bytes: np.ndarray
     shard_sha256: pa.ChunkedArray
     storage: Storage
-    index: Index
+    index: ManifestIndex
     excluded_rows: np.ndarray
     excluded_by: dict[str, int]
     table: SampleTable

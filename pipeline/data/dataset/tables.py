@@ -75,7 +75,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class _Info:
+class _ManifestInfo:
     """The fields of dataset.json that are used here, with their types. Older data sets lack those with a default.
 
     files: SHA-256 (hex) of the two tables. checksum: of all other fields (`info_checksum`).
@@ -209,7 +209,7 @@ def parse_info(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(info, dict) or info.get("format") not in (FORMAT, _FIRST_FORMAT):
         found = info.get("format") if isinstance(info, dict) else info
         raise UserError(f"{where} has format {json_record.quoted(found)}, but this code reads {FORMAT!r}.")
-    record = json_record.convert(info, _Info, where)
+    record = json_record.convert(info, _ManifestInfo, where)
     if record.checksum not in (None, info_checksum(info)):
         raise UserError(
             f"{where} is damaged: its content does not match its checksum. {remedy} If it was changed on purpose, remove "

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
 from pipeline.data.dataset.manifest import INFO, open_dataset
-from pipeline.data.dataset.mapped_index import Index
+from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.dataset.split import SampleTable, Split
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import to_path, walk_files
@@ -149,7 +149,7 @@ def _as_split(images: list[_Image]) -> Split:
     keys = io.BytesIO()
     pq.write_table(pa.table({"key": names}), keys)
     table = pq.ParquetFile(pa.BufferReader(keys.getvalue()))
-    index = Index(
+    index = ManifestIndex(
         np.array([image.offset for image in images]),
         np.array([image.size for image in images]),
         np.concatenate([[0], np.cumsum(labels >= 0)]),

@@ -41,7 +41,7 @@ class ShardReader:
     def __init__(self, split: Split) -> None:
         self.split = split
         self.cache = split.storage.cache
-        self._opened: OrderedDict[int, _File | _Ranges] = OrderedDict()
+        self._opened: OrderedDict[int, _OpenFile | _Ranges] = OrderedDict()
         # Errors of shards that were found changed: retrying for each of their samples would take hours.
         self._bad: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class ShardReader:
         self._downloaders = []
         self._opened.clear()
 
-    def _shard(self, shard: int) -> "_File | _Ranges":
+    def _shard(self, shard: int) -> "_OpenFile | _Ranges":
         with self._lock:
             if shard in self._bad:
                 raise OSError(self._bad[shard])
@@ -130,16 +130,16 @@ class ShardReader:
                 self._opened.popitem(last=False)
         return opened
 
-    def _open(self, shard: int) -> "_File | _Ranges":
+    def _open(self, shard: int) -> "_OpenFile | _Ranges":
         path = self._path(shard)
         if isinstance(path, Path):
-            return _File(os.open(path, os.O_RDONLY), str(path))
+            return _OpenFile(os.open(path, os.O_RDONLY), str(path))
         size = int(self.split.shard_bytes[shard])
         try:
             if self.cache is not None:
                 file = self.cache.open(path, size, self._sha256(shard))
                 if file is not None:
-                    return _File(file, str(path), cached=True)
+                    return _OpenFile(file, str(path), cached=True)
             return _Ranges(path, size, time.monotonic() + _SECONDS_WITHOUT_CACHE if self.cache else float("inf"))
         except OSError as error:
             if error.errno is None:
@@ -172,7 +172,7 @@ class ShardReader:
                         os.close(file)
 
 
-class _File:
+class _OpenFile:
     """An open local file, closed when the last reference to it is gone."""
 
     until = float("inf")

@@ -25,7 +25,7 @@ _CHUNK = 2**22
 
 
 @dataclass(frozen=True)
-class _Record:
+class _CachedChecksum:
     """A file, its state when it was read, and its checksum."""
 
     path: str
@@ -48,18 +48,18 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
     absolute = str(path.absolute() if isinstance(path, Path) else path)
     name = hashlib.sha256(absolute.encode("utf-8", "replace")).hexdigest()
     record = cache_home() / "proven" / f"{name[:32]}.json"
-    if _read(record) == _Record(str(path), _state(path), expected):
+    if _read(record) == _CachedChecksum(str(path), _state(path), expected):
         return expected
     # The ranks of a node start together; one of them reads the file.
     with _locked_if_possible(record.with_suffix(".lock")) as can_write:
         state = _state(path)
-        if _read(record) == _Record(str(path), state, expected):
+        if _read(record) == _CachedChecksum(str(path), state, expected):
             return expected
         digest = _digest(path, algorithm)
         is_settled = not isinstance(path, Path) or abs(time.time() - path.stat().st_mtime) > _SETTLED_SECONDS
         if can_write and digest == expected and _state(path) == state and is_settled:
             with contextlib.suppress(OSError), files.replacing(record) as file:
-                file.write(json.dumps(asdict(_Record(str(path), state, digest))).encode())
+                file.write(json.dumps(asdict(_CachedChecksum(str(path), state, digest))).encode())
     return digest
 
 
@@ -79,9 +79,9 @@ def _state(path: AnyPath) -> str:
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
 
-def _read(record: Path) -> _Record | None:
+def _read(record: Path) -> _CachedChecksum | None:
     try:
-        return json_record.read(record, _Record)
+        return json_record.read(record, _CachedChecksum)
     except (OSError, UserError):
         return None
 

@@ -33,7 +33,7 @@ def read(columns: list[str]) -> list[pa.Table]:
     return [pa.table({column: whole[column][first : first + 7] for column in columns}, schema) for first in (0, 7, 14)]
 
 
-def check(found: mapped_index.Index) -> None:
+def check(found: mapped_index.ManifestIndex) -> None:
     assert found.offsets.tolist() == [2**40 + row for row in range(20)]
     assert found.sizes.tolist() == [3 * row for row in range(20)]
     starts = found.label_starts
