@@ -20,9 +20,9 @@ from pipeline.settings.run import DataConfig
 def bench(config: BenchConfig) -> None:
     # Late: --help needs no torch.
     from data_tools.bench import augment, loaders, shards
-    from data_tools.bench.record import Record
+    from data_tools.bench.record import BenchRecord
 
-    record = Record(config.what, config)
+    record = BenchRecord(config.what, config)
     if config.what == "augment":
         augment.run(config, record)
     else:
@@ -37,18 +37,18 @@ def bench_train(config: TrainBenchConfig) -> None:
         from pipeline.data.dataset.subset import run_splits
 
         run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
-    from data_tools.bench.record import Record
+    from data_tools.bench.record import BenchRecord
     from data_tools.bench.training_step import run  # Late: imports DeepSpeed.
 
-    run(config, record := Record("train", config))
+    run(config, record := BenchRecord("train", config))
     record.finish()
 
 
 def bench_tracking(config: TrackingBenchConfig) -> None:
-    from data_tools.bench.record import Record
+    from data_tools.bench.record import BenchRecord
     from data_tools.bench.tracking import run  # Late: imports torch.
 
-    record = Record("tracking", config)
+    record = BenchRecord("tracking", config)
     with tempfile.TemporaryDirectory() as folder:
         run(config, Path(folder), record)
     record.finish()
@@ -62,9 +62,9 @@ def bench_gpu(config: GpuBenchConfig) -> None:
 
 def bench_model(config: ModelBenchConfig) -> None:
     from data_tools.bench.model_speed import run  # Late: imports torch.
-    from data_tools.bench.record import Record
+    from data_tools.bench.record import BenchRecord
 
-    run(config, record := Record("model", config))
+    run(config, record := BenchRecord("model", config))
     record.finish()
 
 

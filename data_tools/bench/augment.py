@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from data_tools.bench.corpus import read_raw
-from data_tools.bench.record import Record
+from data_tools.bench.record import BenchRecord
 from pipeline.data.loading.loader import normalise, train_view
 from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.settings.data import BenchConfig
@@ -30,7 +30,7 @@ SETTINGS = {
 }
 
 
-def run(config: BenchConfig, record: Record) -> None:
+def run(config: BenchConfig, record: BenchRecord) -> None:
     """Print the CPU time of each setting over all images, and of mixing before and after normalisation."""
     torch.set_num_threads(1)
     files = read_raw(Path(config.source), config.images)
@@ -70,7 +70,7 @@ def run(config: BenchConfig, record: Record) -> None:
     _table(ways, config.batch, config.rounds, record)
 
 
-def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int, record: Record) -> None:
+def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int, record: BenchRecord) -> None:
     """Print microseconds per image of each alternative, and the ratio to the first: medians of alternating rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):

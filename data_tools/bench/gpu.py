@@ -22,7 +22,7 @@ from data_tools.bench import gpu_step
 from data_tools.bench.apart import reason, rows_apart
 from data_tools.bench.gpu_report import Exactness, write_report
 from data_tools.bench.gpu_step import ATTENTIONS, Case, Setup
-from data_tools.bench.record import Record
+from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.estimate.memory import rank_memory
@@ -55,7 +55,7 @@ def run(config: GpuBenchConfig) -> None:
             raise UserError("torch sees no GPU here. device=cpu runs the same code on tiny models, as a test of it.")
     else:
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    record = Record("gpu", config)
+    record = BenchRecord("gpu", config)
     record.write()
     bench = GpuBench(config, record)
     bench.deadline -= time.time() - psutil.Process().create_time()  # The budget is the command's, with its imports.
@@ -69,7 +69,7 @@ def run(config: GpuBenchConfig) -> None:
 class GpuBench:
     """The measurements in order. Rows of the record: name (its first word is the part), then what was measured or "failed"."""
 
-    def __init__(self, config: GpuBenchConfig, record: Record) -> None:
+    def __init__(self, config: GpuBenchConfig, record: BenchRecord) -> None:
         self.config, self.record = config, record
         self.deadline = time.monotonic() + config.seconds - _REPORT_SECONDS
         self.method = "fork"

@@ -6,7 +6,7 @@ from typing import Any
 
 from data_tools.bench import roofline
 from data_tools.bench.gpu_step import Case, Setup
-from data_tools.bench.record import Record, markdown
+from data_tools.bench.record import BenchRecord, markdown
 from pipeline.base.words import counted
 from pipeline.estimate.measured import Fastest
 from pipeline.model import training_flops_per_image
@@ -73,7 +73,7 @@ def _find(rows: Iterable[Row], model: str, batch: int, setup: Setup) -> Row | No
     return next((row for row in _of_case(rows, model, batch) if Setup(**row["setup"]) == setup), None)
 
 
-def write_report(record: Record, exactness: Exactness) -> None:
+def write_report(record: BenchRecord, exactness: Exactness) -> None:
     """Print the tables in Markdown, and the settings to use; both also become part of the record."""
     machine, rows = record.facts["machine"], record.rows
     device = f"{machine['gpu']}" if machine["gpu"] != "none" else machine["cpu"]

@@ -13,7 +13,7 @@ import torch
 from data_tools.bench import peers
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.measure import Contestant, race, rows, table
-from data_tools.bench.record import Record
+from data_tools.bench.record import BenchRecord
 from data_tools.sharding import shard
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split, open_dataset
@@ -39,7 +39,7 @@ _MODULES = {
 _WHOLE, _REGION, _PILLOW = "libjpeg-turbo", "libjpeg-turbo, region", "Pillow"
 
 
-def run(config: BenchConfig, folder: Path, record: Record) -> None:
+def run(config: BenchConfig, folder: Path, record: BenchRecord) -> None:
     """Measure and print. folder: the images are written there in every layout."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     splits = {}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from data_tools.bench.corpus import noise_batch
 from data_tools.bench.gpu_step import NUM_CLASSES, transformers_vit
 from data_tools.bench.measure import Contestant, Timing, race
-from data_tools.bench.record import Record, markdown
+from data_tools.bench.record import BenchRecord, markdown
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -68,7 +68,7 @@ class MinimalViT(nn.Module):
         return self.head(self.norm(self.blocks(x))[:, 0])
 
 
-def run(config: ModelBenchConfig, record: Record) -> None:
+def run(config: ModelBenchConfig, record: BenchRecord) -> None:
     """Measure, and print a table for each model and precision. Raises UserError for a model that is no plain ViT."""
     cases = {name: models.configure(name, config.image_size, NUM_CLASSES) for name in config.models}
     for name, case in cases.items():
@@ -104,7 +104,7 @@ _MAKERS: dict[str, Callable[[models.ViTConfig], nn.Module]] = {
 
 
 def _measure(
-    config: ModelBenchConfig, title: str, model: models.ViTConfig, dtype: torch.dtype, work: str, record: Record
+    config: ModelBenchConfig, title: str, model: models.ViTConfig, dtype: torch.dtype, work: str, record: BenchRecord
 ) -> None:
     contestants = [_product(config, model, dtype, work)]
     for gelu in ("tanh", "erf"):

@@ -114,12 +114,12 @@ def read_litdata(folder: Path, view: View, side: int, batch: int, workers: int) 
     """LitData's StreamingDataset and StreamingDataLoader."""
     import litdata
 
-    class Samples(litdata.StreamingDataset):
+    class LitDataSamples(litdata.StreamingDataset):
         def __getitem__(self, index: Any) -> tuple[Any, int]:
             sample = super().__getitem__(index)
             return view(sample["image"], side), sample["label"]
 
-    dataset = Samples(str(folder), shuffle=True)
+    dataset = LitDataSamples(str(folder), shuffle=True)
     for _, labels in litdata.StreamingDataLoader(dataset, batch_size=batch, num_workers=workers):
         yield len(labels)
 
@@ -138,12 +138,12 @@ def read_mosaic(folder: Path, view: View, side: int, batch: int, workers: int) -
     """MosaicML's StreamingDataset in torch's DataLoader."""
     import streaming
 
-    class Samples(streaming.StreamingDataset):
+    class MosaicSamples(streaming.StreamingDataset):
         def __getitem__(self, index: Any) -> tuple[Any, int]:
             sample = super().__getitem__(index)
             return view(sample["image"], side), sample["label"]
 
-    dataset = Samples(local=str(folder), shuffle=True, batch_size=batch)
+    dataset = MosaicSamples(local=str(folder), shuffle=True, batch_size=batch)
     for _, labels in torch.utils.data.DataLoader(dataset, batch_size=batch, num_workers=workers):
         yield len(labels)
 

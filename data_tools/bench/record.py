@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 _FILE = "bench.json"
 
 
-class Record:
+class BenchRecord:
     """Results of one benchmark. `add` replaces the JSON file, so that what was measured survives a kill."""
 
     def __init__(self, what: str, config: RecordConfig) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.measure import Contestant, race, rows, table
 from data_tools.bench.peers import write_mosaic
-from data_tools.bench.record import Record
+from data_tools.bench.record import BenchRecord
 from data_tools.sharding.shard import make_jobs, make_plan
 from data_tools.sharding.write_shard import PARTS, write_shard
 from data_tools.sources import list_source
@@ -31,7 +31,7 @@ Files = Sequence[tuple[Path, int]]
 Write = Callable[[Files, Path, int], None]
 
 
-def run(config: BenchConfig, folder: Path, record: Record) -> None:
+def run(config: BenchConfig, folder: Path, record: BenchRecord) -> None:
     """Measure and print. Tasks are plain processes, without Ray, whose start takes a few seconds."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     torch.set_num_threads(1)

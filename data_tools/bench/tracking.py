@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from data_tools.bench.record import Record
+from data_tools.bench.record import BenchRecord
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.launcher import free_port
@@ -24,7 +24,7 @@ _NUM_METRICS = 30
 _START_SECONDS = 120.0
 
 
-def run(config: TrackingBenchConfig, folder: Path, record: Record) -> None:
+def run(config: TrackingBenchConfig, folder: Path, record: BenchRecord) -> None:
     """Measure a database, a server, and a server that answers late; print a table."""
     rows = [_measure("sqlite", "", config, folder / "database")]
     with _server(folder) as url:

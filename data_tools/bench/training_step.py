@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from data_tools.bench.corpus import noise_batch
-from data_tools.bench.record import Record, machine
+from data_tools.bench.record import BenchRecord, machine
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -47,7 +47,7 @@ _LR = 1e-3
 _OF_A_RUN = ("images_per_second", "mfu", "data_wait", "peak_memory_gib", "checkpoint_blocked_seconds")
 
 
-def run(config: TrainBenchConfig, record: Record) -> None:
+def run(config: TrainBenchConfig, record: BenchRecord) -> None:
     """Print the speed of a step and of a plain loop, or of a short run from shards if `config.data` is set."""
     if from_environment().world_size > 1:
         raise UserError("this benchmark runs on one rank. Start it with python, without a launcher.")
@@ -104,7 +104,7 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
     return found
 
 
-def beside_a_bare_loop(config: TrainBenchConfig, record: Record) -> float:
+def beside_a_bare_loop(config: TrainBenchConfig, record: BenchRecord) -> float:
     """Print the speed of both; returns the relative overhead of the pipeline's step in wall-clock time, the median over rounds.
 
     On a CPU the overhead in CPU seconds is printed as well, which is more reliable on a machine with other load.

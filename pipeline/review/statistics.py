@@ -28,7 +28,7 @@ _EXACT_UP_TO = 1000
 
 
 @dataclass(frozen=True)
-class Difference:
+class ScoreDifference:
     """First score minus second. value, low, high: shares, low to high the 95 % interval. p: of the test named by `method`."""
 
     value: float
@@ -38,7 +38,7 @@ class Difference:
     method: str
 
 
-def of_proportions(first: float, num_first: int, second: float, num_second: int) -> Difference:
+def of_proportions(first: float, num_first: int, second: float, num_second: int) -> ScoreDifference:
     """Two accuracies, each on its own number of images.
 
     The interval is Newcombe's, from the two Wilson intervals; p is of the pooled z-test. On the same images both err on the side
@@ -51,10 +51,10 @@ def of_proportions(first: float, num_first: int, second: float, num_second: int)
     pooled = (first * num_first + second * num_second) / (num_first + num_second)
     spread = math.sqrt(pooled * (1 - pooled) * (1 / num_first + 1 / num_second))
     p = math.erfc(abs(value) / spread / math.sqrt(2)) if spread else 1.0
-    return Difference(value, max(-1.0, low), min(1.0, high), p, PROPORTIONS)
+    return ScoreDifference(value, max(-1.0, low), min(1.0, high), p, PROPORTIONS)
 
 
-def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> Difference:
+def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> ScoreDifference:
     """Two models on the same images. first_right, second_right: bool (n,), whether each was right on each image.
 
     p is McNemar's: exact binomial on the images where one of the two is right, by the normal approximation with continuity
@@ -74,10 +74,10 @@ def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> Differe
     a, b = (only_first + 1) / (num + 2), (only_second + 1) / (num + 2)
     half = _Z * math.sqrt((a + b - (a - b) ** 2) / (num + 2))
     value = (only_first - only_second) / num
-    return Difference(value, max(-1.0, a - b - half), min(1.0, a - b + half), p, MCNEMAR)
+    return ScoreDifference(value, max(-1.0, a - b - half), min(1.0, a - b + half), p, MCNEMAR)
 
 
-def of_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
+def of_seeds(first: Sequence[float], second: Sequence[float]) -> ScoreDifference:
     """Two settings, each trained with several seeds: Student's t-test of two samples with a common variance.
 
     One of the two may have a single seed; its variance is then taken to be the other's. Raises ValueError for one each.
@@ -93,10 +93,10 @@ def of_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
     value = float(np.mean(first) - np.mean(second))
     half = float(t.ppf(0.975, freedom)) * error
     p = float(2 * t.sf(abs(value) / error, freedom)) if error else float(value == 0)
-    return Difference(value, max(-1.0, value - half), min(1.0, value + half), p, STUDENT)
+    return ScoreDifference(value, max(-1.0, value - half), min(1.0, value + half), p, STUDENT)
 
 
-def of_same_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
+def of_same_seeds(first: Sequence[float], second: Sequence[float]) -> ScoreDifference:
     """Two settings, each trained with the same seeds in the same order: Student's t-test of the seeds' differences.
 
     What the seeds of both have in common, such as the subset of the data, cancels. Raises ValueError for fewer than two seeds.
@@ -110,7 +110,7 @@ def of_same_seeds(first: Sequence[float], second: Sequence[float]) -> Difference
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     half = float(t.ppf(0.975, freedom)) * error
     p = float(2 * t.sf(abs(value) / error, freedom)) if error else float(value == 0)
-    return Difference(value, max(-1.0, value - half), min(1.0, value + half), p, PAIRED)
+    return ScoreDifference(value, max(-1.0, value - half), min(1.0, value + half), p, PAIRED)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -126,7 +126,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def in_words(difference: Difference, corrected: float) -> str:
+def in_words(difference: ScoreDifference, corrected: float) -> str:
     """Whether a difference is more than noise. corrected: its p-value by `holm`."""
     if corrected < LEVEL:
         return "more than noise"
@@ -175,7 +175,7 @@ class Pair:
 
     first: Contender
     second: Contender
-    difference: Difference
+    difference: ScoreDifference
     corrected: float
 
 

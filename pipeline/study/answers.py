@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.base.errors import UserError
 from pipeline.evaluate.intervals import Interval, of_samples
 from pipeline.evaluate.intervals import of_seeds as interval_of_seeds
-from pipeline.review.statistics import Difference, holm, of_proportions, of_same_seeds, of_seeds
+from pipeline.review.statistics import ScoreDifference, holm, of_proportions, of_same_seeds, of_seeds
 from pipeline.study.fit import LeftOut, PowerLaw, Prediction, common_noise, fit_power_law, leave_largest_out
 from pipeline.study.fit_numbers import Noise
 from pipeline.study.fit_optimal import Optimal, compute_optimal
@@ -91,17 +91,17 @@ class Lead:
     x: float
     best: Point
     second: Point
-    difference: Difference | None
+    difference: ScoreDifference | None
     corrected: float
 
 
 @dataclass(frozen=True)
-class Variant:
+class AblationVariant:
     """A model of an ablation. difference: to the first model of the study; None for that one, and where it cannot be tested."""
 
     point: Point
     value: float
-    difference: Difference | None
+    difference: ScoreDifference | None
     corrected: float
 
 
@@ -120,7 +120,7 @@ class Answers:
     families: list[Line]
     leads: list[Lead]
     optimal: list[tuple[float, Optimal | str]]
-    variants: list[Variant]
+    variants: list[AblationVariant]
     baseline: str
 
     @property
@@ -299,7 +299,7 @@ def _optimal(
 
 
 # -------------------------------------------------------------------- differences
-def difference(first: Point, second: Point) -> Difference | None:
+def difference(first: Point, second: Point) -> ScoreDifference | None:
     """First minus second: over seeds, paired from PAIRED_FROM common ones; of single runs over test images; None if neither is known."""
     if first.seeds == second.seeds and len(first.seeds) >= PAIRED_FROM:
         return of_same_seeds(first.scores, second.scores)
@@ -338,7 +338,7 @@ def _leads(points: Sequence[Point], x: Callable[[Point], float], tolerance: floa
     ]
 
 
-def _variants(points: Sequence[Point], results: StudyResults) -> tuple[list[Variant], str]:
+def _variants(points: Sequence[Point], results: StudyResults) -> tuple[list[AblationVariant], str]:
     """Each model beside the first of the study, the best first; and the name of that one, "" if it has no score."""
     # The longest run of each: an ablation has one length.
     longest = {point.model: point for point in sorted(points, key=lambda point: point.exaflops)}
@@ -348,9 +348,9 @@ def _variants(points: Sequence[Point], results: StudyResults) -> tuple[list[Vari
     others = [point for name, point in longest.items() if name != first.model]
     differences = [difference(point, first) for point in others]
     corrected = iter(holm([one.p for one in differences if one]))
-    found = [Variant(first, 0.0, None, 1.0)]
+    found = [AblationVariant(first, 0.0, None, 1.0)]
     for point, one in zip(others, differences, strict=True):
-        found.append(Variant(point, point.mean - first.mean, one, next(corrected) if one else 1.0))
+        found.append(AblationVariant(point, point.mean - first.mean, one, next(corrected) if one else 1.0))
     return sorted(found, key=lambda variant: -variant.value), first.model
 
 

@@ -21,7 +21,7 @@ from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.ray_tasks import LostError
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.study import StudyConfig
-from pipeline.study.cells import Cell, Study
+from pipeline.study.cells import Study, StudyCell
 from pipeline.study.results import CellResult, State
 from pipeline.transfer.child_run import (
     ChildRun,
@@ -53,16 +53,16 @@ class StoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class StudyJob:
     """The cells that one task runs. track: of their runs, without what is each run's own; None leaves it as the settings say."""
 
-    cells: list[Cell]
+    cells: list[StudyCell]
     config: StudyConfig
     folder: Path
     track: TrackConfig | None = None
 
 
-def run_job(job: Job) -> dict[str, str]:
+def run_job(job: StudyJob) -> dict[str, str]:
     """Run the cells of a job that are not done. Returns the reason of each cell that diverged, by name.
 
     Raises UserError when a command refuses a cell, LostError when a process died (the job is tried again), StoppedError.
@@ -84,7 +84,7 @@ def run_job(job: Job) -> dict[str, str]:
     return diverged
 
 
-def run_cell(cell: Cell, job: Job) -> None:
+def run_cell(cell: StudyCell, job: StudyJob) -> None:
     """Pre-train a cell and score its weights. Raises as `run_job`, and DivergedError."""
     config = job.config
     (job.folder / OUTPUT).mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def run_cell(cell: Cell, job: Job) -> None:
             )
 
 
-def _run(run: ChildRun, command: str, job: Job, output: IO[bytes]) -> None:
+def _run(run: ChildRun, command: str, job: StudyJob, output: IO[bytes]) -> None:
     """Run one command to its end, unless it has ended."""
     ended = how_ended(run)
     if ended is None or why_unusable(run):
@@ -155,16 +155,16 @@ def _checkpoints(run: ChildRun) -> Checkpoints:
     return Checkpoints(checkpoint_folder(run.config))
 
 
-def _is_planted(cell: Cell) -> bool:
+def _is_planted(cell: StudyCell) -> bool:
     return any(step_of(path) >= cell.trunk_steps for path in _checkpoints(cell.run).candidates())
 
 
-def _has_trunk(cell: Cell) -> bool:
+def _has_trunk(cell: StudyCell) -> bool:
     assert cell.trunk
     return any(step_of(path) == cell.trunk_steps for path in _checkpoints(cell.trunk).candidates())
 
 
-def _plant(cell: Cell) -> None:
+def _plant(cell: StudyCell) -> None:
     """Give a run the checkpoint of its trunk, from which it resumes. Files are linked, or copied to another disk."""
     assert cell.trunk
     (source,) = [path for path in _checkpoints(cell.trunk).candidates() if step_of(path) == cell.trunk_steps]
@@ -186,7 +186,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 # -------------------------------------------------------------------- what became of a cell
-def result_of(study: Study, cell: Cell, ends: Ends) -> CellResult:
+def result_of(study: Study, cell: StudyCell, ends: Ends) -> CellResult:
     """The result of a cell, from its folders. ends: how cells ended in this start of which their folders say nothing."""
     found = CellResult(
         cell.name, cell.model.name, cell.family, cell.parameters, cell.data_size, cell.steps, cell.images_seen, cell.flops / 1e18,
@@ -219,7 +219,7 @@ def result_of(study: Study, cell: Cell, ends: Ends) -> CellResult:
     return replace(found, state="done", scores=scores, num_test=num_test, hours=hours)
 
 
-def _scores(study: Study, cell: Cell) -> tuple[dict[str, float], dict[str, int]]:
+def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, int]]:
     """Returns (scores, numbers of test images) by name."""
     scores: dict[str, float] = {}
     num_test: dict[str, int] = {}
@@ -249,11 +249,11 @@ def _own_name(finetune: ChildRun) -> str:
     return finetune.name.removeprefix(Path(str(finetune.config.init.weights)).name + "-")
 
 
-def _vtab_folder(folder: Path, cell: Cell) -> Path:
+def _vtab_folder(folder: Path, cell: StudyCell) -> Path:
     return folder / f"{cell.name}-vtab"
 
 
-def _vtab_scores(folder: Path, cell: Cell) -> float | None:
+def _vtab_scores(folder: Path, cell: StudyCell) -> float | None:
     """Mean accuracy over VTAB's tasks; None while one of the sweep's tasks has no score."""
     try:
         content = read_results(_vtab_folder(folder, cell))
@@ -267,7 +267,7 @@ def _vtab_scores(folder: Path, cell: Cell) -> float | None:
     return mean(mean(accuracies) for accuracies in by_task.values())
 
 
-def _vtab_problems(folder: Path, cell: Cell) -> list[str]:
+def _vtab_problems(folder: Path, cell: StudyCell) -> list[str]:
     """Why the results of a cell's sweep cannot be read; empty without a sweep."""
     file = _vtab_folder(folder, cell) / RESULTS_FILE
     try:

@@ -28,7 +28,7 @@ _EXA = 1e18
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """A pre-training run and what scores its weights.
 
     steps: of the run. data_size: its training images. trunk: with a cooldown, the run at a constant rate whose last checkpoint
@@ -73,18 +73,18 @@ class Study:
     folder: Path
     dataset: Dataset
     image_size: int
-    cells: list[Cell]
+    cells: list[StudyCell]
     notes: list[str] = field(default_factory=list)
 
     @property
-    def jobs(self) -> list[list[Cell]]:
+    def jobs(self) -> list[list[StudyCell]]:
         """Cheapest first; within a job, the shortest run first."""
-        groups: dict[str, list[Cell]] = {}
+        groups: dict[str, list[StudyCell]] = {}
         for cell in self.cells:
             groups.setdefault(cell.trunk.name if cell.trunk else cell.name, []).append(cell)
         return sorted(groups.values(), key=lambda cells: sum(new_flops(cells)))
 
-    def job_of(self, wanted: str) -> list[Cell]:
+    def job_of(self, wanted: str) -> list[StudyCell]:
         """The cells of a job up to one of its cells, given by name, or by number among all cells. Raises UserError."""
         names = [cell.name for cell in self.cells]
         if (number := whole_number(wanted, len(names) - 1)) is not None:
@@ -167,7 +167,7 @@ def open_study(config: StudyConfig) -> Study:
     return Study(config, folder, dataset, max(base.model.image_size), cells, notes)
 
 
-def new_flops(cells: list[Cell]) -> list[float]:
+def new_flops(cells: list[StudyCell]) -> list[float]:
     """FLOPs that each cell of a job adds, with its fine-tuning: a trunk's steps are done once."""
     added, trained = [], 0
     for cell in cells:
@@ -180,7 +180,7 @@ def new_flops(cells: list[Cell]) -> list[float]:
 # -------------------------------------------------------------------- making them
 def _cells_of(
     config: StudyConfig, folder: Path, dataset: Dataset, model: StudyModel, size: Limit, seed: int
-) -> list[Cell]:
+) -> list[StudyCell]:
     """The cells of one model, data size and seed: one for each length or budget, the shortest first."""
     common = [*config.settings, *model.settings, f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
@@ -206,7 +206,7 @@ def _cells_of(
             raise UserError(f"cell {name}: {error}") from None
         finetunes = [_finetune(file, run, folder, seed) for file in config.finetune]
         found.append(
-            Cell(model, run, seed, len(split), steps, flops, models.num_parameters(built), trunk, trunk_steps, finetunes,
+            StudyCell(model, run, seed, len(split), steps, flops, models.num_parameters(built), trunk, trunk_steps, finetunes,
                  sum(_finetune_flops(finetune.config, built) for finetune in finetunes))
         )  # fmt: skip
     return sorted(found, key=lambda cell: cell.steps)
@@ -257,12 +257,12 @@ def _in_a_name(quantity: object) -> str:
 
 
 # -------------------------------------------------------------------- checking them
-def _settings_of(cell: Cell) -> dict[str, Any]:
+def _settings_of(cell: StudyCell) -> dict[str, Any]:
     flat = schema.flatten(schema.to_dict(cell.run.config))
     return {name: value for name, value in flat.items() if not name.startswith(FREE_SETTINGS)}
 
 
-def _refuse_twins(cells: list[Cell]) -> None:
+def _refuse_twins(cells: list[StudyCell]) -> None:
     """Raise UserError for two cells that are the same run, or have one name, as those of budgets that differ in the seventh digit."""
     seen: dict[str, str] = {}
     for cell in cells:
@@ -279,7 +279,7 @@ def _refuse_twins(cells: list[Cell]) -> None:
         seen[about] = cell.name
 
 
-def _check_comparable(cells: list[Cell]) -> None:
+def _check_comparable(cells: list[StudyCell]) -> None:
     """Raise UserError if the cells are evaluated differently, as far as settings of the models can bring about."""
     for name in ("data.path", "data.eval_split", "data.exclude", "data.dev_share", "train.loss"):
         values: dict[str, str] = {}
@@ -302,7 +302,7 @@ def score_names(config: StudyConfig, run: RunConfig) -> list[str]:
     return names + (["vtab"] if config.vtab else [])
 
 
-def _check_score(config: StudyConfig, cell: Cell) -> None:
+def _check_score(config: StudyConfig, cell: StudyCell) -> None:
     known = score_names(config, cell.run.config)
     if config.score not in known:
         raise UserError(

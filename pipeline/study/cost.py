@@ -8,7 +8,7 @@ from statistics import median
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
-from pipeline.study.cells import Cell, Study, new_flops
+from pipeline.study.cells import Study, StudyCell, new_flops
 from pipeline.study.results import CellResult
 
 # What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
@@ -18,7 +18,7 @@ _SHARE_ON_A_CPU = 0.5
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """hours: of each cell by name, by the clock, alone; empty if the speed is not known. source: of the speed, in words."""
 
     hours: dict[str, float]
@@ -30,7 +30,7 @@ class Estimate:
         return max(sum(hours) / at_a_time, max(hours, default=0.0))
 
 
-def estimate(study: Study, results: Sequence[CellResult]) -> Estimate:
+def estimate(study: Study, results: Sequence[CellResult]) -> CostEstimate:
     """Estimate the hours of every cell. results: of cells that are done, whose speed is used for all.
 
     Without them, the speed is `tflops` of the settings, or measured here if the cells compute on this CPU.
@@ -45,7 +45,7 @@ def estimate(study: Study, results: Sequence[CellResult]) -> Estimate:
     if per_flop:
         usual = median(per_flop.values())
         hours = {cell.name: added[cell.name] * per_flop.get(cell.model.name, usual) for cell in study.cells}
-        return Estimate(hours, f"as measured in {counted(sum(map(len, measured.values())), 'cell')} of this study")
+        return CostEstimate(hours, f"as measured in {counted(sum(map(len, measured.values())), 'cell')} of this study")
     devices = max(1, config.gpus)
     if config.tflops:
         rate, source = config.tflops * 1e12 * devices, f"with {devices} x {config.tflops:g} TFLOP/s (tflops)"
@@ -58,14 +58,16 @@ def estimate(study: Study, results: Sequence[CellResult]) -> Estimate:
         rate = _SHARE_ON_A_CPU * peak
         source = f"with {rate / 1e12:.2g} TFLOP/s, {_SHARE_ON_A_CPU:.0%} of what this CPU reaches in a matrix product"
     else:
-        return Estimate(
+        return CostEstimate(
             {}, "of unknown speed: set tflops=..., what a device keeps up in training (launch/plan.py predicts it)"
         )
     fixed = {cell.name: _SECONDS_OF_A_PROCESS * (1 + len(cell.finetunes)) / 3600 for cell in study.cells}
-    return Estimate({name: flops / rate / 3600 + fixed[name] for name, flops in added.items()}, source)
+    return CostEstimate({name: flops / rate / 3600 + fixed[name] for name, flops in added.items()}, source)
 
 
-def refuse_too_long(study: Study, estimated: Estimate, left: Sequence[Cell], spent: float, at_a_time: int) -> None:
+def refuse_too_long(
+    study: Study, estimated: CostEstimate, left: Sequence[StudyCell], spent: float, at_a_time: int
+) -> None:
     """Raise UserError with the arithmetic if the cells that are left do not fit into `hours`. spent: hours of earlier starts."""
     limit = study.config.hours
     if not limit or not left:
@@ -86,7 +88,7 @@ def refuse_too_long(study: Study, estimated: Estimate, left: Sequence[Cell], spe
         )
 
 
-def plan_table(study: Study, estimated: Estimate, results: Sequence[CellResult], at_a_time: int) -> list[str]:
+def plan_table(study: Study, estimated: CostEstimate, results: Sequence[CellResult], at_a_time: int) -> list[str]:
     """The lines of --plan: every cell with its size, length, compute, hours and cost, and the sums."""
     config = study.config
     gpu_price = config.price * max(1, config.gpus)

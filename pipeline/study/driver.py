@@ -27,8 +27,8 @@ from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import RETRY_PAUSES, LostError
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.study import StudyConfig
-from pipeline.study.cell_run import Ends, Job, StoppedError, result_of, run_job, vtab_caveats
-from pipeline.study.cells import Cell, Study, open_study
+from pipeline.study.cell_run import Ends, StoppedError, StudyJob, result_of, run_job, vtab_caveats
+from pipeline.study.cells import Study, StudyCell, open_study
 from pipeline.study.cost import estimate, plan_table, refuse_too_long
 from pipeline.study.results import State, StudyResults, keep_earlier, read_results, write_results
 from pipeline.study.slurm import write_script
@@ -48,8 +48,8 @@ class RunJobs(Protocol):
 
     def __call__(
         self,
-        function: Callable[[Job], dict[str, str]],
-        jobs: Iterable[Job],
+        function: Callable[[StudyJob], dict[str, str]],
+        jobs: Iterable[StudyJob],
         on_retry: Callable[[str], None],
         on_failure: Callable[[int, str], None],
         /,
@@ -64,8 +64,8 @@ class Page(Protocol):
 
 
 def run_here(
-    function: Callable[[Job], dict[str, str]],
-    jobs: Iterable[Job],
+    function: Callable[[StudyJob], dict[str, str]],
+    jobs: Iterable[StudyJob],
     on_retry: Callable[[str], None],
     on_failure: Callable[[int, str], None],
     pauses: Sequence[float] = RETRY_PAUSES,
@@ -183,7 +183,7 @@ def names_to_run(results: StudyResults) -> set[str]:
 def _run_one(study: Study, name: str) -> None:
     """Run a cell, as a task of a SLURM array does. Its shorter lengths come first if they share its steps."""
     try:
-        for cell, reason in run_job(Job(study.job_of(name), study.config, study.folder)).items():
+        for cell, reason in run_job(StudyJob(study.job_of(name), study.config, study.folder)).items():
             print(f"{cell}: {reason}", flush=True)
     except LostError as error:
         raise UserError(f"{error} The same command continues it.") from None
@@ -199,11 +199,11 @@ def _run_cells(
     todo = names_to_run(results)
     jobs = [job for job in study.jobs if any(cell.name in todo for cell in job)]
     of_model = {cell.name: cell.model.name for cell in study.cells}
-    started: list[list[Cell]] = []
+    started: list[list[StudyCell]] = []
     clock = _Clock(study.folder)
     next_report = time.monotonic()
 
-    def to_run() -> Iterator[Job]:
+    def to_run() -> Iterator[StudyJob]:
         for number, cells in enumerate(jobs):
             hours = _hours_of(study, [cell for cell in cells if cell.name in todo])
             if study.config.hours and clock.hours() + hours / at_a_time > study.config.hours:
@@ -216,7 +216,7 @@ def _run_cells(
                 return
             started.append(cells)
             track = page.tracking(cells[0].run.config.track) if page else None
-            yield Job(cells, study.config, study.folder, track)
+            yield StudyJob(cells, study.config, study.folder, track)
 
     def fail(index: int, reason: str) -> None:
         for cell in started[index]:
@@ -248,7 +248,7 @@ def _run_cells(
             clock.save()
 
 
-def _hours_of(study: Study, cells: Sequence[Cell]) -> float:
+def _hours_of(study: Study, cells: Sequence[StudyCell]) -> float:
     """Estimated hours of cells, by what was measured until now; 0 without a limit or a known speed."""
     if not study.config.hours:
         return 0.0

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval
-from pipeline.review.statistics import LEVEL, Difference, in_words, listed
-from pipeline.study.answers import Answers, Lead, Line, Variant, title_of, usable
+from pipeline.review.statistics import LEVEL, ScoreDifference, in_words, listed
+from pipeline.study.answers import AblationVariant, Answers, Lead, Line, title_of, usable
 from pipeline.study.fit import Estimate, Prediction
 
 _MAX_NAMED = 4
@@ -157,7 +157,7 @@ def _of_variants(answers: Answers) -> Iterator[str]:
         yield f"{start} of {listed(unsure, 8)} to {answers.baseline} may be noise."
 
 
-def verdict(item: Lead | Variant) -> str:
+def verdict(item: Lead | AblationVariant) -> str:
     return in_words(item.difference, item.corrected) if item.difference else "not known: a single run of each"
 
 
@@ -178,7 +178,7 @@ def prediction_text(found: Prediction) -> str:
     return f"{100 * (1 - found.error):.2f} % [{100 * (1 - found.high):.2f}, {100 * (1 - found.low):.2f}]"
 
 
-def points(found: Difference) -> str:
+def points(found: ScoreDifference) -> str:
     return f"{100 * found.value:+.2f} points [{100 * found.low:+.2f}, {100 * found.high:+.2f}]"
 
 

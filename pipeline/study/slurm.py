@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.base.files import write_text
 from pipeline.study.cells import Study
-from pipeline.study.cost import Estimate
+from pipeline.study.cost import CostEstimate
 
 # A task's time limit is the estimate times this, because another node may be slower and the estimate is one.
 _MARGIN = 2.0
@@ -34,7 +34,7 @@ exec srun {command} cell="${{JOBS[$SLURM_ARRAY_TASK_ID]}}"
 """
 
 
-def write_script(study: Study, estimated: Estimate, file: str) -> None:
+def write_script(study: Study, estimated: CostEstimate, file: str) -> None:
     """Write the script, or print it if file is '-'. It repeats the command line of this process."""
     config, jobs = study.config, study.jobs
     given = [text for text in sys.argv[1:] if not text.startswith("slurm=")]

@@ -9,7 +9,7 @@ import pytest
 
 from data_tools.bench.gpu_report import Exactness, write_report
 from data_tools.bench.gpu_step import Setup
-from data_tools.bench.record import Record
+from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.estimate.forecast import describe, make_forecast
 from pipeline.settings import schema
@@ -26,7 +26,7 @@ def plan(*overrides: str) -> PlanConfig:
 
 def write_bench(file: Path, gpu: str, steps: Sequence[tuple[str, int, Setup, float, float]]) -> str:
     """What the benchmark writes for steps of (model, batch, setup, milliseconds, loss). Returns the setting."""
-    record = Record("gpu", RecordConfig(json=str(file)))
+    record = BenchRecord("gpu", RecordConfig(json=str(file)))
     record.facts["machine"]["gpu"] = gpu
     for model, batch, setup, ms, loss in steps:
         row: dict[str, Any] = {

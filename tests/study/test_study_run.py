@@ -242,7 +242,7 @@ def test_a_common_part_that_diverges_is_told_in_the_report(base: Path, started: 
 def test_hours_leave_out_what_does_not_fit(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(job: cell_run.Job) -> dict[str, str]:
+    def slow(job: cell_run.StudyJob) -> dict[str, str]:
         return {}
 
     monkeypatch.setattr(driver, "run_job", slow)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from data_tools.bench import augment, measure, peers
 from data_tools.bench.measure import Contestant, Timing, race, rows, table
-from data_tools.bench.record import Record
+from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.settings.data import BenchConfig
 
@@ -118,7 +118,7 @@ def test_cost_of_augmentation(source: Path, capsys: pytest.CaptureFixture[str]) 
     threads = torch.get_num_threads()
     config = BenchConfig(what="augment", source=str(source), images=8, batch=4, image_size=32, rounds=1)
     config.check()
-    augment.run(config, record := Record("augment", config))
+    augment.run(config, record := BenchRecord("augment", config))
     assert len(record.rows) == len(augment.SETTINGS) + 4
     torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()

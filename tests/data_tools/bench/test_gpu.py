@@ -17,7 +17,7 @@ from data_tools.bench import gpu, gpu_step, roofline
 from data_tools.bench.apart import rows_apart
 from data_tools.bench.gpu_report import Exactness, predictions, write_report
 from data_tools.bench.gpu_step import Case, Setup
-from data_tools.bench.record import Record
+from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, OTHER, traffic
 from pipeline.model import ViTConfig, configure, training_flops_per_image
@@ -159,7 +159,7 @@ def test_the_rest_is_measured_after_failures_and_the_budget_ends_it(
 ) -> None:
     file = tmp_path / "found.json"
     config = GpuBenchConfig(device="cpu", json=str(file), seconds=3600, only=["step"], candidate_seconds=0.05)
-    bench = gpu.GpuBench(config, record := Record("gpu", config))
+    bench = gpu.GpuBench(config, record := BenchRecord("gpu", config))
     bench.method = "spawn"  # A process that has computed cannot be forked: OpenMP's threads would be missing.
     for setup in (Setup(), Setup(attention="cudnn"), Setup(graph=True), Setup(fused_optimizer=True)):
         bench._step(bench.cases[0], setup)
@@ -182,7 +182,7 @@ def test_the_rest_is_measured_after_failures_and_the_budget_ends_it(
 def test_predicted_micro_batch() -> None:
     """The largest that `pipeline/estimate` lets into the memory of an H100."""
     config = GpuBenchConfig(device="cpu", models=["ViT-L/16@224"])
-    bench = gpu.GpuBench(config, Record("gpu", config))
+    bench = gpu.GpuBench(config, BenchRecord("gpu", config))
     assert bench._predicted_batch(bench.cases[0]) is None
     bench.device_memory = 80 * 10**9
     found = bench._predicted_batch(bench.cases[0])
@@ -235,7 +235,7 @@ def test_mistakes(tmp_path: Path) -> None:
     assert "models: ViT-L/16 is not NAME@PIXELS" in fails("models=[ViT-L/16]")
     config = GpuBenchConfig(device="cpu", models=["BiT-R50x1@224"])
     with pytest.raises(UserError, match="BiT-R50x1 is not a Vision Transformer"):
-        gpu.GpuBench(config, Record("gpu", config))
+        gpu.GpuBench(config, BenchRecord("gpu", config))
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_numbers_of_a_record_go_to_mlflow(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    record = Record("gpu", RecordConfig(mlflow=uri))
+    record = BenchRecord("gpu", RecordConfig(mlflow=uri))
     record.add("step ViT-L/16@224, eager", ms=2.5, repeats=True, note="text")
     record.finish()
     client = MlflowClient(uri)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_tools.bench.model_speed import MinimalViT, copy_parameters, run
-from data_tools.bench.record import Record
+from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.model import ViTConfig, build, configure
 from pipeline.settings.bench import ModelBenchConfig
@@ -38,7 +38,7 @@ def test_every_contestant_is_measured(tmp_path: Path, capsys: pytest.CaptureFixt
     config = ModelBenchConfig(
         models=["ViT-mu/16"], image_size=32, batch=2, rounds=1, precisions=["fp32"], json=str(file)
     )
-    run(config, Record("model", config))
+    run(config, BenchRecord("model", config))
     shown = capsys.readouterr().out
     rows = json.loads(file.read_text())["rows"]
     measured = [row for row in rows if "cpu_seconds_per_image" in row]
@@ -57,4 +57,4 @@ def test_every_contestant_is_measured(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_only_plain_vits() -> None:
     config = ModelBenchConfig(models=["BiT-R50x1"])
     with pytest.raises(UserError, match=r"models: BiT-R50x1 is not a plain Vision Transformer\."):
-        run(config, Record("model", config))
+        run(config, BenchRecord("model", config))
