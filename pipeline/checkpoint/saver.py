@@ -28,7 +28,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import CrashError, UserError
 from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import RankPart
-from pipeline.checkpoint.writer import Best, Commit, Job, Reply, Request
+from pipeline.checkpoint.writer import Best, Commit, Reply, Request, SaveJob
 from pipeline.process.distributed import Ranks
 from pipeline.process.waits import waiting
 
@@ -103,7 +103,7 @@ class Saver:
         self._hear_all()
         self._conclude()
         self._copy(part)
-        job = Job(
+        job = SaveJob(
             self.folder, self.retry, step, self.ranks.agree(uuid.uuid4().hex[:8]), self.ranks.rank,
             self.ranks.world_size, list(part.tensors), part.ranges, commit,
         )  # fmt: skip

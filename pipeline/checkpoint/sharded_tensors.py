@@ -51,7 +51,7 @@ class RankPart:
 
 
 @dataclass(frozen=True)
-class Index:
+class CheckpointIndex:
     """Content of index.json. files: by file name, the ranges (name, start, length) of each state, in order."""
 
     shapes: dict[str, list[int]]
@@ -83,7 +83,7 @@ class ShardedTensors:
     """The tensors of a checkpoint folder."""
 
     folder: AnyPath
-    index: Index
+    index: CheckpointIndex
 
     def __post_init__(self) -> None:
         # name -> (start, length, file, offset in the block of a state), by start; elements of a block by file.
@@ -103,7 +103,7 @@ class ShardedTensors:
         """Read the index of a checkpoint folder. Raises UserError if it is missing or damaged."""
         file = folder / INDEX
         try:
-            index = json_record.parse(read_bytes(file), Index, str(file))
+            index = json_record.parse(read_bytes(file), CheckpointIndex, str(file))
         except FileNotFoundError:
             raise UserError(f"{file} is missing: {folder} is not a complete checkpoint.") from None
         index.check(str(file))

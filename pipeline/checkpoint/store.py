@@ -382,7 +382,7 @@ def read_state(path: AnyPath) -> State:
         content = read_bytes(file)
     except FileNotFoundError:
         raise UserError(f"{file} is missing: {path} is not a checkpoint.") from None
-    found = json_record.parse(content, _Format, str(file)).format
+    found = json_record.parse(content, _CheckpointFormat, str(file)).format
     if found > FORMAT:
         raise UserError(f"{path} has format {found}, and this version reads up to {FORMAT}. Use the version of the "
                         "pipeline that wrote it, or a newer one.")  # fmt: skip
@@ -408,7 +408,7 @@ def read_state(path: AnyPath) -> State:
 
 
 @dataclass(frozen=True)
-class _Format:
+class _CheckpointFormat:
     format: int = 0
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.checkpoint.sharded_tensors import BYTES, EMA, INDEX, WEIGHTS, Index, ShardedTensors
+from pipeline.checkpoint.sharded_tensors import BYTES, EMA, INDEX, WEIGHTS, CheckpointIndex, ShardedTensors
 from pipeline.checkpoint.store import (
     BEAT_SECONDS,
     FORMAT,
@@ -79,7 +79,7 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """One rank's part of one save. folder: of all checkpoints. ranges: (name, start, length) within each state, in order.
 
     retry: seconds for which object store requests are retried. commit: rank 0 only. again: a previous writer died during it.
@@ -116,7 +116,7 @@ class Best:
 class Request:
     """A request to the writer, one line of JSON; one of the two is set."""
 
-    job: Job | None = None
+    job: SaveJob | None = None
     best: Best | None = None
 
 
@@ -129,7 +129,7 @@ class Reply:
     seconds: float
 
 
-def save(job: Job, memory: int, give_up: float = GIVE_UP_SECONDS) -> None:
+def save(job: SaveJob, memory: int, give_up: float = GIVE_UP_SECONDS) -> None:
     """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises WriterError.
 
     give_up: timeout in seconds for another rank's writer without a heartbeat.
@@ -167,7 +167,7 @@ def save(job: Job, memory: int, give_up: float = GIVE_UP_SECONDS) -> None:
         raise (LostWriterError if isinstance(error, LostWriterError) else WriterError)(line) from error
 
 
-def _write_part(path: AnyPath, job: Job, memory: int) -> WrittenPart:
+def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
     """Write the rank's file."""
     name = f"rank-{job.rank:04d}.{job.token}.bin"
     size, digest = job.bytes, hashlib.sha256()
@@ -195,7 +195,7 @@ def _write_part(path: AnyPath, job: Job, memory: int) -> WrittenPart:
     return WrittenPart(name, job.ranges, size, digest.hexdigest())
 
 
-def _await_parts(path: AnyPath, job: Job, own: WrittenPart, give_up: float, reach: Reach) -> list[WrittenPart]:
+def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, reach: Reach) -> list[WrittenPart]:
     """Wait for every rank's part. Raises WriterError if one failed, LostWriterError after `give_up` seconds of silence.
 
     reach: silence counts only while this writer reaches the storage.
@@ -224,9 +224,9 @@ def _await_parts(path: AnyPath, job: Job, own: WrittenPart, give_up: float, reac
     return [parts[rank] for rank in range(job.world_size)]
 
 
-def _write_rest(path: AnyPath, job: Job, commit: Commit, parts: list[WrittenPart]) -> dict[str, Checksum]:
+def _write_rest(path: AnyPath, job: SaveJob, commit: Commit, parts: list[WrittenPart]) -> dict[str, Checksum]:
     """Write index.json, state.json and model.safetensors; returns the checksums of all files."""
-    index = Index(commit.shapes, job.states, {part.file: part.ranges for part in parts})
+    index = CheckpointIndex(commit.shapes, job.states, {part.file: part.ranges for part in parts})
     write_whole(path / INDEX, json.dumps(asdict(index)))
     write_whole(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
     checksums = {part.file: Checksum(part.bytes, part.sha256) for part in parts}
@@ -264,7 +264,7 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
 
 
 @contextlib.contextmanager
-def _beating(path: AnyPath, job: Job) -> Iterator[Reach]:
+def _beating(path: AnyPath, job: SaveJob) -> Iterator[Reach]:
     """Write heartbeats to the status file from a thread. Yields whether they get through."""
     over, reach = threading.Event(), Reach()
 

@@ -26,7 +26,7 @@ from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
 from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.plan import Plan, make_plan, overrides_of_name
-from pipeline.estimate.scaling import Row, advice, scaling
+from pipeline.estimate.scaling import ScalingRow, advice, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.mlflow.weights import weights_path
@@ -51,7 +51,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayoutMemory:
     """Memory of one layout. micro_batch: as planned. largest: largest micro-batch that fits, None without a cluster."""
 
     zero_stage: int
@@ -70,12 +70,12 @@ class Forecast:
     data: Data
     model: Config
     plan: Plan
-    layouts: list[Layout]
+    layouts: list[LayoutMemory]
     choice: Choice | None
     planned: PlanConfig  # the run as chosen, or as configured when there is nothing to choose for
     network: Network | None
     time: StepTime | None  # also None if the speed of a GPU is not known
-    scaling: list[Row]
+    scaling: list[ScalingRow]
     measured: Measured | None  # with config.bench
 
     @property
@@ -183,7 +183,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
             trial = lay_out(config, stage, checkpointing)
             memory = rank_memory(model, trial, plan.micro_batch, plan.accumulation, num_gpus)
             largest = _most_images(trial, model, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
-            layouts.append(Layout(stage, checkpointing, plan.micro_batch, memory, largest))
+            layouts.append(LayoutMemory(stage, checkpointing, plan.micro_batch, memory, largest))
     choice = choose(config, model, cluster) if cluster else None
     planned = config
     network = find_network(config.network, cluster.gpu, config.link) if cluster else None

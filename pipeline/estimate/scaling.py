@@ -17,7 +17,7 @@ _WORTH = 0.8
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalingRow:
     """A number of nodes. time: None if the run is impossible there, for the reason `why`.
 
     efficiency: images/s per GPU, as a share of that of the first possible row.
@@ -35,9 +35,9 @@ class Row:
     efficiency: float = 0.0
 
 
-def scaling(config: PlanConfig, model: Config, cluster: Cluster, network: Network) -> list[Row]:
+def scaling(config: PlanConfig, model: Config, cluster: Cluster, network: Network) -> list[ScalingRow]:
     """Returns a row for each of NODES and for the cluster's own number, each in the layout that is advised there."""
-    rows: list[Row] = []
+    rows: list[ScalingRow] = []
     first = 0.0
     for nodes in sorted({*NODES, cluster.nodes}):
         there = replace(cluster, nodes=nodes)
@@ -47,21 +47,21 @@ def scaling(config: PlanConfig, model: Config, cluster: Cluster, network: Networ
             why = "does not fit"
             choice = choose(config, model, there)
         except UserError:
-            rows.append(Row(nodes, there.num_gpus, why))
+            rows.append(ScalingRow(nodes, there.num_gpus, why))
             continue
         accumulation, micro_batch = choice.accumulation, choice.micro_batch
         chosen = lay_out(config, choice.zero_stage, choice.activation_checkpointing)
         time = step_time(chosen, model, cluster.gpu, network, nodes, cluster.gpus_per_node, micro_batch, accumulation)
         rate = config.train.global_batch / time.total
         first = first or rate / there.num_gpus
-        row = Row(
+        row = ScalingRow(
             nodes, there.num_gpus, "", choice.zero_stage, choice.activation_checkpointing, micro_batch, accumulation
         )
         rows.append(replace(row, time=time, images_per_second=rate, efficiency=rate / there.num_gpus / first))
     return rows
 
 
-def advice(rows: list[Row]) -> str:
+def advice(rows: list[ScalingRow]) -> str:
     """How far adding nodes pays, in one sentence."""
     possible = [row for row in rows if row.time]
     if not possible:

@@ -42,7 +42,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _MetricsLine:
     step: int
     metrics: dict  # Checked by `_number`, which is faster: there are millions of values.
     time: int = 0
@@ -148,7 +148,7 @@ def read_lines(path: Path) -> list[bytes]:
 def parse_line(line: bytes) -> Record | None:
     """One line of metrics.jsonl; None if it is damaged, for example cut short by a kill."""
     try:
-        parsed = json_record.parse(line.decode(), _Line, METRICS_FILE)
+        parsed = json_record.parse(line.decode(), _MetricsLine, METRICS_FILE)
         metrics = {name: _number(value) for name, value in parsed.metrics.items()}
     except (ValueError, OverflowError):
         return None

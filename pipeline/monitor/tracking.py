@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, open_to_append, repair
 from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings
-from pipeline.monitor.mlflow.sender import Experiment, MlflowSender, Timing
+from pipeline.monitor.mlflow.sender import Experiment, MlflowSender, SenderTimeouts
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
 from pipeline.monitor.run_page import ModelFacts, RunFacts
 from pipeline.settings.run import TrackConfig
@@ -29,7 +29,7 @@ class Tracker:
 
     def __init__(
         self, config: TrackConfig, out: Path, folder: Path, facts: RunFacts, start: int | None = None,
-        timing: Timing | None = None, find_models: FindModels | None = None,
+        timing: SenderTimeouts | None = None, find_models: FindModels | None = None,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
@@ -99,7 +99,7 @@ def send_report(
 
 
 def make_sender(
-    config: TrackConfig, out: Path, folder: Path, facts: RunFacts, start: int | None, timing: Timing | None = None,
+    config: TrackConfig, out: Path, folder: Path, facts: RunFacts, start: int | None, timing: SenderTimeouts | None = None,
     find_models: FindModels | None = None,
 ) -> MlflowSender:  # fmt: skip
     """The sender of a run folder, which has not begun. out: folder of runs, of the default database. Others: see Tracker."""
@@ -109,7 +109,9 @@ def make_sender(
     artifacts = (database.resolve().parent / "mlartifacts").as_uri() if database else None
     experiment = Experiment(config.experiment, artifacts)
     settings = MirrorSettings(upload_weights=config.upload_weights, register=config.register)
-    return MlflowSender(folder, uri, experiment, facts, start, timing or Timing(), find_models or _no_models, settings)
+    return MlflowSender(
+        folder, uri, experiment, facts, start, timing or SenderTimeouts(), find_models or _no_models, settings
+    )
 
 
 def _no_models(ended: bool) -> list[ModelFacts]:

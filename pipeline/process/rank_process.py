@@ -29,7 +29,7 @@ _KEPT_LINES = 50
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """Where a rank runs. address: of its node. gpu: index of its GPU there, as CUDA counts them in the rank, or -1."""
 
     address: str
@@ -73,7 +73,7 @@ def local_gpu(identity: str, visible: str | None) -> int:
     return int(identity) if not visible else [entry.strip() for entry in visible.split(",")].index(identity)
 
 
-def rank_environments(places: Sequence[Place], port: int, cpus: int) -> list[dict[str, str]]:
+def rank_environments(places: Sequence[RankPlacement], port: int, cpus: int) -> list[dict[str, str]]:
     """Environment variables of each rank, as a launcher sets them; rank 0, on the first place, is the master."""
     hosts = [place.address for place in places]
     environments = []

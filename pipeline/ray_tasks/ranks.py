@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.base.errors import Stopped, UserError
 from pipeline.base.words import counted
 from pipeline.process.rank_process import (
-    Place,
+    RankPlacement,
     RankProcess,
     amounts,
     local_gpu,
@@ -23,12 +23,12 @@ _POLL_SECONDS = 0.5
 
 
 class _RankActor(RankProcess):
-    def place(self) -> Place:
+    def place(self) -> RankPlacement:
         import ray
 
         gpus = ray.get_gpu_ids()
         gpu = local_gpu(str(gpus[0]), os.environ.get("CUDA_VISIBLE_DEVICES")) if gpus else -1
-        return Place(ray.util.get_node_ip_address(), gpu)
+        return RankPlacement(ray.util.get_node_ip_address(), gpu)
 
 
 def run_ranks(

@@ -55,11 +55,11 @@ def run_tasks(
     options = {"name": function.__name__, "num_cpus": num_cpus, "max_retries": 0}
     remote = ray.remote(**options, **({"num_gpus": num_gpus} if num_gpus else {}))(attempt)
     remaining = enumerate(arguments)
-    in_flight: dict[Any, _Task] = {}
+    in_flight: dict[Any, _RunningTask] = {}
 
     def start_more() -> None:
         for index, argument in itertools.islice(remaining, limit - len(in_flight)):
-            task = _Task(index, ray.put(argument), pauses)
+            task = _RunningTask(index, ray.put(argument), pauses)
             in_flight[remote.remote(task.argument, 0.0)] = task
 
     try:
@@ -91,7 +91,7 @@ def run_tasks(
 
 
 @dataclass
-class _Task:
+class _RunningTask:
     """A task in flight. argument: reference to it in Ray's object store, for a retry."""
 
     index: int

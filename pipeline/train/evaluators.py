@@ -47,7 +47,7 @@ class Evaluator(Protocol):
 
 
 @dataclass(frozen=True)
-class _Evaluator:
+class _PeriodicEvaluator:
     """Base of both evaluators. every: interval in steps, 0 is never. tracker: rank 0 only."""
 
     config: RunConfig
@@ -83,7 +83,7 @@ class _Evaluator:
 
 
 @dataclass(frozen=True)
-class SplitEvaluator(_Evaluator):
+class SplitEvaluator(_PeriodicEvaluator):
     """Scores the held-out split; the scores select the best checkpoint. drawing: rank 0 only.
 
     Classes are scored as by launch/evaluate.py; otherwise the scores are what the objective measures.
@@ -133,7 +133,7 @@ class SplitEvaluator(_Evaluator):
 
 
 @dataclass(frozen=True)
-class ProbeEvaluator(_Evaluator):
+class ProbeEvaluator(_PeriodicEvaluator):
     """Measures few-shot and nearest-neighbour accuracy of the features."""
 
     probe: RunProbe

@@ -25,7 +25,7 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.checkpoint import store, writer
-from pipeline.checkpoint.sharded_tensors import Index, Range, ShardedTensors
+from pipeline.checkpoint.sharded_tensors import CheckpointIndex, Range, ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, checksum, read_state, verify, write_status
 from pipeline.checkpoint.writer import WriterError, save
 from pipeline.process.distributed import Ranks
@@ -86,7 +86,7 @@ def test_any_ranges_are_read_from_any_ranges(
         parts = [arrays[s][name][start : start + length] for s in STATES for name, start, length in ranges]
         (folder / file).write_bytes(b"".join(part.tobytes() for part in parts))
     shapes = {name: [array.size] for name, array in arrays["weights"].items()}
-    sharded = ShardedTensors(folder, Index(shapes, list(STATES), files))
+    sharded = ShardedTensors(folder, CheckpointIndex(shapes, list(STATES), files))
     wanted = []
     for state in STATES:
         for i, n in enumerate(sizes):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.checkpoint.store import Checkpoints, verify
-from pipeline.checkpoint.writer import Commit, Job, Retention, save
+from pipeline.checkpoint.writer import Commit, Retention, SaveJob, save
 from pipeline.data.storage.bucket import BucketPath
 from pipeline.model import ViTConfig, configure, create, safetensors_metadata
 
@@ -44,7 +44,7 @@ def cut(names: dict[str, np.ndarray], world_size: int) -> list[list[tuple[str, i
 def job(
     folder: Path | BucketPath, step: int, rank: int = 0, world_size: int = 1, token: str = "t", keep: int = 2,
     damaged: Sequence[str] = (), always: bool = False, retry: float = 5.0, **state: Any,
-) -> tuple[Job, int]:  # fmt: skip
+) -> tuple[SaveJob, int]:  # fmt: skip
     """One rank's job of a save, and the memory that holds its data (a file descriptor)."""
     data = tensors(step)
     ranges = cut(data["weights"], world_size)[rank]
@@ -60,7 +60,7 @@ def job(
         safetensors_metadata(CONFIG, {"step": step}),
         Retention(keep, list(damaged), always),
     )
-    return Job(
+    return SaveJob(
         str(folder), retry, step, token, rank, world_size, list(STATES), ranges, commit if rank == 0 else None
     ), memory
 

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker
@@ -130,7 +130,7 @@ def send_run(uri: str, folder: Path, num_points: int) -> None:
         folder,
         folder / "run",
         RunFacts("long run", "pretrain", steps=steps),
-        timing=Timing(finish=3600),
+        timing=SenderTimeouts(finish=3600),
     )
     for step in range(1, steps + 1):
         tracker.log(step, {name: 1 / step + place for place, name in enumerate(METRICS)})

@@ -14,7 +14,7 @@ import servers
 from browser import Browser, open_browser
 from servers import MlflowServer
 
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import Tracker, default_uri
@@ -44,7 +44,7 @@ def add_run(out: Path, facts: RunFacts, top1: float | None, outcome: str = "fini
         )
     ]
     config = TrackConfig(experiment="vit", register="vit-pets" if facts.kind == "finetune" else "")
-    timing = Timing(poll=0.05, retry=(0.1,), finish=120)
+    timing = SenderTimeouts(poll=0.05, retry=(0.1,), finish=120)
     tracker = Tracker(config, out, folder, facts, 0, timing, lambda ended: models if ended else [])
     for step in range(1, last + 1):
         loss = 2.5 * math.exp(-step / 9) + 0.4 - 0.2 * (top1 or 0)

@@ -12,7 +12,7 @@ import torch
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
@@ -20,7 +20,7 @@ from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.committed import Checksum
 from pipeline.settings.run import TrackConfig
 
-FAST = Timing(poll=0.05, retry=(0.05,))
+FAST = SenderTimeouts(poll=0.05, retry=(0.05,))
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "val", 90, 3, "evaluation")
 
 

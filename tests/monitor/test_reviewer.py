@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
 
 pytestmark = pytest.mark.slow
-FAST = Timing(poll=0.02, retry=(0.05,))
+FAST = SenderTimeouts(poll=0.02, retry=(0.05,))
 WEEK = 7 * 24 * 3600
 ROOT = Path(__file__).resolve().parents[2]
 PHOTOS = DatasetFacts(

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.monitor.mlflow import view
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, metric_name, plain_name
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig
 
-FAST = Timing(poll=0.05, retry=(0.05,))
+FAST = SenderTimeouts(poll=0.05, retry=(0.05,))
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
 
 

@@ -18,7 +18,7 @@ import servers
 import track_a_run
 from servers import MlflowServer, Postgres, Proxy, Recorder
 
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
@@ -27,7 +27,7 @@ from pipeline.settings.run import DataConfig, RunConfig, TrackConfig, TrainConfi
 from pipeline.train.setup import write_settings
 
 pytestmark = pytest.mark.slow
-FAST = Timing(poll=0.05, retry=(0.1,), finish=60)
+FAST = SenderTimeouts(poll=0.05, retry=(0.1,), finish=60)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +79,7 @@ class Tracked:
         self.uri, self.out, self.folder, self.experiment = uri, out, out / "run", experiment
         self.seconds, self.tracker = list[float](), None
 
-    def start(self, step: int = 0, timing: Timing = FAST) -> "Tracked":
+    def start(self, step: int = 0, timing: SenderTimeouts = FAST) -> "Tracked":
         facts = RunFacts(
             "run", "pretrain", {"optimizer.lr": 0.1}, description="A run.", steps=40, artifacts=("log.txt",)
         )
@@ -337,7 +337,7 @@ def test_a_server_that_takes_two_seconds_for_each_answer(
     proxy: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     proxy.delay = 2
-    tracked = Tracked(proxy.url, tmp_path, "slow").start(timing=Timing(poll=0.05, finish=5))
+    tracked = Tracked(proxy.url, tmp_path, "slow").start(timing=SenderTimeouts(poll=0.05, finish=5))
     for first in range(1, 40, 10):
         tracked.log(first, first + 9)
         time.sleep(0.5)

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from pipeline.monitor.mlflow import sender as mlflow_sender
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts, metric_name
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
 
-FAST = Timing(poll=0.05, retry=(0.05,))
+FAST = SenderTimeouts(poll=0.05, retry=(0.05,))
 PARAMETERS = {f"section.field{i}": i for i in range(120)} | {"long": "x" * 9000, "nothing": None}
 
 
@@ -41,7 +41,7 @@ def start(
     enabled: bool = True,
     step: int | None = None,
     folder: str = "run",
-    timing: Timing = FAST,
+    timing: SenderTimeouts = FAST,
     **parameters: object,
 ) -> Tracker:
     config = TrackConfig(uri=uri, enabled=enabled)
@@ -190,7 +190,7 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
     out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MlflowStore, "log_metrics", lambda self, run_id, records: time.sleep(3))
-    tracker = start(out, timing=Timing(poll=0.05, finish=0.3))
+    tracker = start(out, timing=SenderTimeouts(poll=0.05, finish=0.3))
     begin = time.perf_counter()
     tracker.log(1, {"loss": 1.0})
     tracker.finish("FINISHED")

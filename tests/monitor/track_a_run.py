@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.run import TrackConfig
@@ -12,7 +12,7 @@ from pipeline.settings.run import TrackConfig
 
 def main(uri: str, out: Path, name: str) -> None:
     facts = RunFacts(name, "pretrain", {"optimizer.lr": 0.1}, description="A run.", steps=5)
-    timing = Timing(poll=0.05, retry=(0.2,), finish=120)
+    timing = SenderTimeouts(poll=0.05, retry=(0.2,), finish=120)
     tracker = Tracker(TrackConfig(uri=uri), out, out / name, facts, 0, timing)
     slowest = 0.0
     for step in range(1, 6):

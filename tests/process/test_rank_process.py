@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.process.rank_process import (
-    Place,
+    RankPlacement,
     RankProcess,
     local_gpu,
     rank_environments,
@@ -14,7 +14,7 @@ from pipeline.process.rank_process import (
 
 
 def test_each_rank_finds_its_place_in_the_environment() -> None:
-    places = [Place("10.0.0.1", -1), Place("10.0.0.2", -1), Place("10.0.0.1", -1)]
+    places = [RankPlacement("10.0.0.1", -1), RankPlacement("10.0.0.2", -1), RankPlacement("10.0.0.1", -1)]
     found = rank_environments(places, 29500, cpus=2)
     assert [(one["RANK"], one["LOCAL_RANK"], one["LOCAL_SIZE"]) for one in found] == [
         ("0", "0", "2"),
@@ -25,7 +25,7 @@ def test_each_rank_finds_its_place_in_the_environment() -> None:
         ("3", "10.0.0.1", "29500", "2")
     }
     # With GPUs the local rank is the GPU's number, in whatever order they were given out.
-    on_gpus = rank_environments([Place("a", 3), Place("a", 1)], 29500, cpus=1)
+    on_gpus = rank_environments([RankPlacement("a", 3), RankPlacement("a", 1)], 29500, cpus=1)
     assert [one["LOCAL_RANK"] for one in on_gpus] == ["3", "1"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from pipeline import model as models
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, source_tags
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
@@ -60,7 +60,7 @@ def write_run(
         origin=origin,
     )
     track = TrackConfig(enabled=tracked)
-    tracker = Tracker(track, folder.parent, folder, facts, None, Timing(poll=0.05, retry=(0.05,)))
+    tracker = Tracker(track, folder.parent, folder, facts, None, SenderTimeouts(poll=0.05, retry=(0.05,)))
     for step in range(every, steps + 1, every):
         tracker.log(step, {"loss": 1 / step, "images_per_second": 100.0 + step, "mfu": 0.2, "skipped_steps": 0.0})
         if top1 := (evaluations or {}).get(step):

@@ -14,7 +14,7 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.base.locks import FileLock
 from pipeline.lifecycle.run_folder import RunFolder, Status
-from pipeline.monitor.mlflow.sender import LOCK_FILE, Timing
+from pipeline.monitor.mlflow.sender import LOCK_FILE, SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
@@ -23,7 +23,7 @@ from pipeline.settings import schema
 from pipeline.settings.reports import SyncConfig
 from pipeline.settings.run import TrackConfig
 
-FAST = Timing(poll=0.05, retry=(0.05,), finish=0.5)
+FAST = SenderTimeouts(poll=0.05, retry=(0.05,), finish=0.5)
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
 
 

@@ -37,7 +37,7 @@ _FRESH_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Timing:
+class SenderTimeouts:
     """Waits of the thread, and how long the end of a run waits for it at most, in seconds.
 
     poll: a request to a database takes 9 ms of processor time, and each record in it 3 ms, so many records share one.
@@ -71,7 +71,7 @@ class MlflowSender:
     """
 
     def __init__(
-        self, folder: Path, uri: str, experiment: Experiment, facts: RunFacts, start: int | None, timing: Timing,
+        self, folder: Path, uri: str, experiment: Experiment, facts: RunFacts, start: int | None, timing: SenderTimeouts,
         find_models: FindModels, settings: MirrorSettings,
     ) -> None:  # fmt: skip
         self.experiment = experiment

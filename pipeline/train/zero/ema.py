@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from pipeline.train.zero.layout import Shard
+from pipeline.train.zero.layout import OptimizerShard
 
 
 class Ema:
     """mean = decay * mean + (1 - decay) * weights after every step that is not skipped; starts as the weights."""
 
-    def __init__(self, shards: list[Shard], decay: float) -> None:
+    def __init__(self, shards: list[OptimizerShard], decay: float) -> None:
         self.weights = [shard.weights.detach() for shard in shards]
         self.decay = decay
         self.mean: list[Tensor] = []

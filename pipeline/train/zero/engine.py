@@ -220,7 +220,7 @@ class Engine:
              for name, flats in states.items()},
         )  # fmt: skip
 
-    def _states(self, shards: list[layout.Shard]) -> dict[str, list[Tensor]]:
+    def _states(self, shards: list[layout.OptimizerShard]) -> dict[str, list[Tensor]]:
         states = layout.states(self.engine, shards)
         return states | {EMA: self.ema.mean} if self.ema else states
 

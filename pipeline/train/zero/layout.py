@@ -17,7 +17,7 @@ from pipeline.objectives.objective import stored_parameters
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterSlice:
     """Elements [start, start + length) of a flattened parameter are [offset, offset + length) of a shard."""
 
     name: str
@@ -27,15 +27,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Shard:
+class OptimizerShard:
     """weights: a flat fp32 tensor that this rank updates. key: its key in the optimizer's state."""
 
     weights: Tensor
-    places: tuple[Place, ...]
+    places: tuple[ParameterSlice, ...]
     key: Tensor
 
 
-def shards(engine: Any, rank: int) -> list[Shard]:
+def shards(engine: Any, rank: int) -> list[OptimizerShard]:
     """Return the shards that this rank updates. At stage 0 every rank holds and updates all parameters."""
     names = {id(parameter): name for name, parameter in stored_parameters(engine.module)}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
@@ -43,44 +43,44 @@ def shards(engine: Any, rank: int) -> list[Shard]:
         found = []
         for name, parameter in stored_parameters(engine.module):
             assert parameter.dtype == torch.float32, "config.check refuses 16-bit at stage 0"
-            place = Place(name, 0, parameter.numel(), 0)
-            found.append(Shard(parameter.data.view(-1), (place,), parameter))
+            place = ParameterSlice(name, 0, parameter.numel(), 0)
+            found.append(OptimizerShard(parameter.data.view(-1), (place,), parameter))
         return found
     if stage == 3:
         return [
-            Shard(flat, tuple(_partitions(optimizer, group, names, rank)), flat)
+            OptimizerShard(flat, tuple(_partitions(optimizer, group, names, rank)), flat)
             for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
         ]
     # In bf16 with fp32 accumulation, stage 1 is another class of DeepSpeed, with other attribute names.
     flats = getattr(optimizer, "fp32_groups_flat_partition", None) or optimizer.single_partition_of_fp32_groups
     groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
-    return [Shard(flat, tuple(_fragments(g, names)), flat) for flat, g in zip(flats, groups, strict=True)]
+    return [OptimizerShard(flat, tuple(_fragments(g, names)), flat) for flat, g in zip(flats, groups, strict=True)]
 
 
-def _partitions(optimizer: Any, group: list[Any], names: dict[int, str], rank: int) -> Iterator[Place]:
+def _partitions(optimizer: Any, group: list[Any], names: dict[int, str], rank: int) -> Iterator[ParameterSlice]:
     """Stage 3: each parameter is split into one equal part per rank, the last one padded."""
     for parameter in group:
         _, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = rank * length
         if start < parameter.ds_numel:
-            yield Place(names[id(parameter)], start, min(length, parameter.ds_numel - start), offset)
+            yield ParameterSlice(names[id(parameter)], start, min(length, parameter.ds_numel - start), offset)
 
 
-def _fragments(group: list[Any], names: dict[int, str]) -> Iterator[Place]:
+def _fragments(group: list[Any], names: dict[int, str]) -> Iterator[ParameterSlice]:
     """Stages 1 and 2: a group's parameters are concatenated, and the result is split into one part per rank."""
     for parameter in group:
         if parameter._hp_mapping is not None:
             low, high = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
-            yield Place(names[id(parameter)], low.start, low.numel, high.start)
+            yield ParameterSlice(names[id(parameter)], low.start, low.numel, high.start)
 
 
-def owned(place: Place, rank: int, world_size: int) -> Place:
+def owned(place: ParameterSlice, rank: int, world_size: int) -> ParameterSlice:
     """Return this rank's share of a place that every rank holds."""
     begin, end = (place.length * r // world_size for r in (rank, rank + 1))
-    return Place(place.name, place.start + begin, end - begin, place.offset + begin)
+    return ParameterSlice(place.name, place.start + begin, end - begin, place.offset + begin)
 
 
-def states(engine: Any, shards: list[Shard]) -> dict[str, list[Tensor]]:
+def states(engine: Any, shards: list[OptimizerShard]) -> dict[str, list[Tensor]]:
     """Return live flat tensors by state, one per shard: the weights, and the optimizer's states that exist so far."""
     found = {WEIGHTS: [shard.weights for shard in shards]}
     of_optimizer = engine.basic_optimizer.state
@@ -90,7 +90,7 @@ def states(engine: Any, shards: list[Shard]) -> dict[str, list[Tensor]]:
     return found
 
 
-def begin_states(engine: Any, shards: list[Shard], names: list[str], steps: int | None) -> None:
+def begin_states(engine: Any, shards: list[OptimizerShard], names: list[str], steps: int | None) -> None:
     """Create the states that an optimizer creates at its first step, to load into.
 
     steps: optimizer steps done; None if the optimizer does not count them.
@@ -114,7 +114,7 @@ def zero_states(engine: Any) -> None:
                 value.zero_()
 
 
-def optimizer_steps(engine: Any, shards: list[Shard]) -> int | None:
+def optimizer_steps(engine: Any, shards: list[OptimizerShard]) -> int | None:
     """Return the optimizer's step count, the same for all shards; None if it has none (SGD)."""
     counted = {int(engine.basic_optimizer.state[s.key]["step"]) for s in shards if "step" in
                engine.basic_optimizer.state.get(s.key, {})}  # fmt: skip
