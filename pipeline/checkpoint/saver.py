@@ -86,16 +86,16 @@ class Saver:
         self._start_writer()
 
     def _start_writer(self) -> None:
-        starter = subprocess.Popen(
+        spawner = subprocess.Popen(
             [sys.executable, "-c", _START, str(self._memory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, pass_fds=[self._memory],
             bufsize=0, start_new_session=True, cwd="/",
             env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
-        starter.wait()
+        spawner.wait()
         # Unbuffered: select does not see what a buffer holds.
-        self._from = cast(io.RawIOBase, starter.stdout)
-        self._to = io.BufferedWriter(cast(io.RawIOBase, starter.stdin))
+        self._from = cast(io.RawIOBase, spawner.stdout)
+        self._to = io.BufferedWriter(cast(io.RawIOBase, spawner.stdin))
 
     def save(self, step: int, part: RankPart, commit: Commit | None) -> None:
         """Copy this rank's part and hand it to the writer; waits for the previous save first. commit: rank 0 only."""

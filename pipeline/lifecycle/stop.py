@@ -1,7 +1,7 @@
 """Graceful stopping: stop requests, agreement of the ranks on a step, and the status that a run leaves behind.
 
 A stop is requested by SIGTERM, SIGINT or SIGUSR1 to any rank, by a file `stop` in the run folder, by
-`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline/lifecycle/starter.py).
+`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline/lifecycle/launcher_process.py).
 A thread on each rank receives the request, even while the main thread is blocked in a collective, and forwards it through the
 process group's store, so that a rank waiting for data learns of it too. The ranks then agree: an asynchronous all-reduce
 accompanies each item (a training step, an evaluation batch), and all stop before the same item. Before training begins there
@@ -25,8 +25,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pipeline.base.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
+from pipeline.lifecycle.launcher_process import find_launcher
 from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, read_failures, stop_file
-from pipeline.lifecycle.starter import find_starter
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 BY_FILE = "the stop file"
 BY_LIMIT = "train.stop_after_minutes"
-BY_STARTER = "the end of what started it"
+BY_LAUNCHER = "the end of its launcher"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 1.0
 # Timeout of one store request: rank 0, which hosts the store, may hang.
@@ -87,7 +87,7 @@ class Stop:
                 self._before[number] = signal.signal(number, _ignore)
                 signal.siginterrupt(number, False)
         self._closed = False
-        self._starter = find_starter()
+        self._launcher = find_launcher()
         self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
         self._thread.start()
 
@@ -321,8 +321,8 @@ class Stop:
 
     def _asked_elsewhere(self) -> str:
         """Return the reason of a stop request other than a signal; empty if there is none."""
-        if self._starter is not None and self._starter.is_gone():
-            return f"{BY_STARTER} ({self._starter.name}, process {self._starter.pid})"
+        if self._launcher is not None and self._launcher.is_gone():
+            return f"{BY_LAUNCHER} ({self._launcher.name}, process {self._launcher.pid})"
         if self._ranks is None:  # Not connected: the other ranks could not be told.
             return ""
         if self._ranks.is_main:

@@ -30,7 +30,7 @@ from pipeline.lifecycle.run_folder import (
     read_failures,
     stop_file,
 )
-from pipeline.lifecycle.stop import BY_FILE, BY_LIMIT, BY_STARTER
+from pipeline.lifecycle.stop import BY_FILE, BY_LAUNCHER, BY_LIMIT
 from pipeline.process.outputs import try_outputs
 from pipeline.process.start import check_program
 from pipeline.settings.command import read_settings
@@ -130,7 +130,7 @@ class Supervisor:
             return "stopped", why or f"the launcher ended with {launch.code}"
         if how in ("refused", "diverged") or (launch.code == 2 and how != "stopped"):
             return "refused", why or "exit code 2, see above"
-        if how == "stopped" and (launch.orphaned or why.startswith(BY_STARTER)):
+        if how == "stopped" and (launch.orphaned or why.startswith(BY_LAUNCHER)):
             return "failed", "its launcher was killed; what was trained is committed"
         if how == "stopped" and why.startswith((BY_FILE, BY_LIMIT, "SIGINT", "a second SIGINT")):
             return "stopped", why  # By a person, or by the time limit.

@@ -337,7 +337,7 @@ def test_the_end_of_the_deepspeed_command_stops_its_ranks(data: Path, tmp_path: 
     status = read_status(folder)
     assert status
     assert (status.status, status.code, status.step) == ("stopped", RESUME, max(metrics(folder)))
-    assert status.reason == f"the end of what started it (deepspeed, process {runner.pid})"
+    assert status.reason == f"the end of its launcher (deepspeed, process {runner.pid})"
     said = runner.communicate()[0].decode()
     assert f"at step {status.step:,}, which is committed: the same command resumes it" in said
     assert "Traceback" not in said

@@ -114,7 +114,7 @@ def start_run(site: Site, dataset: Path, name: str, *more: str, log: Path, befor
 
 
 @pytest.mark.parametrize(("victim", "number"), [("bin/deepspeed ", signal.SIGKILL), ("ssh -o", signal.SIGKILL)])
-def test_ranks_on_all_hosts_stop_when_their_starter_is_gone(
+def test_ranks_on_all_hosts_stop_when_their_launcher_is_gone(
     site: Site, dataset: Path, tmp_path: Path, victim: str, number: signal.Signals
 ) -> None:
     name, log = f"{''.join(filter(str.isalpha, victim))}{number:d}", tmp_path / "log.txt"

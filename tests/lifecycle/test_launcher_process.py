@@ -1,4 +1,4 @@
-"""A rank notices the end of what started it, and takes nothing else for that. Launchers are scripts of the same names."""
+"""A rank notices the end of its launcher, and takes nothing else for that. Launchers are scripts of the same names."""
 
 import contextlib
 import os
@@ -19,10 +19,10 @@ _RANK = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from pipeline.lifecycle.starter import find_starter
-starter, folder = find_starter(), Path(sys.argv[2])
-(folder / "found").write_text(f"{starter.name} {starter.pid}" if starter else "nothing")
-while starter is None or not starter.is_gone():
+from pipeline.lifecycle.launcher_process import find_launcher
+launcher, folder = find_launcher(), Path(sys.argv[2])
+(folder / "found").write_text(f"{launcher.name} {launcher.pid}" if launcher else "nothing")
+while launcher is None or not launcher.is_gone():
     time.sleep(0.05)
 (folder / "gone").touch()
 """
@@ -51,15 +51,15 @@ class Family:
         # A process whose name is sshd, with a session for each command, as sshd has.
         os.symlink("/bin/bash", folder / "sshd")
         self.names["SSHD"] = f"{folder}/sshd"
-        self.environment = {**os.environ, "PYTHONPATH": str(folder / "deepspeed_module"), "STARTER_TEST": str(folder)}
+        self.environment = {**os.environ, "PYTHONPATH": str(folder / "deepspeed_module"), "LAUNCHER_TEST": str(folder)}
 
     def start(self, line: str) -> subprocess.Popen:
-        """Run a shell line with the names filled in; returns once the rank has looked for its starter."""
+        """Run a shell line with the names filled in; returns once the rank has looked for its launcher."""
         for name, command in self.names.items():
             line = line.replace(name, command)
         shell = subprocess.Popen(
             ["bash", "-c", line], env=self.environment, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # Ignored under nohup, which the starter respects.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # Ignored under nohup, which the launcher respects.
         )  # fmt: skip
         self.wait_for("found")
         return shell
@@ -79,7 +79,7 @@ class Family:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("STARTER_TEST") == str(self.folder):
+                if process.environ().get("LAUNCHER_TEST") == str(self.folder):
                     found.append(process)
             except psutil.Error:
                 continue
@@ -165,9 +165,9 @@ def test_a_launcher_below_the_first_process_of_a_container_is_no_orphan() -> Non
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from pipeline.lifecycle.starter import find_starter
-starter = find_starter()
-print(starter.links[-1][1] if starter else 0, starter is not None and starter.is_gone())
+from pipeline.lifecycle.launcher_process import find_launcher
+launcher = find_launcher()
+print(launcher.links[-1][1] if launcher else 0, launcher is not None and launcher.is_gone())
 """
     for argv0, pid in (("anything", 0), ("deepspeed", 1)):
         script = f'exec -a {argv0} bash -c \'"$@"; true\' bash "$@"'

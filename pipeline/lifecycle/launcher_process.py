@@ -21,7 +21,7 @@ _SSHD = ("sshd", "sshd-session")
 
 
 @dataclass(frozen=True)
-class Starter:
+class LauncherProcess:
     """The process that started this rank. links: (child, parent) pids of the chain up to it, as they were at the start."""
 
     name: str
@@ -33,7 +33,7 @@ class Starter:
         return any(_parent(child) != parent for child, parent in self.links)
 
 
-def find_starter() -> Starter | None:
+def find_launcher() -> LauncherProcess | None:
     """Return the process that started this rank, or None if no known launcher is among its ancestors."""
     child = os.getpid()
     links: list[tuple[int, int]] = []
@@ -42,14 +42,14 @@ def find_starter() -> Starter | None:
         links.append((child, parent))
         program = _program(parent)
         if program in _RUNNERS or program in _TORCHRUN:
-            return Starter(program, parent, tuple(links))
+            return LauncherProcess(program, parent, tuple(links))
         if program == _LAUNCHER and not launcher:
-            found, launcher = Starter(program, parent, tuple(links)), parent
+            found, launcher = LauncherProcess(program, parent, tuple(links)), parent
         if launcher and _started_over_ssh(launcher, parent):
-            found = Starter("the ssh connection", parent, tuple(links))
+            found = LauncherProcess("the ssh connection", parent, tuple(links))
             # pdsh outlives its runner, and ssh connections outlive pdsh; only pdsh's own host can detect that.
             if (above := _pdsh_above(launcher)) is not None:
-                found = Starter("pdsh", above[0], (*links, above))
+                found = LauncherProcess("pdsh", above[0], (*links, above))
             return found
         child = parent
     return found
