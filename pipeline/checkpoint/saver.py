@@ -57,7 +57,7 @@ class _Given:
 
 
 class Saver:
-    """Saves checkpoints in the background. All methods but mark_best, tend and close are collective.
+    """Saves checkpoints in the background. All methods but mark_best, check_writer and close are collective.
 
     A writer that dies is replaced, and the new one repeats the save, because the copy is still in memory. A second death
     during the same save raises CrashError.
@@ -122,13 +122,13 @@ class Saver:
         self.blocked = self.written = 0.0
         return reading
 
-    def tend(self) -> None:
+    def check_writer(self) -> None:
         """Replace the writer if it died, because other writers wait for its part. Does not block; not collective."""
         self._hear(0.0)
 
     def check(self) -> None:
         """Raise UserError or CrashError if a save has failed; does not wait for the one in flight."""
-        self.tend()
+        self.check_writer()
         self._conclude()
 
     def wait(self) -> None:

@@ -184,7 +184,7 @@ class Checkpoints:
         """Write the name of a checkpoint to `latest`."""
         write_whole(self.folder / LATEST, newest.name)
 
-    def mend_pointer(self, newest: AnyPath) -> bool:
+    def repair_latest(self, newest: AnyPath) -> bool:
         """Correct `latest` if a kill prevented its update. Returns whether it was wrong."""
         try:
             named = read_bytes(self.folder / LATEST)
@@ -282,7 +282,7 @@ class Checkpoints:
             return [path for path in found if not (path / CHECKSUMS).exists()]
         return [path for path in _inside(self.folder) if path.name.startswith((_WRITING, _REMOVING))]
 
-    def settle(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
+    def clean_up(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
         """Wait for writers that outlived their run, then remove unfinished saves. silence: timeout in seconds without progress."""
         reach = Reach()
         seen, since = self._progress(), time.monotonic()

@@ -42,7 +42,7 @@ def newest_whole(folder: Path) -> Path | None:
     return None
 
 
-def mend_pointer(folder: Path, name: str) -> None:
+def repair_latest(folder: Path, name: str) -> None:
     """Make `latest` name this checkpoint, which a kill right after a commit may have prevented. Ignores I/O errors."""
     pointer, temporary = folder / LATEST, folder / f".{LATEST}.{os.getpid()}.tmp"
     try:

@@ -39,7 +39,7 @@ class Evaluator(Protocol):
 
     name: str
 
-    def is_owed(self, start: int) -> bool:
+    def is_missing(self, start: int) -> bool:
         """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and evaluation."""
 
     def evaluate_on_all_ranks(self, step: int) -> None:
@@ -67,7 +67,7 @@ class _PeriodicEvaluator:
     def every(self) -> int:
         raise NotImplementedError
 
-    def is_owed(self, start: int) -> bool:
+    def is_missing(self, start: int) -> bool:
         if not start or not self.every or (start % self.every and start < self.plan.steps):
             return False
         try:

@@ -48,14 +48,14 @@ def find_checkpoint_on_all_ranks(
     Raises UserError if checkpoints exist but none can be continued.
     """
     damaged: set[str] = set()
-    ranks.on_main(lambda: checkpoints.settle(console.say))
+    ranks.on_main(lambda: checkpoints.clean_up(console.say))
     ranks.on_main(checkpoints.kept)  # Raises for a damaged kept.json before training, not after.
     for path in ranks.on_main(checkpoints.candidates):
         problems = [text for text in ranks.gather(verify(path, ranks.rank, ranks.world_size)) if text]
         if not problems:
             for text in ranks.on_main(partial(_compare, path, now, num_steps)):
                 console.say(f"changed since the checkpoint: {text}")
-            if ranks.on_main(partial(checkpoints.mend_pointer, path)):
+            if ranks.on_main(partial(checkpoints.repair_latest, path)):
                 console.say(f"{checkpoints.folder / LATEST} named another checkpoint, and now names {path.name}")
             return path, damaged
         console.say(f"{path} is damaged ({problems[0]}): not used.")

@@ -45,7 +45,7 @@ def _train(training: TrainingRun) -> str:
     try:
         stop.begin_training(progress.start)
         for evaluator in training.evaluators:
-            if training.ranks.agree(evaluator.is_owed(progress.start)):
+            if training.ranks.agree(evaluator.is_missing(progress.start)):
                 evaluator.evaluate_on_all_ranks(progress.start)
         training.console.open_bar(progress.start, training.plan.steps)
         train_on_all_ranks(training)

@@ -100,7 +100,7 @@ class TrainingRun:
         self.counts.add(micro_batches, self.feed.loader.bad)
         self.meter.step(self.plan.global_batch)
         self.console.advance()
-        self.saver.tend()
+        self.saver.check_writer()
         if file := self.trace.after(self.progress.step):
             self.console.say(f"step {self.progress.step:,}: trace in {file}")
 

@@ -111,7 +111,7 @@ def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
             writer.save(given, saver._memory)
             (tmp_path / "latest").write_text("step-00000020")
         kill_writers(tmp_path)
-        saver.tend()
+        saver.check_writer()
         saver.wait()
         assert newest_whole(tmp_path) == f"step-{step:08d}"
         assert (tmp_path / "latest").read_text() == f"step-{step:08d}"

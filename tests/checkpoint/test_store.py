@@ -318,7 +318,7 @@ def test_a_writer_of_an_earlier_life_changes_nothing(tmp_path: Path) -> None:
     save(*job(tmp_path, 10, 0, 2, token="new"))
     save(*job(tmp_path, 10, 2, 3, token="old"))
     assert newest_whole(tmp_path) == "step-00000010"
-    Checkpoints(tmp_path).settle(print, silence=0.1)
+    Checkpoints(tmp_path).clean_up(print, silence=0.1)
     assert names(tmp_path) == ["latest", "step-00000010"]
 
 
@@ -328,10 +328,10 @@ def test_what_was_interrupted_goes_and_nothing_else(tmp_path: Path) -> None:
     save(*job(tmp_path, 20, 1, 2))
     shutil.copytree(tmp_path / "step-00000010", tmp_path / ".removing-step-00000005")
     said: list[str] = []
-    Checkpoints(tmp_path).settle(said.append, silence=0.1)
+    Checkpoints(tmp_path).clean_up(said.append, silence=0.1)
     assert names(tmp_path) == ["latest", "step-00000010"]
     assert said == []
-    Checkpoints(tmp_path / "nowhere").settle(print)
+    Checkpoints(tmp_path / "nowhere").clean_up(print)
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
     thread.start()
     said: list[str] = []
     time.sleep(0.1)
-    Checkpoints(tmp_path).settle(said.append, silence=0.5)
+    Checkpoints(tmp_path).clean_up(said.append, silence=0.5)
     thread.join()
     assert newest_whole(tmp_path) == "step-00000020"
     assert len(said) == 1
@@ -378,7 +378,7 @@ def test_a_bucket_holds_checkpoints(s3: tuple[faulty_s3.S3, str]) -> None:
     # One that was interrupted is none, and goes; a damaged one is refused, and replaced.
     save(*job(folder, 40, 1, 2))
     assert [path.name for path in checkpoints.candidates()] == ["step-00000030", "step-00000020"]
-    checkpoints.settle(print, silence=0.1)
+    checkpoints.clean_up(print, silence=0.1)
     assert checkpoints.unfinished() == []
     faulty_s3.put(newest / "model.safetensors", b"?")
     assert verify(newest) == "model.safetensors does not match its checksum"
@@ -569,8 +569,8 @@ while True:
     was_damaged, DAMAGED = DAMAGED, 0 if survived else DAMAGED
     seen.add(check(folder, {20} if survived else {10, 20}))
     DAMAGED = was_damaged
-    # The next life: settle, go on.
-    Checkpoints(folder).settle(print, silence=0)
+    # The next life: clean up, go on.
+    Checkpoints(folder).clean_up(print, silence=0)
     if last % 4 == 0:
         save_all(folder, 30, keep=1, damaged=damaged if not survived else [])
         assert verify(folder / "step-00000030") is None

@@ -132,7 +132,7 @@ def test_damaged_small_files_around_checkpoints(run: Path) -> None:
 
 
 # -------------------------------------------------------------------- the pointer
-def test_a_pointer_that_a_kill_left_behind_is_mended(run: Path) -> None:
+def test_a_pointer_that_a_kill_left_behind_is_repaired(run: Path) -> None:
     """By a run that starts, also a finished one, and by a reader; one that may not write just reads the newest."""
     latest, console = run / "checkpoints" / "latest", Console(run / "log.txt", True)
     latest.write_text("step-00000010")

@@ -297,7 +297,7 @@ def test_what_cannot_be_decoded_and_a_share(copy: Dataset) -> None:
     assert listed(copy) == [("train", 20), ("train", 45), ("train", 90)]
 
 
-def test_mended_data_empties_the_list(copy: Dataset) -> None:
+def test_repaired_data_empties_the_list(copy: Dataset) -> None:
     content = (copy.path / SHARD).read_bytes()
     overwrite(copy.path / SHARD, int(copy.split("train").offsets[50]), b"\0" * 9)
     assert not check(copy.path)["is_whole"]
@@ -417,7 +417,7 @@ def test_a_tenth_of_broken_images(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["disk", "bucket"])
-def test_damage_that_is_found_is_mended_and_found_no_more(
+def test_damage_that_is_found_is_repaired_and_found_no_more(
     place: str, source: Path, tmp_path: Path, s3: tuple[S3, str]
 ) -> None:
     """launch/verify.py, launch/shard.py as before, launch/verify.py: all the way round."""

@@ -55,8 +55,8 @@ def out(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("spike", of(dataset, folder, "rolled", "health.on_spike=rollback")),
         ("spike", of(dataset, folder, "tired", "health.on_spike=rollback", "health.max_rollbacks=0")),
         ("slow rank", of(dataset, folder, "slow", "train.length=4 steps", "health.straggler_ratio=1.5")),
-        ("", of(dataset, folder, "owed", "train.length=4 steps", "evaluate.every=4 steps")),
-        ("slow evaluation", of(dataset, folder, "owed", "train.length=6 steps", "evaluate.every=4 steps")),
+        ("", of(dataset, folder, "missing", "train.length=4 steps", "evaluate.every=4 steps")),
+        ("slow evaluation", of(dataset, folder, "missing", "train.length=6 steps", "evaluate.every=4 steps")),
     ]
     forge.start_work(2, "planted:train", runs).finish()
     return folder
@@ -156,8 +156,8 @@ def test_a_run_can_go_back_and_leave_out_the_data_that_did_it(out: Path) -> None
 
 
 def test_an_evaluation_that_is_made_up_is_no_time_of_training(out: Path) -> None:
-    assert sorted(metrics(out / "owed", "val_loss")) == [4, 6]
-    assert metrics(out / "owed", "images_per_second")[5] > 24 / EVALUATION_SECONDS
+    assert sorted(metrics(out / "missing", "val_loss")) == [4, 6]
+    assert metrics(out / "missing", "images_per_second")[5] > 24 / EVALUATION_SECONDS
 
 
 def test_a_slow_rank_is_named(out: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
 
     # While a checkpoint is being written: it is the one that counts.
     run = forge.start(2, overrides)
-    at_step(run, 17)  # The evaluation that is owed comes first.
+    at_step(run, 17)  # The missing evaluation comes first.
     assert run.said().index("step 16: val") < run.said().index("step 17/")
     until(lambda: list((folder / "checkpoints").glob(".writing-step-00000024.*")))
     begin = time.monotonic()

@@ -93,7 +93,7 @@ def test_an_outage_stops_the_run_with_one_line(
         (answer(301, "PermanentRedirect"), r"another region. Set AWS_REGION"),
     ],
 )
-def test_what_no_waiting_mends_is_said_at_once(fault, said: str, s3: Server, remote: Open) -> None:
+def test_what_no_waiting_repairs_is_said_at_once(fault, said: str, s3: Server, remote: Open) -> None:
     s3[0].fail(fault)
     with pytest.raises(UserError, match=said) as error:
         remote()

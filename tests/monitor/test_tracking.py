@@ -555,7 +555,7 @@ def test_points_in_another_store_are_deleted_when_it_is_used_again(out: Path, da
     assert dict(history(out, "loss", other))[20] == 22.0
 
 
-def test_a_file_of_an_earlier_version_with_steps_twice_is_mended(out: Path) -> None:
+def test_a_file_of_an_earlier_version_with_steps_twice_is_repaired(out: Path) -> None:
     live(out, range(1, 21), 1.0)
     live(out, range(11, 31), 2.0)
     assert len(history(out, "loss")) == 40

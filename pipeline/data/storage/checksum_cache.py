@@ -20,7 +20,7 @@ from pipeline.base.locks import locked
 from pipeline.data.storage.bucket import AnyPath, open_file, version
 
 # A file that was written so recently may be written again within the resolution of its times.
-_SETTLED_SECONDS = 2.0
+_STABLE_SECONDS = 2.0
 _CHUNK = 2**22
 
 
@@ -56,8 +56,8 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
         if _read(record) == _CachedChecksum(str(path), state, expected):
             return expected
         digest = _digest(path, algorithm)
-        is_settled = not isinstance(path, Path) or abs(time.time() - path.stat().st_mtime) > _SETTLED_SECONDS
-        if can_write and digest == expected and _state(path) == state and is_settled:
+        is_stable = not isinstance(path, Path) or abs(time.time() - path.stat().st_mtime) > _STABLE_SECONDS
+        if can_write and digest == expected and _state(path) == state and is_stable:
             with contextlib.suppress(OSError), files.replacing(record) as file:
                 file.write(json.dumps(asdict(_CachedChecksum(str(path), state, digest))).encode())
     return digest

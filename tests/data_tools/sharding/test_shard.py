@@ -331,12 +331,12 @@ def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int) -> None:
     def fail(where: str) -> None:
         if where == "here":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "train-000000.tar")
-        raise UserError("mend it")
+        raise UserError("repair it")
 
     with pytest.raises(OSError, match="No space left") as full:
         list(ray_tasks.run_tasks(fail, ["here"], 1, print))
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "train-000000.tar")
-    with pytest.raises(UserError, match=r"^mend it$"):
+    with pytest.raises(UserError, match=r"^repair it$"):
         list(ray_tasks.run_tasks(fail, ["there"], 1, print))
 
 

@@ -80,7 +80,7 @@ def test_many_tiny_samples_in_one_write(tmp_path: Path) -> None:
 
 
 def test_images_that_were_skipped_are_tried_again(job: ShardingJob, tmp_path: Path) -> None:
-    """A folder that was away, and an image that was mended in place."""
+    """A folder that was away, and an image that was repaired in place."""
     folder, away, broken = tmp_path / "raw/cat", tmp_path / "away", tmp_path / "raw/cat/1.jpg"
     whole = write_shard(job)
     expected = (tmp_path / "out" / job.name).read_bytes()

@@ -210,7 +210,7 @@ def test_a_job_with_killed_workers_and_a_killed_driver_changes_no_byte(
 def test_a_task_that_fails_is_told_and_the_others_go_on(ray_cluster: int) -> None:
     def work(number: int) -> int:
         if number == 1:
-            raise UserError("mend it")
+            raise UserError("repair it")
         if number == 2:
             raise RuntimeError("out of\nmemory")
         if number == 3:
@@ -221,7 +221,7 @@ def test_a_task_that_fails_is_told_and_the_others_go_on(ray_cluster: int) -> Non
     failed: dict[int, str] = {}
     found = dict(ray_tasks.run_tasks(work, range(6), 2, retried.append, failed.__setitem__, pauses=[0.0] * 3))
     assert found == {0: 0, 4: 4, 5: 5}
-    assert failed[1] == "mend it"
+    assert failed[1] == "repair it"
     assert failed[2] == "RuntimeError: out of memory"
     assert "gave up on a task after 3 retries" in failed[3]
     assert len(retried) == 6
