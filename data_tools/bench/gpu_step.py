@@ -261,10 +261,12 @@ def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[S
     engine = pipeline_engine(model, optimizer, settings, case.batch, from_environment())
     if setup.compile not in ("", "blocks", "default"):
         engine.engine.compile(compile_kwargs={"mode": setup.compile})
-    whole = noise_batch(max(sizes or [case.batch]), case.pixels)
+    largest = noise_batch(max(sizes or [case.batch]), case.pixels)
     if device.type == "cuda":
-        whole = replace(whole, images=whole.images.pin_memory())
-    batches = [Batch(*(getattr(whole, field.name)[:size] for field in fields(whole))) for size in sizes or [case.batch]]
+        largest = replace(largest, images=largest.images.pin_memory())
+    batches = [
+        Batch(*(getattr(largest, field.name)[:size] for field in fields(largest))) for size in sizes or [case.batch]
+    ]
     numbers = itertools.count()
 
     def step() -> Tensor:

@@ -20,8 +20,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
+from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath
-from pipeline.data.storage.whole import write_files
 from pipeline.process.outputs import try_output
 from pipeline.settings.data import StatsConfig
 

@@ -28,10 +28,10 @@ from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.data.storage.whole import replacing
 from pipeline.settings.data import VerifyConfig
 
 LIST = "damaged"
@@ -289,7 +289,7 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
     )
     if report["is_whole"]:
         emptied = f"; {listed} is empty now" if listed else ""
-        print(f"{dataset.path}: whole. {read}; fingerprint {dataset.fingerprint}{emptied}")
+        print(f"{dataset.path}: intact. {read}; fingerprint {dataset.fingerprint}{emptied}")
         return
     print(f"{dataset.path}: DAMAGED. {read}.")
     print(f"{'kind':<12} {'findings':>9} {'shards':>7}  first")
@@ -312,7 +312,7 @@ def _remedy(dataset: Dataset) -> str:
         return f"Copy the tars again from where they came (to {source}), and verify once more. Or train without the listed images."
     return (
         f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes damaged "
-        "shards again, and leaves whole ones as they are. Then verify once more. Or train without the listed images."
+        "shards again, and leaves intact ones as they are. Then verify once more. Or train without the listed images."
     )
 
 

@@ -1,7 +1,7 @@
 """The Ray task that checks one shard against its rows of the manifest: the tar, every header, every image.
 
 Findings about a sample (SAMPLE_KINDS: its bytes or its label cannot be trusted) exclude it from training. Findings about the
-tar (TAR_KINDS) do not: its samples may be whole.
+tar (TAR_KINDS) do not: its samples may be intact.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ TAR_KINDS = {
     "checksum": "the tar has other bytes than in the manifest",
     "unreadable": "reading the tar fails",
     "structure": "a header in the tar is damaged",
-    "member": "the tar has no such member where the manifest says; the image's bytes are whole",
+    "member": "the tar has no such member where the manifest says; the image's bytes are intact",
     "duplicate": "a name occurs twice",
     "properties": "width, height or format are not the manifest's",
     "manifest": "the manifest's files do not fit together",
@@ -120,9 +120,9 @@ def check_shard(job: VerifyJob) -> Checked:
     try:
         with fetched(locate(folder, job.shard.name)) as file:
             size = os.fstat(file.fileno()).st_size
-            is_whole = _check_bytes(file, size, job.shard, findings)
-            members = _check_structure(file, size, is_whole, findings)
-            decoded = _check_rows(file, size, job, members, is_whole, findings)
+            is_intact = _check_bytes(file, size, job.shard, findings)
+            members = _check_structure(file, size, is_intact, findings)
+            decoded = _check_rows(file, size, job, members, is_intact, findings)
     except FileNotFoundError:
         findings.add("missing", "no such file")
         size = decoded = 0
@@ -146,7 +146,7 @@ def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -
     return is_same
 
 
-def _check_structure(file: BinaryIO, size: int, is_whole: bool, findings: _Findings) -> dict[int, Member]:
+def _check_structure(file: BinaryIO, size: int, is_intact: bool, findings: _Findings) -> dict[int, Member]:
     """Returns all members by data offset. After a damaged header, continues at the next valid one."""
     members: dict[int, Member] = {}
     names = set()
@@ -158,9 +158,9 @@ def _check_structure(file: BinaryIO, size: int, is_whole: bool, findings: _Findi
                 if member.is_folder:
                     continue
                 # An unchanged tar was indexed with these names: it is not damaged.
-                if member.name in names and not is_whole:
+                if member.name in names and not is_intact:
                     findings.add("duplicate", f"{member.name} is in the tar twice")
-                if member.fault and not is_whole:
+                if member.fault and not is_intact:
                     findings.add("structure", f"{member.name}: {member.fault}")
                 names.add(member.name)
                 members[member.offset] = member
@@ -197,7 +197,7 @@ def _next_header(file: BinaryIO, position: int, end: int) -> int:
 
 
 def _check_rows(
-    file: BinaryIO, size: int, job: VerifyJob, members: dict[int, Member], is_whole: bool, findings: _Findings
+    file: BinaryIO, size: int, job: VerifyJob, members: dict[int, Member], is_intact: bool, findings: _Findings
 ) -> int:
     """Check every row against the tar. Returns the number of decoded images."""
     if job.rows is None:
@@ -205,7 +205,7 @@ def _check_rows(
     decoded = 0
     in_tar = _samples(file, members, findings)
     # A label that cannot be read does not exclude its image.
-    is_whole = is_whole and all(kind != "unreadable" for kind, *_ in findings.rows)
+    is_intact = is_intact and all(kind != "unreadable" for kind, *_ in findings.rows)
     names = ("key", "offset", "size", "labels", "ext", "width", "height")
     columns = [job.rows[name] for name in names]
     # Data sets of the first format have sha256.
@@ -219,7 +219,7 @@ def _check_rows(
         if (sample := in_tar.get(offset)) and (sample.fault or sample.labels != sorted(set(of_row))):
             # In a damaged tar, the tar's label is wrong; training uses the manifest's.
             found = sample.fault or sample.labels
-            findings.add("label", f"{found} in the tar, {of_row} in the manifest", row, key, is_unfit=is_whole)
+            findings.add("label", f"{found} in the tar, {of_row} in the manifest", row, key, is_unfit=is_intact)
         if not 0 <= offset <= offset + length <= size:
             findings.add("lost", f"bytes {offset:,} to {offset + length:,} of a tar of {size:,}", row, key)
             continue
@@ -238,7 +238,7 @@ def _check_rows(
         if job.decode is None or key in job.decode:
             decoded += 1
             try:
-                is_now = inspect(data, whole=True)
+                is_now = inspect(data, decode_all=True)
             except DecodeError as error:
                 findings.add("undecodable", str(error), row, key)
                 continue

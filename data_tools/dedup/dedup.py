@@ -28,9 +28,9 @@ from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.data.storage.whole import replacing
 from pipeline.settings.data import DedupConfig
 
 LIST, FOLDER, REPORT, SHEET = "test_copies", "dedup", "report.json", "pairs.png"

@@ -10,8 +10,8 @@ import numpy as np
 from data_tools.dedup.near_copies import TestImages
 from data_tools.dedup.thumbnails import FINE, ThumbnailJob, read_arrays, read_image, read_thumbnails
 from data_tools.dedup.verify_pair import distance, reduced
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.data.storage.whole import replacing
 
 # Pairs up to this distance are written, so that another max_distance needs no new search.
 KEPT_DISTANCE = 0.5

@@ -13,11 +13,11 @@ from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, Shard
 from pipeline.data.loading.decode import DecodeError, decode
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, fetched, to_path
 from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.data.storage.whole import replacing
 
 FINE, PLAIN, BAD = range(3)
 # Format of the files, part of their name. Increase it when the rule of plain images or the hash changes.

@@ -19,8 +19,8 @@ from data_tools.sources.listing import TABLE, label_lists
 from data_tools.sources.reader import raise_if_lost
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, to_path
-from pipeline.data.storage.whole import replacing
 
 _SAMPLES_PER_TASK = 4096
 _HASH_BYTES = 16

@@ -25,7 +25,7 @@ from data_tools.sharding.classes import renamed
 from data_tools.sharding.shard import SKIPPED, resolve, write_table
 from data_tools.sharding.write_shard import PARTS, Done, load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
-from data_tools.sources.layouts.webdataset import known_class_names, whole_samples
+from data_tools.sources.layouts.webdataset import complete_samples, known_class_names
 from data_tools.sources.listing import printable, reasons
 from data_tools.sources.split_files import split_files
 from pipeline import ray_tasks
@@ -172,7 +172,7 @@ def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tupl
     digest = hashlib.sha256()
     with fetched(path) as file:
         hashed = 0
-        for sample in whole_samples(file, path):
+        for sample in complete_samples(file, path):
             _hash(file, hashed, sample.offset, digest)
             data = file.read(sample.size)
             digest.update(data)
@@ -280,12 +280,12 @@ def _refuse_others(finished: Dataset, results: list[Done]) -> None:
                 f"{finished.shard_path(name)} {what} since {finished.path / INFO} was written. Put it back, or remove {INFO} and "
                 "index again."
             )
-    if not finished.is_whole():
+    if not finished.is_intact():
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
 
 
 def _read_part(path: AnyPath, seen: dict[str, Any]) -> Done | None:
-    """The result in a part file, if it is whole and the tar has not changed. Raises StorageError."""
+    """The result in a part file, if it is complete and the tar has not changed. Raises StorageError."""
     about = load_part(path, _IndexPartMetadata)
     if about is None or about.seen != seen:
         return None

@@ -34,10 +34,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.data.storage.whole import read_bytes, replacing
 from pipeline.settings.data import ShardConfig
 
 # Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
@@ -105,7 +105,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             print(note)
 
         finished = open_dataset(out) if (out / INFO).exists() else None
-        known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_whole() else {}
+        known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
         make_folder(out / PARTS)
         with replacing(out / PARTS / PLAN) as file:
             file.write(json.dumps(identity).encode())
@@ -171,7 +171,7 @@ def make_jobs(
             resize_short=config.resize_short,
             resize_filter=config.resize_filter,
             jpeg_quality=config.jpeg_quality,
-            whole=config.inspect == "decode",
+            decode_all=config.inspect == "decode",
             known=known.get(name),
             convert=listing.convert,
         )
@@ -400,11 +400,11 @@ def _print_done(
     dataset: Dataset, results: list[Done], listing: Listing, plan: ShardPlan, seconds: float, verified: bool
 ) -> None:
     made = [number for number, done in enumerate(results) if done.made and done.shard.samples]
-    whole = len(results) - len(made)
+    num_complete = len(results) - len(made)
     if verified:
         print(f"checked {counted(len(results), 'shard')}: {f'made {len(made)} again' if made else 'nothing to do'}")
-    elif whole:
-        print(f"{whole} of {counted(len(results), 'shard')} were whole already")
+    elif num_complete:
+        print(f"{num_complete} of {counted(len(results), 'shard')} were already complete")
     num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())

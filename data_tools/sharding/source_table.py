@@ -5,9 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.data.storage.whole import replacing
 
 SOURCE_TABLE = "source.parquet"
 _NAMED = 3

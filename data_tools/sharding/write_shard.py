@@ -20,11 +20,11 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard
 from pipeline.data.loading.decode import check_end, decode, inspect
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.data.storage.whole import replacing
 
 PARTS = ".parts"
 # Bytes per write (writing each part separately takes a sixth longer; at most 768 parts of samples of 2 KiB, and the kernel
@@ -45,7 +45,7 @@ T = TypeVar("T", bound=_OfShard)
 
 @dataclass(frozen=True)
 class ShardingJob:
-    """One shard to write. rows: of `Listing.rows`, in tar order. whole: decode every image. convert: see `Listing`.
+    """One shard to write. rows: of `Listing.rows`, in tar order. decode_all: decode every image. convert: see `Listing`.
 
     known: the shard's row in the manifest of a finished data set, if there is one.
     """
@@ -58,7 +58,7 @@ class ShardingJob:
     resize_short: int
     resize_filter: Literal["area", "antialias"]
     jpeg_quality: int
-    whole: bool
+    decode_all: bool
     known: Shard | None
     convert: Callable[[bytes], bytes] | None = None
 
@@ -88,7 +88,7 @@ class _ShardPartMetadata:
 
 
 def write_shard(job: ShardingJob) -> Done:
-    """Write a shard and its part file (its rows of the manifest), unless both exist and are whole.
+    """Write a shard and its part file (its rows of the manifest), unless both exist and are complete.
 
     A shard of an unfinished data set is rewritten if one of its skipped images can be read now. Raises UserError when this
     node cannot access the folders, LostError when reading fails because of the node or its storage, OSError when it cannot
@@ -99,7 +99,7 @@ def write_shard(job: ShardingJob) -> Done:
         if isinstance(folder, Path) and not folder.exists():
             raise UserError(f"A worker cannot access {folder}: source and out must be on storage shared by all nodes.")
     part = part_path(out, job.name)
-    if job.known and _is_whole(out, job.known):
+    if job.known and _is_complete(out, job.known):
         return Done(job.known, [], made=False)
     cv2.setNumThreads(1)
     rows = hashlib.sha256(json.dumps([job.rows["key"], job.rows["labels"]]).encode()).hexdigest()
@@ -108,7 +108,7 @@ def write_shard(job: ShardingJob) -> Done:
         and (found := read_part(part))
         and found.rows == rows
         and (found.shard.name, found.shard.split) == (job.name, job.split)
-        and _is_whole(out, found.shard, found.etag)
+        and _is_complete(out, found.shard, found.etag)
         and not _can_read_any(found.skipped, job)
     ):
         return found
@@ -148,7 +148,7 @@ def load_part(path: AnyPath, kind: type[T]) -> T | None:
             return None
         about: T = json_record.parse(metadata[b"part"], kind, str(path))
     except StorageError:
-        raise  # The object store cannot be reached: the part file may be whole.
+        raise  # The object store cannot be reached: the part file may be complete.
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # A disk error; Arrow's errors for damaged data have no errno.
@@ -293,18 +293,18 @@ def _image(data: bytes, job: ShardingJob) -> tuple[bytes, str, int, int]:
     """Returns (file, extension, width, height) for the shard from a source file. Raises ValueError for a bad image."""
     if job.convert:
         data = job.convert(data)
-    ext, width, height = inspect(data, whole=False)
+    ext, width, height = inspect(data, decode_all=False)
     if job.resize_short and min(width, height) > job.resize_short:
         data, width, height = shrink(data, job.resize_short, job.resize_filter, job.jpeg_quality)
         return data, "jpg", width, height
-    if job.whole:
+    if job.decode_all:
         decode(data)
     else:
         check_end(data, ext)
     return data, ext, width, height
 
 
-def _is_whole(out: AnyPath, shard: Shard, etag: str = "") -> bool:
+def _is_complete(out: AnyPath, shard: Shard, etag: str = "") -> bool:
     path = out / shard.name
     if not path.is_file() or file_size(path) != shard.bytes:
         return False

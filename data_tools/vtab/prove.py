@@ -65,7 +65,7 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
     if about["from"] == "lists":
         yield "it was made from lists, which have no keys; a data set made from the published files or tfds can be proved"
         return
-    if not dataset.is_whole():
+    if not dataset.is_intact():
         yield "the manifest's tables are not those that dataset.json was written with"
     try:
         table = read_keys(dataset.path / KEYS_FILE)

@@ -20,8 +20,8 @@ import numpy as np
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.data.storage.whole import read_bytes
 
 if TYPE_CHECKING:  # The process that writes checkpoints starts without torch.
     from torch import Tensor
@@ -154,7 +154,7 @@ class ShardedTensors:
         except FileNotFoundError:
             raise UserError(f"{self.folder} is damaged: {file}, which {INDEX} names, is missing.") from None
 
-    def whole(self, state: str) -> dict[str, np.ndarray]:
+    def full_tensors(self, state: str) -> dict[str, np.ndarray]:
         """Return every tensor of one state, by name."""
         flat = {name: np.empty(prod(shape), np.float32) for name, shape in self.index.shapes.items()}
         self.read(Range(state, name, 0, array) for name, array in flat.items())

@@ -30,9 +30,9 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import sync_folder, write_text
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
+from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
 from pipeline.data.storage.retry import Retry
-from pipeline.data.storage.whole import read_bytes
 from pipeline.process.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
 
 if TYPE_CHECKING:  # The writer process starts in 0.2 s without it.
@@ -161,7 +161,7 @@ class Checkpoints:
 
     def commit(self, path: AnyPath, checksums: dict[str, Checksum]) -> AnyPath:
         """Commit the flushed files in `path` as a checkpoint and make `latest` name it. checksums: of every file."""
-        write_whole(path / CHECKSUMS, json.dumps({name: asdict(c) for name, c in checksums.items()}, indent=1))
+        write_atomically(path / CHECKSUMS, json.dumps({name: asdict(c) for name, c in checksums.items()}, indent=1))
         if isinstance(path, BucketPath):
             final: AnyPath = path
             for name in path.sizes().keys() - checksums.keys() - {CHECKSUMS}:  # Left by a failed save.
@@ -182,7 +182,7 @@ class Checkpoints:
 
     def point_at(self, newest: AnyPath) -> None:
         """Write the name of a checkpoint to `latest`."""
-        write_whole(self.folder / LATEST, newest.name)
+        write_atomically(self.folder / LATEST, newest.name)
 
     def repair_latest(self, newest: AnyPath) -> bool:
         """Correct `latest` if a kill prevented its update. Returns whether it was wrong."""
@@ -208,8 +208,8 @@ class Checkpoints:
         """
         kept = self.kept()
         older = [path for path in self.candidates() if step_of(path) <= step_of(newest)]
-        whole = [path.name for path in older if path.name not in damaged]
-        stay = {*whole[:keep], *kept.always, kept.best} - damaged
+        complete = [path.name for path in older if path.name not in damaged]
+        stay = {*complete[:keep], *kept.always, kept.best} - damaged
         for path in older:
             if path.name not in stay:
                 self.remove(path)
@@ -240,7 +240,7 @@ class Checkpoints:
         return True
 
     def _keep(self, kept: Kept) -> None:
-        write_whole(self.folder / _KEPT, json.dumps(asdict(kept), indent=1))
+        write_atomically(self.folder / _KEPT, json.dumps(asdict(kept), indent=1))
 
     def remove(self, path: AnyPath) -> None:
         """Remove a checkpoint atomically: hide it first, then delete its files."""
@@ -328,7 +328,7 @@ def commit_minutes(config: "RunConfig") -> float:
 
 def write_status(path: AnyPath, rank: int, token: str, status: WriterStatus) -> None:
     """Publish the progress of this rank's writer to rank 0's writer and to a run that starts meanwhile."""
-    write_whole(path / _status_name(rank, token), json.dumps(asdict(status)), durable=False)
+    write_atomically(path / _status_name(rank, token), json.dumps(asdict(status)), durable=False)
 
 
 def read_status(path: AnyPath, rank: int, token: str) -> WriterStatus:
@@ -419,7 +419,7 @@ def checksum(file: AnyPath) -> Checksum:
         return Checksum(stream.tell(), digest)
 
 
-def write_whole(path: AnyPath, text: str, durable: bool = True) -> None:
+def write_atomically(path: AnyPath, text: str, durable: bool = True) -> None:
     """Replace a small file atomically."""
     if isinstance(path, BucketPath):
         with path.replacing() as stream:

@@ -37,8 +37,8 @@ from pipeline.checkpoint.store import (
     checksum,
     read_status,
     step_name,
+    write_atomically,
     write_status,
-    write_whole,
 )
 from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.storage.retry import Retry, StorageError
@@ -227,8 +227,8 @@ def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, 
 def _write_rest(path: AnyPath, job: SaveJob, commit: Commit, parts: list[WrittenPart]) -> dict[str, Checksum]:
     """Write index.json, state.json and model.safetensors; returns the checksums of all files."""
     index = CheckpointIndex(commit.shapes, job.states, {part.file: part.ranges for part in parts})
-    write_whole(path / INDEX, json.dumps(asdict(index)))
-    write_whole(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
+    write_atomically(path / INDEX, json.dumps(asdict(index)))
+    write_atomically(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
     checksums = {part.file: Checksum(part.bytes, part.sha256) for part in parts}
     checksums[MODEL] = _write_model(path / MODEL, ShardedTensors(path, index), commit)
     checksums |= {name: checksum(path / name) for name in (INDEX, "state.json")}
@@ -247,7 +247,7 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
     By hand, because the library sorts the tensors by name, which would change the files' bytes, cannot write to an object
     store, and needs a second copy of all weights; this writes tensor by tensor. Format: header length, header in JSON, data.
     """
-    weights = sharded.whole(EMA if EMA in sharded.states else WEIGHTS)
+    weights = sharded.full_tensors(EMA if EMA in sharded.states else WEIGHTS)
     header: dict[str, Any] = {"__metadata__": commit.metadata}
     at = 0
     for name, array in weights.items():

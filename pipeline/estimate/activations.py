@@ -30,12 +30,12 @@ def saved_bytes(config: Config, micro_batch: int, dtype: torch.dtype, checkpoint
     """Bytes saved by the forward pass of `micro_batch` images, without the images themselves and without parameters."""
     # Some tensors do not grow with the number of images: the standardised kernels of a ResNet.
     one, two = (_count_all(config, images, dtype, checkpointing) for images in (1, 2))
-    whole = _count_all(config, 1, dtype, False)
+    without_checkpointing = _count_all(config, 1, dtype, False)
     more = micro_batch - 1
     return Saved(
         one.total + more * (two.total - one.total),
-        whole.block * micro_batch,
-        whole.largest * micro_batch,
+        without_checkpointing.block * micro_batch,
+        without_checkpointing.largest * micro_batch,
     )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
+from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
-from pipeline.data.storage.whole import write_files
 from pipeline.evaluate import architecture, render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder

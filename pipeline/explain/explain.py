@@ -19,7 +19,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import AdhocSplit
 from pipeline.data.loading.loader import Loader, eval_view
-from pipeline.data.storage.whole import write_files
+from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.classify import outcomes
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
 from pipeline.evaluate.predict import open_images, predict_all

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
-from pipeline.data.storage.whole import replacing
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.predict import read_class_names
 from pipeline.evaluate.probes.features import Features, extract

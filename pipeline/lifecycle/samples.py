@@ -18,8 +18,8 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.loading.order import SampleOrder, batch_of_step, step_of_batch
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.data.storage.whole import replacing
 from pipeline.settings import schema
 from pipeline.settings.operate import SamplesConfig
 from pipeline.settings.run import RunConfig

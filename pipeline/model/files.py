@@ -19,7 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes, replacing
 from pipeline.base.npz import check_sizes
 from pipeline.model.convert.state_dicts import ConfigFiles
-from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, newest_whole, repair_latest
+from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, newest_complete, repair_latest
 
 StrPath = str | os.PathLike[str]
 ADVICE = "Use the previous checkpoint, or download the file again."
@@ -47,7 +47,7 @@ def find_file(path: Path) -> Path:
     if (file := _weights_in(path)) is not None:
         return file
     folder = path / "checkpoints"
-    if (newest := newest_whole(folder)) is not None and (newest / "model.safetensors").is_file():
+    if (newest := newest_complete(folder)) is not None and (newest / "model.safetensors").is_file():
         repair_latest(folder, newest.name)
         return newest / "model.safetensors"
     pointer = folder / LATEST

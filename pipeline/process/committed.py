@@ -32,7 +32,7 @@ def read_checksums(path: Any) -> dict[str, Checksum] | None:
         return None
 
 
-def newest_whole(folder: Path) -> Path | None:
+def newest_complete(folder: Path) -> Path | None:
     """Returns the newest checkpoint whose files all have the recorded sizes; contents are verified when they are read."""
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
     for path in sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True):

@@ -50,7 +50,7 @@ _BESIDE_MARKS = {
     "report.md", "results.csv", "pairs.csv", "per_class.csv", "classes.csv", "shards.csv", "samples.parquet",
     "shards.parquet",
 }  # fmt: skip
-# The longest name of a file until it is whole: see `replacing` in files.py.
+# The longest name of a file until it is complete: see `replacing` in files.py.
 _UNFINISHED = ".{}.00000000.tmp"
 _REASONS = {
     errno.EACCES: "permission denied",

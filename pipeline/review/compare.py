@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
-from pipeline.data.storage.whole import write_files
+from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate import render
 from pipeline.monitor.run_page import DatasetFacts
 from pipeline.process.outputs import try_output
@@ -455,9 +455,9 @@ def _code(records: Records) -> Iterator[Block]:
 
 def folder_name(names: Sequence[str]) -> str:
     """The name of a folder for runs, whose names may hold anything: none that leads elsewhere, and none that is too long."""
-    whole = "-".join(names)
-    if len(whole.encode()) > _MAX_FOLDER_NAME:
+    full_name = "-".join(names)
+    if len(full_name.encode()) > _MAX_FOLDER_NAME:
         first = names[0].encode()[:80].decode(errors="ignore")
-        whole = f"{first}-and-{len(names) - 1}-others" if len(names) > 1 else first
-    plain = "".join("_" if letter == "/" or not letter.isprintable() else letter for letter in whole)
+        full_name = f"{first}-and-{len(names) - 1}-others" if len(names) > 1 else first
+    plain = "".join("_" if letter == "/" or not letter.isprintable() else letter for letter in full_name)
     return plain if plain.strip(".") else "_"

@@ -9,8 +9,8 @@ import numpy as np
 from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints
+from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.data.storage.whole import write_files
 from pipeline.evaluate.intervals import of_samples
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import Start

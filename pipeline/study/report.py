@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
-from pipeline.data.storage.whole import write_files
+from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.render import table_csv
 from pipeline.study import figures, published
 from pipeline.study.answers import PAIRED_FROM, Answers, Line, answer, points_of, title_of, usable

@@ -61,7 +61,7 @@ def find_checkpoint_on_all_ranks(
         console.say(f"{path} is damaged ({problems[0]}): not used.")
         damaged.add(path.name)
     if damaged:
-        raise UserError(f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh.")
+        raise UserError(f"no checkpoint in {checkpoints.folder} is intact. Remove that folder to start the run afresh.")
     return None, set()
 
 

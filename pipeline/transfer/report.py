@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
-from pipeline.data.storage.whole import write_files
+from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import OVER_SEEDS
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from saving import STATES, job, names, newest_whole, tensors
+from saving import STATES, job, names, newest_complete, tensors
 
 from pipeline.base.errors import CrashError, UserError
 from pipeline.checkpoint import writer
@@ -63,7 +63,7 @@ def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
         saver.mark_best(step, "val_top1", 1 / step)
     saver.wait()
     saver.check()
-    found = ShardedTensors.open(tmp_path / "step-00000003").whole("weights")
+    found = ShardedTensors.open(tmp_path / "step-00000003").full_tensors("weights")
     assert all(np.array_equal(found[name], array) for name, array in tensors(3)["weights"].items())
     assert names(tmp_path) == ["kept.json", "latest", "step-00000001", "step-00000002", "step-00000003"]
     reading = saver.read()
@@ -113,10 +113,10 @@ def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
         kill_writers(tmp_path)
         saver.check_writer()
         saver.wait()
-        assert newest_whole(tmp_path) == f"step-{step:08d}"
+        assert newest_complete(tmp_path) == f"step-{step:08d}"
         assert (tmp_path / "latest").read_text() == f"step-{step:08d}"
         assert Checkpoints(tmp_path).kept().best == f"step-{step:08d}"
-        found = ShardedTensors.open(tmp_path / f"step-{step:08d}").whole("exp_avg")
+        found = ShardedTensors.open(tmp_path / f"step-{step:08d}").full_tensors("exp_avg")
         assert all(np.array_equal(found[name], array) for name, array in tensors(step)["exp_avg"].items())
     assert said[1:] == [
         f"the checkpoint writer of rank 0 died (it was killed) while it saved step {step} (the last checkpoint: 10 steps "
@@ -178,5 +178,5 @@ os.killpg(0, signal.SIGKILL)
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
         process.wait(60)
-    assert newest_whole(tmp_path) == "step-00000001"
+    assert newest_complete(tmp_path) == "step-00000001"
     assert names(tmp_path) == ["latest", "step-00000001"]

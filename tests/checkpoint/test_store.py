@@ -1,4 +1,4 @@
-"""A checkpoint is whole or invisible, whenever the writers die and whatever happens to its files."""
+"""A checkpoint is complete or invisible, whenever the writers die and whatever happens to its files."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from saving import CONFIG, STATES, job, names, newest_whole, save_all, tensors
+from saving import CONFIG, STATES, job, names, newest_complete, save_all, tensors
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
@@ -56,7 +56,7 @@ def test_what_was_saved_is_there(tmp_path: Path) -> None:
                             "state.json"]  # fmt: skip
     expected = tensors(7)
     for state in STATES:
-        found = ShardedTensors.open(final).whole(state)
+        found = ShardedTensors.open(final).full_tensors(state)
         assert found.keys() == expected[state].keys()
         assert all(np.array_equal(found[name], array) for name, array in expected[state].items())
     config, weights, extra = models.read_weights(final)
@@ -181,7 +181,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_whole(name: str, damage: s
     assert len(said) == 1
     assert name in said[0]
     assert said[0] == verify(file.parent)
-    assert newest_whole(tmp_path) == "step-00000010"
+    assert newest_complete(tmp_path) == "step-00000010"
 
 
 def test_no_flipped_bit_of_the_checksums_is_believed(tmp_path: Path) -> None:
@@ -202,9 +202,9 @@ def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     save_all(tmp_path, 10)
     save_all(tmp_path, 20)
     flip(tmp_path / "step-00000020" / "model.safetensors")
-    assert newest_whole(tmp_path) == "step-00000010"
+    assert newest_complete(tmp_path) == "step-00000010"
     save_all(tmp_path, 20, damaged=["step-00000020"])
-    assert newest_whole(tmp_path) == "step-00000020"
+    assert newest_complete(tmp_path) == "step-00000020"
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000020"]
 
 
@@ -223,11 +223,11 @@ def test_damaged_ones_do_not_push_out_whole_ones(keep: int, tmp_path: Path) -> N
     for step in (20, 30):
         flip(tmp_path / f"step-{step:08d}" / "model.safetensors")
     # The next life goes on from 10, and commits at steps of its own.
-    assert newest_whole(tmp_path) == "step-00000010"
+    assert newest_complete(tmp_path) == "step-00000010"
     damaged = ["step-00000020", "step-00000030"]
     for step in (15, 25):
         save_all(tmp_path, step, world_size=1, keep=keep, damaged=damaged)
-        assert newest_whole(tmp_path) == f"step-{step:08d}"
+        assert newest_complete(tmp_path) == f"step-{step:08d}"
     whole = [path.name for path in Checkpoints(tmp_path).candidates() if verify(path) is None]
     assert whole == ["step-00000025", "step-00000015"][:keep]
     save_all(tmp_path, 35, world_size=1, keep=keep, damaged=damaged)
@@ -268,7 +268,7 @@ def test_rank_0_waits_for_all(tmp_path: Path) -> None:
     assert len(Checkpoints(tmp_path).unfinished()) == 1
     save(late, memory)
     thread.join(20)
-    assert newest_whole(tmp_path) == "step-00000010"
+    assert newest_complete(tmp_path) == "step-00000010"
 
 
 def test_a_part_that_is_there_is_not_written_again(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_part_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     save(*job(tmp_path, 10, 0, 2))
     save(replace(part, again=True), memory)
     assert names(tmp_path) == ["latest", "step-00000010"]
-    assert newest_whole(tmp_path) == "step-00000010"
+    assert newest_complete(tmp_path) == "step-00000010"
 
 
 def test_a_part_that_never_comes_is_named_and_nothing_stays(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_writer_of_an_earlier_life_changes_nothing(tmp_path: Path) -> None:
     save(*job(tmp_path, 10, 1, 2, token="new"))
     save(*job(tmp_path, 10, 0, 2, token="new"))
     save(*job(tmp_path, 10, 2, 3, token="old"))
-    assert newest_whole(tmp_path) == "step-00000010"
+    assert newest_complete(tmp_path) == "step-00000010"
     Checkpoints(tmp_path).clean_up(print, silence=0.1)
     assert names(tmp_path) == ["latest", "step-00000010"]
 
@@ -352,7 +352,7 @@ def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
     time.sleep(0.1)
     Checkpoints(tmp_path).clean_up(said.append, silence=0.5)
     thread.join()
-    assert newest_whole(tmp_path) == "step-00000020"
+    assert newest_complete(tmp_path) == "step-00000020"
     assert len(said) == 1
     assert "waiting" in said[0]
 
@@ -372,7 +372,7 @@ def test_a_bucket_holds_checkpoints(s3: tuple[faulty_s3.S3, str]) -> None:
     assert [verify(newest, share, 2) for share in range(2)] == [None, None]
     assert (folder / "latest").read_text() == "step-00000030"
     assert "status" not in str(newest.sizes().keys())
-    found = ShardedTensors.open(newest).whole("exp_avg")
+    found = ShardedTensors.open(newest).full_tensors("exp_avg")
     assert all(np.array_equal(found[name], array) for name, array in tensors(30)["exp_avg"].items())
 
     # One that was interrupted is none, and goes; a damaged one is refused, and replaced.
@@ -534,7 +534,7 @@ def check(folder, allowed):
         if step == DAMAGED:
             continue
         assert verify(path) is None, (path, verify(path))
-        found = ShardedTensors.open(path).whole("weights")
+        found = ShardedTensors.open(path).full_tensors("weights")
         assert all(np.array_equal(found[n], a) for n, a in tensors(step)["weights"].items())
     found = next(p for p in Checkpoints(folder).candidates() if verify(p) is None)
     assert int(found.name[5:]) in allowed, found

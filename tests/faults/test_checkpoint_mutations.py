@@ -15,7 +15,7 @@ from pipeline.checkpoint.store import Checkpoints, WriterStatus, read_state, rea
 from pipeline.lifecycle import samples
 from pipeline.lifecycle.run_folder import read_failures
 from pipeline.lifecycle.run_folder import read_status as read_run_status
-from pipeline.process.committed import newest_whole
+from pipeline.process.committed import newest_complete
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.train import resume
@@ -88,7 +88,7 @@ def read_weights(run: Path, folder: Path) -> None:
 
 
 def read_tensors(run: Path, folder: Path) -> None:
-    ShardedTensors.open(folder).whole("weights")
+    ShardedTensors.open(folder).full_tensors("weights")
 
 
 def read_steps(run: Path, folder: Path) -> None:
@@ -111,7 +111,7 @@ def test_damaged_small_files_around_checkpoints(run: Path) -> None:
                 assert "repair or delete it" in said
             else:
                 assert latest.read_text() == "step-00000020"
-            assert newest_whole(run / "checkpoints") == run / "checkpoints" / "step-00000020"
+            assert newest_complete(run / "checkpoints") == run / "checkpoints" / "step-00000020"
             read_weights(run, run / "checkpoints" / "step-00000020")
             file.write_bytes(good)
 

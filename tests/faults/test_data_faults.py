@@ -28,10 +28,10 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
 from pipeline.data.loading.loader import Batch, Loader, train_view
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.retry import StorageError
-from pipeline.data.storage.whole import replacing
 from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.data import ShardConfig, VerifyConfig
 from pipeline.settings.run import AugmentConfig
@@ -114,7 +114,7 @@ def test_a_whole_data_set_is_whole(copy: Dataset, capfd: pytest.CaptureFixture[s
     assert report["is_whole"]
     assert (report["shards"], report["samples"], report["decoded"], report["kinds"]) == (5, 187, 187, {})
     assert report["bytes"] == sum(len(data) for name, data in before.items() if name.endswith(".tar"))
-    assert f": whole. read 5 shards, 187 images, {report['bytes'] / 1e3:,.0f} KB in" in capfd.readouterr().out
+    assert f": intact. read 5 shards, 187 images, {report['bytes'] / 1e3:,.0f} KB in" in capfd.readouterr().out
     shutil.rmtree(copy.path / "verify")
     assert {path.name: path.read_bytes() for path in copy.path.iterdir() if path.is_file()} == before
 
@@ -157,7 +157,7 @@ def test_a_member_whose_size_lies(size: int, copy: Dataset) -> None:
     found = kinds(report)
     assert found["checksum"] == 1
     assert report["kinds"]["member"]["first"][0]["key"] == "train00050"
-    # Every image's bytes are whole, at their place, and stay in use.
+    # Every image's bytes are intact, at their place, and stay in use.
     assert listed(copy) == []
     assert report["decoded"] == 187
 
@@ -527,7 +527,7 @@ def test_a_disk_that_fills(source: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert all(data == (whole.path / name).read_bytes() for name, data in finished.items())
         subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
         assert shard.run(settings(source, out)).fingerprint == whole.fingerprint
-        assert "shards were whole already" in capsys.readouterr().out
+        assert "shards were already complete" in capsys.readouterr().out
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -94,7 +94,7 @@ def test_a_skipped_step_leaves_the_mean_of_the_weights_as_it_was(out: Path, name
     two_before, after = (
         ShardedTensors.open(out / name / "checkpoints" / f"step-{step:08d}") for step in (BAD_STEP - 2, BAD_STEP)
     )
-    means, weights, found = two_before.whole("ema"), after.whole("weights"), after.whole("ema")
+    means, weights, found = two_before.full_tensors("ema"), after.full_tensors("weights"), after.full_tensors("ema")
     for tensor, mean in means.items():
         expected = torch.lerp(torch.from_numpy(mean), torch.from_numpy(weights[tensor]), 1 - DECAY).numpy()
         assert np.array_equal(found[tensor], expected), tensor

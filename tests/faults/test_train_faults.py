@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     assert resume.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console) == (before, {"step-00000020"})
     assert f"{newest} is damaged (index.json is missing): not used." in said.read_text()
     (before / "state.json").write_text("{}")
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole. Remove that folder"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is intact. Remove that folder"):
         resume.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console)
 
 

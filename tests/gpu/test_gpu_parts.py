@@ -130,7 +130,7 @@ def test_a_checkpoint_holds_what_was_on_the_device_when_it_was_saved(device: tor
     for step_number in (1, 2):
         found = ShardedTensors.open(tmp_path / f"step-{step_number:08d}")
         for i, state in enumerate(("weights", "exp_avg")):
-            assert np.all(found.whole(state)["w"] == step_number * 10 + i)
+            assert np.all(found.full_tensors(state)["w"] == step_number * 10 + i)
 
 
 def test_sums_over_ranks_that_are_fetched_later(device: torch.device) -> None:

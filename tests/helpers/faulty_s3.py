@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import BucketPath, to_path
 from pipeline.data.storage.retry import Retry
-from pipeline.data.storage.whole import replacing
 
 # (socket to the client, headers of the answer, its body): sends what the client gets, or returns the body to be sent.
 Fault = Callable[["_Handler", bytes, bytes], bytes | None]

@@ -79,5 +79,5 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def newest_whole(folder: Path) -> str | None:
+def newest_complete(folder: Path) -> str | None:
     return next((path.name for path in Checkpoints(folder).candidates() if verify(path) is None), None)

@@ -166,9 +166,9 @@ def test_the_mean_of_the_weights_is_kept_resumed_scored_and_exported(matrix: Pat
     new = models.create("ViT-Ti/8", 16, 4, representation=True, width=32, depth=2, mlp_width=64, num_heads=2)
     expected = {name: parameter.detach().numpy().astype(np.float64) for name, parameter in new.named_parameters()}
     for sharded in steps:
-        weights = sharded.whole("weights")
+        weights = sharded.full_tensors("weights")
         expected = {name: 0.8 * mean + 0.2 * weights[name] for name, mean in expected.items()}
-    found, model = steps[-1].whole("ema"), models.load(run)
+    found, model = steps[-1].full_tensors("ema"), models.load(run)
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(found[name], expected[name], atol=1e-6)
         assert np.array_equal(found[name], parameter.detach().numpy()), "what is exported"

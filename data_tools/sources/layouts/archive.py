@@ -18,8 +18,8 @@ from data_tools.progress import Reading
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove_if_empty, version
-from pipeline.data.storage.whole import replacing
 
 COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"PK\x05\x06": "zip"}

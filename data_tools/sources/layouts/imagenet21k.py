@@ -18,8 +18,8 @@ from data_tools.sources.layouts.archive import LIST, kind, staged_path, tar_memb
 from data_tools.sources.listing import Collector, printable
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, name_inside, walk_files
-from pipeline.data.storage.whole import replacing
 from pipeline.settings.data import ShardConfig
 
 # pyarrow's S3 client has 25 connections. _AHEAD bounds the finished lists in memory that wait for an earlier, slow tar.
@@ -159,11 +159,11 @@ def _read_list(cached: AnyPath) -> _Members | None:
     except (UserError, EOFError, OSError, zlib.error):
         return None
     # Not checked by `json_record`, which would take minutes for 14 million rows.
-    is_whole = all(
+    is_complete = all(
         type(row) is list
         and len(row) == 4
         and type(row[1]) is type(row[2]) is int
         and type(row[0]) is type(row[3]) is str
         for row in rows
     )
-    return [tuple(row) for row in rows] if is_whole else None
+    return [tuple(row) for row in rows] if is_complete else None

@@ -20,9 +20,9 @@ from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import shortened
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.data.storage.whole import replacing
 from pipeline.settings.data import ShardConfig
 
 _IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16

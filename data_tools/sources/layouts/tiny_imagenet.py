@@ -15,8 +15,8 @@ from data_tools.sources.layouts import archive
 from data_tools.sources.layouts import folder as class_folders
 from data_tools.sources.listing import Collector, printable
 from pipeline.base.errors import UserError
+from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, file_size
-from pipeline.data.storage.whole import read_bytes
 from pipeline.settings.data import ShardConfig
 
 SPLITS = {"train": "train", "val": "val"}

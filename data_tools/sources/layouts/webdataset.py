@@ -50,7 +50,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         container = collector.add_container(path)
         collector.prefixes.append(name.removesuffix(".tar"))
         with path.open("rb") as file:
-            for sample in whole_samples(file, path):
+            for sample in complete_samples(file, path):
                 where = f"{name}: {sample.name}"
                 if sample.fault == NO_LABEL:
                     faults.append(f"{printable(where)} ({sample.fault})")
@@ -79,7 +79,7 @@ def is_shard(path: AnyPath) -> bool:
         return any(split_name(member.name)[1] in ("cls", "json") for member in members if not member.is_folder)
 
 
-def whole_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
+def complete_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
     """Yields every sample with an image, in tar order. Raises UserError when the tar is damaged."""
     try:
         members = tar_members(file, 0, file_size(path))

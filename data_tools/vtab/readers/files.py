@@ -15,8 +15,8 @@ from data_tools.sources.listing import printable
 from data_tools.vtab.datasets import DataSet, PublishedFile
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, version, walk_files
-from pipeline.data.storage.whole import replacing
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 # Other archives with the same files.

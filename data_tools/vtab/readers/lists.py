@@ -8,8 +8,8 @@ from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.split import NUM_TRAIN, NUM_VAL, SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
-from pipeline.data.storage.whole import read_bytes
 from pipeline.settings.quantities import whole_number
 from pipeline.transfer.vtab_tasks import Task
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from data_tools.sources.images import png
 from data_tools.vtab.readers.files import FileLocation
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, make_folder
-from pipeline.data.storage.whole import replacing
 
 # Reads some rows, in ascending order: yields the pixels of each, uint8 (H, W) or (H, W, 3).
 Pixels = Callable[[np.ndarray], Iterator[np.ndarray]]

@@ -21,8 +21,8 @@ from data_tools.vtab.split import hashed_order
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, file_size, to_path
-from pipeline.data.storage.whole import read_bytes
 from pipeline.transfer.vtab_tasks import Task
 
 # Returns the key of a record, given the class names of the data set; None if the record has no key.

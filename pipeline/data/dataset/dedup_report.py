@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from pipeline.base import json_record
+from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, locate
-from pipeline.data.storage.whole import read_bytes
 
 DEDUP_REPORT = "dedup/report.json"
 

@@ -17,9 +17,9 @@ from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.tables import ManifestTables
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, make_folder
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.data.storage.whole import replacing
 from pipeline.settings.quantities import Limit
 
 FOLDER = "exclude"

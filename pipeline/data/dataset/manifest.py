@@ -43,10 +43,10 @@ from pipeline.data.dataset.tables import (
     parse_info,
     reading,
 )
+from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.retry import Retry
-from pipeline.data.storage.whole import read_bytes, replacing
 from pipeline.settings.quantities import Limit
 
 __all__ = [

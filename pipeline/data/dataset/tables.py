@@ -144,7 +144,7 @@ class ManifestTables:
         """The path of a tar, by its name in shards.parquet."""
         return locate(self.path, name)
 
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether both tables exist with the right checksums. (The tars are not read.)"""
         try:
             return all(file_sha256(self.path / name) == sha256 for name, sha256 in self.info["files"].items())

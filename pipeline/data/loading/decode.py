@@ -75,15 +75,15 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None, by_r
     return pixels[top : top + height, left : left + width]
 
 
-def inspect(data: bytes, whole: bool) -> tuple[str, int, int]:
+def inspect(data: bytes, decode_all: bool) -> tuple[str, int, int]:
     """(file extension by content, width, height) of an image as stored, before EXIF rotation. Raises DecodeError.
 
-    whole: decode the whole image, to detect truncated and damaged files; else only the header is read (see `check_end`).
+    decode_all: decode the whole image, to detect truncated and damaged files; else only the header is read (see `check_end`).
     """
     ext = _format(data)
     size = _jpeg_size(data) if ext == "jpg" else None
     height, width = size or _with_pillow(data, lambda image: (image.height, image.width))
-    if whole:
+    if decode_all:
         decode(data)
     return ext, width, height
 
@@ -95,12 +95,12 @@ def check_end(data: bytes, ext: str) -> None:
     """
     if ext == "jpg":
         # Segments before the scan do not count: EXIF may hold a complete thumbnail.
-        is_whole = data.rfind(_JPEG_END, _start_of_scan(data)) >= 0
+        is_complete = data.rfind(_JPEG_END, _start_of_scan(data)) >= 0
     elif ext == "png":
-        is_whole = data.rfind(_PNG_END) >= 0
+        is_complete = data.rfind(_PNG_END) >= 0
     else:
-        is_whole = ext != "webp" or len(data) >= 8 + int.from_bytes(data[4:8], "little")
-    if not is_whole:
+        is_complete = ext != "webp" or len(data) >= 8 + int.from_bytes(data[4:8], "little")
+    if not is_complete:
         raise DecodeError("cut off: it has no end" if ext == "webp" else "cut off: it has no end marker")
 
 

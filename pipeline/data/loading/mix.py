@@ -61,14 +61,14 @@ def mix_images(images: Tensor, valid: Tensor, mixing: Mixing) -> tuple[Tensor, T
 
     valid: bool (B,); a pair with an unreadable sample is not mixed: its weight is 1.
     """
-    whole = (valid & _partner(valid)).float()
-    own = 1 - whole * (1 - mixing.own)
+    both_valid = (valid & _partner(valid)).float()
+    own = 1 - both_valid * (1 - mixing.own)
     if mixing.box is None:
         return mix_pairs(images, own), own
     top, left, bottom, right = mixing.box
     inside = torch.zeros(images.shape[2:], dtype=torch.bool, device=images.device)
     inside[top:bottom, left:right] = True
-    return torch.where(inside & whole.bool()[:, None, None, None], _partner(images), images), own
+    return torch.where(inside & both_valid.bool()[:, None, None, None], _partner(images), images), own
 
 
 def mix_pairs(values: Tensor, own: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class BucketPath:
     # ---------------------------------------------------------------- writing
     @contextlib.contextmanager
     def replacing(self) -> Iterator[BinaryIO]:
-        """A temporary local file, uploaded when the block ends without an exception (see `whole.replacing`)."""
+        """A temporary local file, uploaded when the block ends without an exception (see `atomic.replacing`)."""
         with _temporary_file("upload-") as file:
             yield file
             file.flush()

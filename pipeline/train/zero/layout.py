@@ -131,6 +131,6 @@ def publish(engine: Any) -> None:
         for i in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(i)
         # Small parameters are not partitioned.
-        if whole := optimizer.persistent_parameters:
-            whole[0].partition(whole)
-            whole[0].all_gather(whole)
+        if persistent := optimizer.persistent_parameters:
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)

@@ -30,11 +30,11 @@ def draw_rates_of_groups(tried: dict[str, dict[float, tuple[float, int, int]]]) 
         members = [task for task in TASKS if task.group == group and tried.get(task.name)]
         for task in members:
             _draw_task(axes, tried[task.name], colour)
-        whole = [tried[task.name] for task in members if set(tried[task.name]) == set(rates)]
-        if whole:
-            means = [100 * float(np.mean([of_task[rate][0] for of_task in whole])) for rate in rates]
+        complete = [tried[task.name] for task in members if set(tried[task.name]) == set(rates)]
+        if complete:
+            means = [100 * float(np.mean([of_task[rate][0] for of_task in complete])) for rate in rates]
             axes.plot(
-                rates, means, color=colour, linewidth=2.6, marker="o", label=f"mean of {counted(len(whole), 'task')}"
+                rates, means, color=colour, linewidth=2.6, marker="o", label=f"mean of {counted(len(complete), 'task')}"
             )
             axes.legend(frameon=False, loc="lower center")
         axes.set_title(f"{group} ({len(members)} of {counted(sum(task.group == group for task in TASKS), 'task')})")

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, write_dataset
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.atomic import replacing
 
 
 def rows(first: int, labels: list[list[int]]) -> pa.Table:

@@ -162,7 +162,7 @@ def test_exif_that_makes_no_sense_costs_nothing(encode: Encode) -> None:
     for file in files:
         check(decode(file), CORNERS, within=6)
         check(decode(file, lambda height, width: (0, 0, height, width)), CORNERS, within=6)
-        assert inspect(file, whole=True)[0] == "jpg"
+        assert inspect(file, decode_all=True)[0] == "jpg"
 
 
 def test_exif_behind_long_segments_is_found(encode: Encode) -> None:

@@ -20,10 +20,10 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, eval_view
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage import object_store
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import name_inside, remove_tree, to_path, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry
-from pipeline.data.storage.whole import replacing
 from pipeline.settings.run import AugmentConfig
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -40,7 +40,7 @@ from pipeline.data.loading.decode import inspect
 with open(sys.argv[1], "rb") as file:
     data = file.read()
 before = peak()
-_, width, height = inspect(data, whole=True)
+_, width, height = inspect(data, decode_all=True)
 print(peak() - before, width * height)
 """
 

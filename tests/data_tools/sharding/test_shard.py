@@ -108,7 +108,7 @@ def test_killed_job_goes_on_and_gives_the_same_bytes(ray_cluster: int, source: P
 
     capfd.readouterr()
     again = shard.run(settings(source, out, samples_per_shard=1))
-    assert " shards were whole already" in capfd.readouterr().out
+    assert " shards were already complete" in capfd.readouterr().out
     assert contents(again.path) == contents(whole.path)
 
 

@@ -120,7 +120,7 @@ def test_a_cut_image_is_skipped_by_its_header_alone_too(job: ShardingJob, tmp_pa
     for number, data in ((1, jpeg(1)[:-30]), (2, cut)):
         (tmp_path / f"raw/cat/{number}.jpg").write_bytes(data)
         job.rows["size"][number] = len(data)
-    done = write_shard(replace(job, whole=False))
+    done = write_shard(replace(job, decode_all=False))
     assert [(key, reason) for key, _, reason in done.skipped] == [
         ("cat/1", "cut off: it has no end marker"), ("cat/2", "cut off: it has no end marker")
     ]  # fmt: skip
