@@ -93,7 +93,7 @@ class GpuBench:
         parts: list[Callable[[], object]] = [partial(self._compare, case, engine) for case in others[:1]]
         parts += [
             partial(self._from_shards, first, best),
-            partial(self._apart, f"others {first.name}", gpu_step.beside_others, (first, best, False), _PART_SECONDS),
+            partial(self._apart, f"others {first.name}", gpu_step.against_others, (first, best, False), _PART_SECONDS),
         ]
         for case in [first, *others[:1]]:
             plain = Setup(deterministic=True)
@@ -107,7 +107,7 @@ class GpuBench:
             partial(
                 self._apart,
                 f"others {first.name}, compiled",
-                gpu_step.beside_others,
+                gpu_step.against_others,
                 (first, best, True),
                 _PART_SECONDS,
             )

@@ -128,7 +128,7 @@ def measure(case: Case, setup: Setup) -> Iterator[Row]:
         }  # fmt: skip
 
 
-def beside_others(case: Case, best: Setup, compiled: bool) -> Iterator[Row]:
+def against_others(case: Case, best: Setup, compiled: bool) -> Iterator[Row]:
     """Rows of the best step, a bare loop, `transformers`' and timm's model with the same optimizer, interleaved in rounds.
 
     compiled: these models are compiled by torch, with its defaults.

@@ -59,7 +59,7 @@ def run(config: TrainBenchConfig, record: BenchRecord) -> None:
     if config.data:
         record.add("from shards", **from_shards(config))
     else:
-        beside_a_bare_loop(config, record)
+        against_a_bare_loop(config, record)
 
 
 def from_shards(config: TrainBenchConfig) -> dict[str, float]:
@@ -104,7 +104,7 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
     return found
 
 
-def beside_a_bare_loop(config: TrainBenchConfig, record: BenchRecord) -> float:
+def against_a_bare_loop(config: TrainBenchConfig, record: BenchRecord) -> float:
     """Print the speed of both; returns the relative overhead of the pipeline's step in wall-clock time, the median over rounds.
 
     On a CPU the overhead in CPU seconds is printed as well, which is more reliable on a machine with other load.

@@ -111,7 +111,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             file.write(json.dumps(identity).encode())
         if not (out / SOURCE_TABLE).exists():
             save(listing, out / SOURCE_TABLE)
-        for name, table in listing.beside.items():
+        for name, table in listing.extra_tables.items():
             with replacing(out / name) as file:
                 pq.write_table(table, file, compression="zstd")
         listing, copies = split, None

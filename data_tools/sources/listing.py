@@ -49,7 +49,7 @@ class Listing:
     skipped: items that belong to the data set but cannot be used; they count as bad images.
     root: the folder that the names of separate files are relative to. convert: applied to each image file before it is
     written; a module-level function, so that it can be pickled for tasks. None copies the bytes. about: further entries for
-    `source` in dataset.json. beside: further tables for the data set's folder, by file name. class_names: readable names of
+    `source` in dataset.json. extra_tables: further tables for the data set's folder, by file name. class_names: readable names of
     classes, if the source has them.
     """
 
@@ -62,7 +62,7 @@ class Listing:
     notes: list[str]
     convert: Callable[[bytes], bytes] | None = None
     about: dict[str, Any] = field(default_factory=dict)
-    beside: dict[str, pa.Table] = field(default_factory=dict)
+    extra_tables: dict[str, pa.Table] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     class_names: dict[str, str] = field(default_factory=dict)
 

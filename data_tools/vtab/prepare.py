@@ -105,7 +105,7 @@ def _list(
         original = read_original(task, origin, staging, published)
         listing = _listing(task, original, source, settings.splits, staging)
         about["notes"] = original.notes
-        about["keys_sha256"] = digest(listing.beside[KEYS_FILE])
+        about["keys_sha256"] = digest(listing.extra_tables[KEYS_FILE])
     return replace(listing, notes=[*listing.notes, *about["notes"]], about={"vtab": about})
 
 
@@ -133,7 +133,7 @@ def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, 
                     containers[place.archive], place.offset, place.size, place.packed,
                 )  # fmt: skip
     table = key_table(original.pools)
-    return replace(collector.finish(), convert=original.convert, beside={KEYS_FILE: table})
+    return replace(collector.finish(), convert=original.convert, extra_tables={KEYS_FILE: table})
 
 
 def _report(ready: list[str], missing: dict[str, str]) -> None:

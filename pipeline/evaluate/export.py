@@ -150,11 +150,11 @@ def _unfinished(out: Path) -> Iterator[Path]:
 
 def _source_side(path: Path, config: Config) -> tuple[str, Forward] | None:
     """(name, forward) of the program that weights with a config.json come from, with its normalisation; None if unavailable."""
-    beside = files.beside(path)
-    if "model_type" in beside.config:
-        form, images = "huggingface", from_huggingface(beside.processor)
-    elif "architecture" in beside.config:
-        form, images = "timm", from_timm(beside.config.get("pretrained_cfg", {}))
+    config_files = files.config_files(path)
+    if "model_type" in config_files.config:
+        form, images = "huggingface", from_huggingface(config_files.processor)
+    elif "architecture" in config_files.config:
+        form, images = "timm", from_timm(config_files.config.get("pretrained_cfg", {}))
     else:
         return None
     name, forward = _other_side(form, path.parent, config)

@@ -66,7 +66,7 @@ def _weights_in(folder: Path) -> Path | None:
     return next((folder / name for name in _FILES if (folder / name).is_file()), None)
 
 
-def beside(path: Path) -> ConfigFiles:
+def config_files(path: Path) -> ConfigFiles:
     """The configuration files in the folder of a file of Hugging Face or timm; empty for other files."""
     if path.name not in _HUB_FILES:
         return ConfigFiles()

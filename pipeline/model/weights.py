@@ -116,7 +116,7 @@ def _read(path: Path) -> Weights:
         state_dict = files.state_dict_in(content)
         if state_dict is None:
             raise UserError(f'neither a weights file of ours (no format "{FORMAT}") nor a state dict. {ADVICE}')
-        return from_state_dict(state_dict, files.beside(path))
+        return from_state_dict(state_dict, files.config_files(path))
 
 
 def _read_ours(content: dict[str, Any]) -> Weights:

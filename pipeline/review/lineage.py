@@ -177,10 +177,10 @@ def _descend(found: Lineage, record: RunRecord, reader: RunReader, depth: int) -
 def _children_in_folder(found: Lineage, record: RunRecord) -> Iterator[str]:
     assert record.folder is not None
     mine = record.folder.resolve()
-    beside: list[Path] = []
+    neighbours: list[Path] = []
     with contextlib.suppress(PermissionError):  # A run may be readable in a folder that may not be listed.
-        beside = [*mine.parent.iterdir()]
-    for folder in sorted([*beside, *mine.glob("vtab/*")]):
+        neighbours = [*mine.parent.iterdir()]
+    for folder in sorted([*neighbours, *mine.glob("vtab/*")]):
         if folder == mine or not os.path.isdir(folder) or not is_run(folder):
             continue
         try:

@@ -39,7 +39,7 @@ def draw_scores(answers: Answers) -> bytes | None:
         return None
     figure, axes = _figure(11, 5.6)
     looks = _Looks(answers)
-    laws = _laws_beside_scores(answers)
+    laws = _plotted_laws(answers)
     with_law = {line.name for line in laws}
     for model in dict.fromkeys(point.model for point in points):
         own = sorted((point for point in points if point.model == model), key=answers.x)
@@ -71,7 +71,7 @@ def draw_scores(answers: Answers) -> bytes | None:
 
 def draw_laws(answers: Answers) -> bytes | None:
     """PNG with a panel for each model's law that `draw_scores` has no room for; None if there is none."""
-    shown = {line.name for line in _laws_beside_scores(answers)}
+    shown = {line.name for line in _plotted_laws(answers)}
     several = {
         line.family
         for line in answers.families
@@ -105,7 +105,7 @@ def draw_laws(answers: Answers) -> bytes | None:
     return png(figure)
 
 
-def _laws_beside_scores(answers: Answers) -> list[Line]:
+def _plotted_laws(answers: Answers) -> list[Line]:
     """The laws of families, or of a few models: more bands would hide each other."""
     laws = [line for line in answers.lines if line.fit and not line.why_not]
     return laws if len(laws) <= _MAX_LAWS else []

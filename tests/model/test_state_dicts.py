@@ -397,7 +397,7 @@ def test_transposed_tensors_of_transformers_change_the_logits(tmp_path, transfor
 def test_positions_of_another_size_are_transformers(tmp_path, transformers, kind, kernel, size):
     theirs = randomised(getattr(transformers, f"{kind}Model")(hf_config(transformers, kind)))
     theirs.save_pretrained(tmp_path)
-    halves_beside(tmp_path)
+    write_halves(tmp_path)
     x = torch.rand(2, 3, *size) * 2 - 1
     expected = theirs(x, **({"interpolate_pos_encoding": True} if kind == "ViT" else {})).last_hidden_state
 
@@ -549,7 +549,7 @@ def test_a_lone_dinov2_is_taken_to_read_imagenets_statistics(tmp_path):
     assert any("ImageNet's mean" in note for note in notes_of(tmp_path / "dinov2.pth"))
 
 
-def halves_beside(folder):
+def write_halves(folder):
     halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 16, "width": 16}}
     (folder / "preprocessor_config.json").write_text(json.dumps(halves))
 
@@ -559,7 +559,7 @@ def halves_beside(folder):
 def test_dinov2s_classifier_is_left_out_and_its_body_read(tmp_path, transformers, kind):
     theirs = randomised(getattr(transformers, f"{kind}ForImageClassification")(hf_config(transformers, kind)))
     theirs.save_pretrained(tmp_path)
-    halves_beside(tmp_path)
+    write_halves(tmp_path)
     ours = load(tmp_path).eval()
     x = torch.rand(3, 3, 16, 16) * 2 - 1
     expected = theirs.base_model(x).last_hidden_state
@@ -577,7 +577,7 @@ def test_registers_are_transformers(tmp_path, transformers):
     config = hf_config(transformers, "Dinov2WithRegisters", num_register_tokens=3)
     theirs = randomised(transformers.Dinov2WithRegistersModel(config))
     theirs.save_pretrained(tmp_path)
-    halves_beside(tmp_path)
+    write_halves(tmp_path)
     ours = load(tmp_path).eval()
     assert ours.config.registers == 3
     x = torch.rand(3, 3, 16, 16) * 2 - 1

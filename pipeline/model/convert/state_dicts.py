@@ -119,12 +119,12 @@ class ConfigFiles:
     processor: Json = field(default_factory=dict)  # preprocessor_config.json
 
 
-def from_state_dict(tensors: Mapping[str, Tensor], beside: ConfigFiles) -> Weights:
+def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) -> Weights:
     """The weights in our terms; the tensors returned share no memory with the given ones.
 
     Raises UserError naming the key and the shapes, or the feature of the model that is not supported.
     """
-    kind = _text(beside.config, "model_type")
+    kind = _text(config_files.config, "model_type")
     if kind and kind not in _HUGGINGFACE_KINDS:
         family = next((name for name in _ALTERNATIVES if kind.startswith(name)), "")
         remedy = _ALTERNATIVES.get(family, "It is another architecture than the plain ViT: there is no way to load it.")
@@ -138,9 +138,9 @@ def from_state_dict(tensors: Mapping[str, Tensor], beside: ConfigFiles) -> Weigh
                 raise UserError(f'it has {feature} ("{key}"), which is not supported.')
     if "patch_embed.proj.weight" in tensors or is_bit(tensors):
         try:
-            return _from_timm(tensors, beside.config)
+            return _from_timm(tensors, config_files.config)
         except UserError as error:
-            architecture = _text(beside.config, "architecture")
+            architecture = _text(config_files.config, "architecture")
             if architecture and not architecture.startswith(_TIMM_KINDS):
                 known = "vit_*, deit_*, deit3_*, flexivit_*, resnetv2_*_bit"
                 raise UserError(
@@ -149,7 +149,7 @@ def from_state_dict(tensors: Mapping[str, Tensor], beside: ConfigFiles) -> Weigh
                 ) from error
             raise
     if any(key.endswith("embeddings.patch_embeddings.projection.weight") for key in tensors):
-        return _from_huggingface(tensors, beside)
+        return _from_huggingface(tensors, config_files)
     some = ", ".join(sorted(tensors)[:3]) or "nothing"
     raise UserError(f"its tensors are neither named as timm's nor as Hugging Face's ViT ({some} ...).")
 
@@ -187,16 +187,16 @@ def _from_timm(tensors: dict[str, Tensor], config: Json) -> Weights:
     return _read(tensors, "timm", hints, images, extra, notes)
 
 
-def _from_huggingface(tensors: dict[str, Tensor], beside: ConfigFiles) -> Weights:
+def _from_huggingface(tensors: dict[str, Tensor], config_files: ConfigFiles) -> Weights:
     prefix = next(k for k in tensors if k.endswith("embeddings.patch_embeddings.projection.weight"))
     prefix = prefix.removesuffix("embeddings.patch_embeddings.projection.weight")
     tensors = {_name_in_file(key.removeprefix(prefix), _NEW_NAMES): tensor for key, tensor in tensors.items()}
     kind = "dinov2" if "encoder.layer.0.norm1.weight" in tensors else "huggingface"
     if kind == "huggingface":
         tensors = {_name_in_file(key, _NEW_MLP): tensor for key, tensor in tensors.items()}
-    config: _HuggingFaceConfig = json_record.convert(beside.config, _HuggingFaceConfig, "config.json")
+    config: _HuggingFaceConfig = json_record.convert(config_files.config, _HuggingFaceConfig, "config.json")
     notes: list[str] = []
-    if not beside.config:
+    if not config_files.config:
         notes.append("no config.json: number of heads, GELU and eps taken as Hugging Face's own")
     has_layer_scale = _simplify(tensors, notes)
     head, norm = tensors.get("classifier.weight"), tensors.get("layernorm.weight")
@@ -210,8 +210,8 @@ def _from_huggingface(tensors: dict[str, Tensor], beside: ConfigFiles) -> Weight
     if (config.pooler_act or "tanh") != "tanh":
         raise UserError(f"its pooler computes {config.pooler_act}; only tanh is supported.")
     names = _class_names(config.id2label or {}) if "classifier.weight" in tensors else None
-    images = preprocessing.from_huggingface(beside.processor)
-    if has_layer_scale and not beside.processor:
+    images = preprocessing.from_huggingface(config_files.processor)
+    if has_layer_scale and not config_files.processor:
         images = _assume_imagenet("preprocessor_config.json", notes)
     default_eps = 1e-6 if kind == "dinov2" else 1e-12
     eps = default_eps if config.layer_norm_eps is None else config.layer_norm_eps
