@@ -32,7 +32,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     path = Path(config.run)
     state = _newest_state(path)
     trained = state.step if state else 0
-    left_out = state.left_out if state else []
+    skipped_batches = state.left_out if state else []
     of_run = _settings(path, state)
     dataset = open_dataset(config.data or of_run.data.path)
     split, _ = run_splits(dataset, of_run.data, of_run.seed)
@@ -49,7 +49,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         )
 
     if config.step:
-        rows, epochs = order.slice(batch_of_step(config.step - 1, left_out), config.rank, config.ranks)
+        rows, epochs = order.slice(batch_of_step(config.step - 1, skipped_batches), config.rank, config.ranks)
         table = _of_step(dataset, split, rows, epochs, first_place=config.rank * len(rows))
         if config.sheet:
             _draw(of_run, split, rows, epochs, Path(config.sheet))
@@ -57,7 +57,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
         said = f"step {config.step:,} of {steps:,}{share}: {counted(len(rows), 'sample')}, {when}"
     else:
-        table = _of_sample(order, split.row_of(config.sample), steps, trained, config.ranks, left_out)
+        table = _of_sample(order, split.row_of(config.sample), steps, trained, config.ranks, skipped_batches)
         seen = sum(row["trained"] == "yes" for row in table)
         said = f"{config.sample}: seen {seen} times in the {counted(trained, 'step')} trained, {len(table)} in all {steps:,}"
     _show(table, config.csv)
@@ -136,13 +136,13 @@ def _of_step(
 
 
 def _of_sample(
-    order: SampleOrder, row: int, steps: int, trained: int, ranks: int, left_out: list[tuple[int, int]]
+    order: SampleOrder, row: int, steps: int, trained: int, ranks: int, skipped_batches: list[tuple[int, int]]
 ) -> list[dict[str, Any]]:
     """Return one row for each time the sample is seen."""
     batch, table = order.global_batch, []
-    for epoch in range(math.ceil((batch_of_step(steps - 1, left_out) + 1) * batch / order.num_samples)):
+    for epoch in range(math.ceil((batch_of_step(steps - 1, skipped_batches) + 1) * batch / order.num_samples)):
         number, place = divmod(int(order.positions(np.array([row]), epoch)[0]), batch)
-        step = step_of_batch(number, left_out)
+        step = step_of_batch(number, skipped_batches)
         if step is not None and step < steps:
             seen = "yes" if step < trained else "no"
             rank = place // (batch // ranks)

@@ -58,11 +58,11 @@ class GraphNode:
 
 @dataclass
 class Lineage:
-    """Boxes by key, and arrows as (key, key). left_out: why runs beside this one could not be read, one line each."""
+    """Boxes by key, and arrows as (key, key). ignored: why runs beside this one could not be read, one line each."""
 
     boxes: dict[str, GraphNode] = field(default_factory=dict)
     arrows: list[tuple[str, str]] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
 
     def add(self, box: GraphNode) -> bool:
         """Returns whether the box is new."""
@@ -137,7 +137,7 @@ def _parent(found: Lineage, record: RunRecord, reader: RunReader) -> RunRecord |
             return from_mlflow(reader.store, run_id, with_points=False)
     except (UserError, OSError) as error:
         if by_folder is not None:
-            found.left_out.append(str(error))
+            found.ignored.append(str(error))
         return tried
     return tried if origin else ""
 
@@ -159,7 +159,7 @@ def _descend(found: Lineage, record: RunRecord, reader: RunReader, depth: int) -
         try:
             child = from_folder(Path(address)) if record.folder is not None else reader.read_summary(address)
         except (UserError, OSError) as error:  # A damaged run of the same folder is not this run's problem.
-            found.left_out.append(str(error))
+            found.ignored.append(str(error))
             continue
         box = _run_box(child)
         if child.origin and (begun := ", ".join(filter(None, [_step(child.origin), child.origin.score]))):
@@ -187,7 +187,7 @@ def _children_in_folder(found: Lineage, record: RunRecord) -> Iterator[str]:
             weights = os.path.expanduser(weights_named_in(folder))
             path = Path(os.path.realpath(weights)) if weights and "\0" not in weights else None
         except (UserError, OSError) as error:
-            found.left_out.append(str(error))
+            found.ignored.append(str(error))
             continue
         if path is not None and (path == mine or mine in path.parents):
             yield str(folder)

@@ -83,7 +83,7 @@ class _AnyResults:
 # ---------------------------------------------------------------------- from a folder
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a run folder, and of `page/` in it: regular files inside of it, see `RunRecord.left_out`."""
+    """The files of a run folder, and of `page/` in it: regular files inside of it, see `RunRecord.ignored`."""
 
     path: Path
 
@@ -137,8 +137,8 @@ def from_folder(folder: Path) -> RunRecord:
     if not is_run(folder):
         raise UserError(f"{folder} is not the folder of a started run: config.json is missing.")
     files = FolderFiles(folder)
-    metrics, num_damaged, left_out = _metrics_of(folder)
-    left_out += PageFolder(folder).refused(_READ)
+    metrics, num_damaged, ignored = _metrics_of(folder)
+    ignored += PageFolder(folder).refused(_READ)
     facts = _facts(files)
     status = read_status(folder)
     word, outcome = (status.status, status.reason or status.status) if status else ("", "")
@@ -158,7 +158,7 @@ def from_folder(folder: Path) -> RunRecord:
     parameters = record.parameters if facts else _from_checkpoint(folder, record.parameters)
     return _complete(
         record, folder=folder, run_id=run_id_of(folder), status=word, outcome=tags.get("outcome", outcome or word),
-        parameters=parameters, num_damaged=num_damaged, left_out=(*record.left_out, *left_out),
+        parameters=parameters, num_damaged=num_damaged, ignored=(*record.ignored, *ignored),
     )  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     parents = {name.removesuffix("_run_id"): text for name, text in tags.items() if name.endswith("_run_id")}
     return _complete(
         record, run_id=stored.run_id, datasets=stored.datasets or record.datasets, parents=parents, outcome=outcome,
-        status="diverged" if outcome.startswith("diverged") else word, left_out=(*record.left_out, *impossible),
+        status="diverged" if outcome.startswith("diverged") else word, ignored=(*record.ignored, *impossible),
     )  # fmt: skip
 
 
@@ -301,7 +301,7 @@ def _assemble(
         images_per_step=as_count(settings.get("train.global_batch")),
         flops_per_image=flops or max(0.0, as_number(parameters.get("gflops_per_image"))) * 1e9,
         starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,
-        left_out=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
+        ignored=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class RunRecord:
     built. parameters: what follows from the settings, as text. parents: relation -> MLflow run ID. origin: the weights that the
     run began with, as they were then; None for new ones, and for runs of earlier versions. steps: planned ones, 0 if
     unknown. images_per_step, flops_per_image: 0 if unknown. starts: None for each of which nothing is known. results: of a grid or
-    a sweep. num_damaged: lines of metrics.jsonl that could not be read. left_out: what else of its files was not read, and why, in
+    a sweep. num_damaged: lines of metrics.jsonl that could not be read. ignored: what else of its files was not read, and why, in
     phrases.
     """
 
@@ -154,14 +154,14 @@ class RunRecord:
     starts: tuple[Start | None, ...] = ()
     results: dict[str, Any] = field(default_factory=dict)
     num_damaged: int = 0
-    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
     def problems(self) -> list[str]:
         """What of the run's files was not read, in phrases."""
         lines = [f"{counted(self.num_damaged, 'damaged line')} of metrics.jsonl are ignored"] * bool(self.num_damaged)
         unread = self._read_predictions[1]
-        return [*lines, *self.left_out, *([unread] if unread else [])]
+        return [*lines, *self.ignored, *([unread] if unread else [])]
 
     @property
     def predictions(self) -> dict[str, np.ndarray] | None:

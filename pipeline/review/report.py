@@ -38,7 +38,7 @@ _COUNTS = {
     "bad_samples": "training images that could not be read",
     "storage_retries": "storage requests that were tried again",
 }
-_MAX_LEFT_OUT = 4  # Damaged runs that are named.
+_MAX_IGNORED = 4  # Damaged runs that are named.
 _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 
@@ -80,10 +80,10 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     yield Heading("Lineage")
     found = lineage.lineage_of(record, reader)
     yield lineage.drawing(found)
-    for line in found.left_out[:_MAX_LEFT_OUT]:
+    for line in found.ignored[:_MAX_IGNORED]:
         yield Paragraph(f"Left out of the picture, because it is damaged: {line}")
-    if len(found.left_out) > _MAX_LEFT_OUT:
-        yield Paragraph(f"So are {len(found.left_out) - _MAX_LEFT_OUT:,} others.")
+    if len(found.ignored) > _MAX_IGNORED:
+        yield Paragraph(f"So are {len(found.ignored) - _MAX_IGNORED:,} others.")
     if record.steps or record.last_step:
         yield Heading("Plan and measurement")
         yield _measured(record)

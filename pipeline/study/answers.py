@@ -23,7 +23,7 @@ from pipeline.base.errors import UserError
 from pipeline.evaluate.intervals import Interval, of_samples
 from pipeline.evaluate.intervals import of_seeds as interval_of_seeds
 from pipeline.review.statistics import ScoreDifference, holm, of_proportions, of_same_seeds, of_seeds
-from pipeline.study.fit import LeftOut, PowerLaw, Prediction, common_noise, fit_power_law, leave_largest_out
+from pipeline.study.fit import Holdout, PowerLaw, Prediction, common_noise, fit_power_law, leave_largest_out
 from pipeline.study.fit_numbers import Noise
 from pipeline.study.fit_optimal import Optimal, compute_optimal
 from pipeline.study.results import CellResult, StudyResults
@@ -70,7 +70,7 @@ class Point:
 class Line:
     """Points with their law. why_not: why there is none, or why it says nothing. prediction: for the next larger run.
 
-    left_out: the check without the largest runs. no_prediction, no_check: sentences in place of these.
+    holdout: the check without the largest runs. no_prediction, no_check: sentences in place of these.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Line:
     why_not: str = ""
     prediction: Prediction | None = None
     no_prediction: str = ""
-    left_out: LeftOut | None = None
+    holdout: Holdout | None = None
     no_check: str = ""
 
 
@@ -254,16 +254,16 @@ def _fitted(line: Line, x: Callable[[Point], float], unit: str, noise: Noise | N
         prediction = fit.predict(next_larger([x(point) for point in line.points]))
     except UserError as error:
         no_prediction = f"{line.name}: {error}"
-    left_out, no_check = _left_out(runs, unit, noise)
+    holdout, no_check = _holdout(runs, unit, noise)
     return Line(
         line.name, line.family, line.points, fit, f"{line.name}: {fit.why_not}" if fit.why_not else "",
-        prediction, no_prediction, left_out, f"{line.name}: {no_check}" if no_check else "",
+        prediction, no_prediction, holdout, f"{line.name}: {no_check}" if no_check else "",
     )  # fmt: skip
 
 
-def _left_out(
+def _holdout(
     runs: tuple[list[float], list[float], list[str]], unit: str, noise: Noise | None
-) -> tuple[LeftOut | None, str]:
+) -> tuple[Holdout | None, str]:
     """The check without the largest runs, or why there is none. With its own noise if that is known, because the common noise knows the left-out runs."""
     reason = ""
     for one in [None, noise] if noise else [None]:

@@ -144,7 +144,7 @@ def _draw_law(
     axes.plot(beyond, 100 * (1 - law[200:]), "--", color=colour, linewidth=1.1)
     if found := line.prediction:
         _draw_open(axes, found.x, found, colour, "o")
-    if left := line.left_out:
+    if left := line.holdout:
         # Beside the truth, which would hide it.
         _draw_open(axes, left.prediction.x * (ends[1] / ends[0]) ** (0.02 * number), left.prediction, colour, "D")
 
@@ -172,7 +172,7 @@ def _law_handles(laws: Sequence[Line]) -> list[Line2D]:
                 label="predicted, next larger run",
             )
         )
-    if any(line.left_out for line in laws):
+    if any(line.holdout for line in laws):
         found.append(
             Line2D([], [], color=grey, marker="D", markersize=5, markerfacecolor="white", linestyle="none",
                    label="the largest, predicted from the others")
@@ -184,7 +184,7 @@ def _limits(points: Sequence[Point], laws: Sequence[Line]) -> tuple[float, float
     """Per cent, of all scores, predictions and checks: bands may be far wider."""
     values = [score for point in points for score in (*_ends(point), *point.scores)]
     for line in laws:
-        found = [one for one in (line.prediction, line.left_out.prediction if line.left_out else None) if one]
+        found = [one for one in (line.prediction, line.holdout.prediction if line.holdout else None) if one]
         values += [1 - error for one in found for error in (one.low, one.high)]
     low, high = 100 * min(values), 100 * max(values)
     margin = 0.06 * (high - low) or 1.0

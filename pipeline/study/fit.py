@@ -196,7 +196,7 @@ class PowerLaw:
 
 
 @dataclass(frozen=True, eq=False)
-class LeftOut:
+class Holdout:
     """A check of a law: fitted without the runs of the largest x, it predicts their mean error. is_inside: of the interval."""
 
     fit: PowerLaw
@@ -252,7 +252,7 @@ def leave_largest_out(
     floor: float | None = None,
     noise: Noise | None = None,
     unit: str = "exaFLOPs",
-) -> LeftOut:
+) -> Holdout:
     """Fit without the largest x, and predict it. Arguments: as of `fit_power_law`.
 
     Fits also as many sizes as there are parameters, if several seeds (or `noise`) tell the noise. Raises UserError as `fit_power_law` and
@@ -269,8 +269,8 @@ def leave_largest_out(
             f"parameters needs {num_parameters + 1} sizes, or {num_parameters} with several seeds."
         )
     fit = _fitted(all_x[is_left], all_errors[is_left], left_cells, confidence, floor, noise, unit)
-    left_out = all_errors[~is_left]
-    return LeftOut(fit, fit.predict(float(all_x.max()), len(left_out)), float(left_out.mean()), len(left_out))
+    holdout = all_errors[~is_left]
+    return Holdout(fit, fit.predict(float(all_x.max()), len(holdout)), float(holdout.mean()), len(holdout))
 
 
 def _checked(

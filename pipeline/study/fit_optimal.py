@@ -19,7 +19,7 @@ class Optimal:
     """The best family at a budget. probability: that its law is the lowest there; probabilities: of all compared families.
 
     low, high: the budgets around it in which it stays best; below, above: the family that is best beyond each, or "" where the range
-    ends because a fit is not supported beyond. left_out: families that were not compared, with the reason.
+    ends because a fit is not supported beyond. not_compared: families that were not compared, with the reason.
     """
 
     family: str
@@ -31,7 +31,7 @@ class Optimal:
     high: float
     below: str
     above: str
-    left_out: dict[str, str]
+    not_compared: dict[str, str]
 
 
 def compute_optimal(fits: Mapping[str, PowerLaw], budget: float, *, seed: int, draws: int = 1000) -> Optimal:
@@ -40,14 +40,14 @@ def compute_optimal(fits: Mapping[str, PowerLaw], budget: float, *, seed: int, d
     The probability is the share of `draws` parametric bootstraps of all families in which its law is the lowest. A family whose fit
     refuses a prediction at the budget is left out. Raises UserError if all are.
     """
-    predictions, left_out = dict[str, Prediction](), dict[str, str]()
+    predictions, not_compared = dict[str, Prediction](), dict[str, str]()
     for family, fit in fits.items():
         try:
             predictions[family] = fit.predict(budget)
         except UserError as error:
-            left_out[family] = str(error)
+            not_compared[family] = str(error)
     if not predictions:
-        reasons = " ".join(f"{family}: {reason}" for family, reason in left_out.items())
+        reasons = " ".join(f"{family}: {reason}" for family, reason in not_compared.items())
         raise UserError(f"No family can be recommended for {budget:.4g}. {reasons}")
     names = list(predictions)
     best = min(range(len(names)), key=lambda i: predictions[names[i]].error)
@@ -74,7 +74,7 @@ def compute_optimal(fits: Mapping[str, PowerLaw], budget: float, *, seed: int, d
         high=float(budgets[last]),
         below=names[order[first - 1]] if first else "",
         above=names[order[last + 1]] if last + 1 < len(budgets) else "",
-        left_out=left_out,
+        not_compared=not_compared,
     )
 
 

@@ -164,7 +164,7 @@ def _laws(answers: Answers) -> Iterator[Block]:
     rows = []
     for line in lines:
         if line.fit and not line.why_not:
-            found, left = line.prediction, line.left_out
+            found, left = line.prediction, line.holdout
             rows.append(
                 (
                     _name(line, answers), _limit(line.fit.floor),
@@ -233,7 +233,7 @@ def _optimal(answers: Answers) -> Iterator[Block]:
         name: reason
         for _, found in answers.optimal
         if not isinstance(found, str)
-        for name, reason in found.left_out.items()
+        for name, reason in found.not_compared.items()
     }
     fitted = {line.name for line in answers.models if line.fit and not line.why_not}
     absent = [line.name for line in answers.models if line.name not in fitted]

@@ -89,7 +89,7 @@ def _of_optimal(answers: Answers) -> Iterator[str]:
     budget, found = answers.optimal[-1]
     if isinstance(found, str):
         return
-    missed = any(line.name == found.family and line.left_out and not line.left_out.is_inside for line in answers.models)
+    missed = any(line.name == found.family and line.holdout and not line.holdout.is_inside for line in answers.models)
     yield (
         f"By the fitted laws, the best model for {amount(budget, answers)} is {found.family} (probability {100 * found.probability:.0f} %), "
         f"and it stays the best from {number(found.low, answers)} to {number(found.high, answers)}"
@@ -120,12 +120,12 @@ def _predicted(answers: Answers) -> list[Line]:
 
 def _of_checks(answers: Answers) -> Iterator[str]:
     predicted = _predicted(answers)
-    checked = [line for line in predicted if line.left_out]
+    checked = [line for line in predicted if line.holdout]
     if not checked:
         if predicted:
             yield "There is no check of this by leaving the largest runs out."
         return
-    held = [line.name for line in checked if line.left_out and line.left_out.is_inside]
+    held = [line.name for line in checked if line.holdout and line.holdout.is_inside]
     failed = [line.name for line in checked if line.name not in held]
     if not failed:
         yield f"Laws fitted without the largest runs predicted these within their intervals ({listed(held, _MAX_NAMED)})."

@@ -76,10 +76,10 @@ def test_laws_of_models_predict_the_next_larger_run_and_the_left_out_one() -> No
     assert [line.name for line in answers.lines] == ["ViT-Ti/4", "R26"]
     for line, scale, exponent in zip(answers.lines, (40.0, 4.0), (0.48, 0.24), strict=True):
         assert line.prediction
-        assert line.left_out
+        assert line.holdout
         assert line.prediction.x == 100_000
         assert line.prediction.low < 1 - made_up.law(100_000, scale, exponent) < line.prediction.high
-        assert line.left_out.is_inside
+        assert line.holdout.is_inside
         # The noise of both lines together: 24 runs less 8 means, and 2 of cells.
         assert line.fit
         assert line.fit.noise.num_runs == 24
@@ -117,7 +117,7 @@ def test_too_few_sizes_are_a_sentence_and_no_law() -> None:
     for line in answers.lines:
         assert line.fit is None
         assert line.prediction is None
-        assert line.left_out is None
+        assert line.holdout is None
         assert (
             line.why_not
             == f"No law is fitted to {line.name}: it needs scores at 4 different numbers of training images, there are 2."

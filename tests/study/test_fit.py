@@ -290,7 +290,7 @@ def test_families_that_say_nothing_are_left_out_with_their_reason() -> None:
     found = compute_optimal(fits, 100, seed=0)
     assert found.family == "good"
     assert found.probabilities == {"good": 1}
-    assert "does not fall" in found.left_out["flat"]
+    assert "does not fall" in found.not_compared["flat"]
     with pytest.raises(UserError, match=r"No family can be recommended for 100.*flat: The fit says nothing"):
         compute_optimal({"flat": fits["flat"]}, 100, seed=0)
     with pytest.raises(UserError, match="No prediction at 1e"):
