@@ -50,7 +50,7 @@ class FinetuneScores:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ScoresFile:
     """The fields of a run's scores.json that are checked. Only a run that predicts masked patches has no top1."""
 
     loss: float
@@ -129,12 +129,12 @@ def remove_unreadable_scores(run: ChildRun) -> None:
         file.unlink(missing_ok=True)
 
 
-def read_evaluation(run: ChildRun) -> Evaluation:
+def read_evaluation(run: ChildRun) -> ScoresFile:
     """The last evaluation of a run. Raises FileNotFoundError, and UserError for a damaged file."""
     from pipeline import objectives  # Late: imports torch.
 
     file = run.folder / _SCORES
-    found = json_record.read(file, Evaluation)
+    found = json_record.read(file, ScoresFile)
     if found.top1 is None and objectives.kind(run.config.train.loss).predicts_classes:
         raise UserError(f"{file}: top1 is missing.")
     if found.num_samples < 1 or any(share is not None and not 0 <= share <= 1 for share in (found.top1, found.top5)):
