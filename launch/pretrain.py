@@ -37,7 +37,8 @@ if __name__ == "__main__":
           deepspeed --num_gpus 8     launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml seed=1
           torchrun --nproc_per_node 2 launch/pretrain.py --config configs/pretrain/cifar10_small.yaml
           python launch/pretrain.py --config configs/pretrain/cifar10_small.yaml train.length="2 epochs" name=try
-          python launch/pretrain.py --help train.loss=softmax   # also lists the settings of what is learned
+
+        With a value of train.loss, --help also lists the settings of what is learned.
         """,
         more_help=settings_of_the_objective,
     )

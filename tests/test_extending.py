@@ -40,7 +40,7 @@ def changed(folder: Path, diff: str) -> None:
 
 def test_an_augmentation_is_a_setting_and_its_code_and_older_sweeps_are_continued(tmp_path: Path) -> None:
     """In two files. The digest of a published protocol, which outcomes of earlier sweeps carry, stays."""
-    diff = EXAMPLES[0][0]
+    diff = EXAMPLES["grayscale"][0]
     changed = re.findall(r"^\+\+\+ b/(.*)", diff, re.MULTILINE)
     assert sorted(changed) == ["pipeline/data/loading/distort.py", "pipeline/settings/run_sections.py"]
     shutil.copytree(ROOT / "pipeline", tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
@@ -78,7 +78,8 @@ from pipeline.model.convert.plain import as_plain
 from pipeline.model.files import open_safetensors
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
-from pipeline.train.resume import default_settings
+from pipeline.settings import changes
+from pipeline.settings.run import RunConfig
 
 def refused(function, *arguments):
     try:
@@ -92,7 +93,7 @@ checkpoint = folder / "checkpoints/step-00000003"
 assert schema.build(RunConfig, json.loads((folder / "config.json").read_text()), "config.json").model.final_norm is True
 saved = json.loads((checkpoint / "state.json").read_text())
 assert "final_norm" not in saved["model"] and models.config_from_dict(saved["model"]).final_norm is True
-assert "model.final_norm" not in saved["identity"] and default_settings()["model.final_norm"] is True
+assert "model.final_norm" not in saved["identity"] and changes.defaults(RunConfig)["model.final_norm"] is True
 assert models.load(folder)(torch.zeros(1, 3, 8, 8)).isfinite().all()
 
 # Weights that were saved without the field are read, and described by the same bytes. (safetensors itself shuffles its metadata.)
@@ -123,4 +124,4 @@ def test_a_new_field_of_the_model_leaves_what_was_made_before_as_it_was(tmp_path
     assert done.returncode == 0, done.stderr
     command = [sys.executable, tmp_path / "launch/pretrain.py", "--help"]
     help_text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "model.final_norm  (true|false; default true)\n      Normalise the tokens after the last block." in help_text
+    assert "model.final_norm  (true|false; default true; another value is another run)\n      Normalise the tokens after the last block." in help_text
