@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = dict(
     zip(
-        ("grayscale", "json_lines", "final_norm"),
+        ("grayscale", "json_lines", "simclr", "final_norm"),
         re.findall(r"```diff\n(.*?)```\n\n```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL),
         strict=True,
     )
@@ -124,4 +124,7 @@ def test_a_new_field_of_the_model_leaves_what_was_made_before_as_it_was(tmp_path
     assert done.returncode == 0, done.stderr
     command = [sys.executable, tmp_path / "launch/pretrain.py", "--help"]
     help_text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "model.final_norm  (true|false; default true; another value is another run)\n      Normalise the tokens after the last block." in help_text
+    assert (
+        "model.final_norm  (true|false; default true; another value is another run)\n      Normalise the tokens after the last block."
+        in help_text
+    )

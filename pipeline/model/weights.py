@@ -32,6 +32,8 @@ from pipeline.model.position import resample_state, resampling_note
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
+# Before the name of a tensor in a checkpoint of training that is no part of the model.
+ADDITION = "objective."
 
 Say = Callable[[str], object]
 
@@ -127,12 +129,16 @@ def _read_ours(content: dict[str, Any]) -> Weights:
         state = content.get("state")
         if not isinstance(state, Mapping):
             raise UserError("it holds no state.")
+        added = [name for name in state if name.startswith(ADDITION)]
+        state = {name: tensor for name, tensor in state.items() if name not in added}
         with torch.device("meta"):
             expected = build(config).state_dict()
         check_tensors(state, {name: tuple(tensor.shape) for name, tensor in expected.items()})
     except UserError as error:
         raise UserError(f"{error} {ADVICE}") from error
     weights = Weights(config, {name: tensor.float() for name, tensor in state.items()}, dict(found.extra), [])
+    if added:
+        weights.notes.append(f"{counted(len(added), 'tensor')} that the training objective added left out")
     return _without_masking(weights, config) if isinstance(config, ViTConfig) and config.masked else weights
 
 

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
+from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.model import Config, Model, configure
 from pipeline.objectives.objective import Objective
 from pipeline.settings.command import listed
@@ -61,7 +64,11 @@ def check(config: RunConfig) -> None:
 
 def create(config: RunConfig, backbone: Model) -> Objective:
     """Returns the objective of a run, which trains this backbone. Raises UserError for settings that do not fit it."""
-    objective = kind(config.train.loss).create(config, backbone)
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # What it adds has the same initial values on all ranks, drawn from the seed.
+        torch.default_generator.manual_seed(torch_seed(config.seed, Purpose.named("objective")))
+        objective = kind(config.train.loss).create(config, backbone)
     if objective.teacher is not None and config.optimizer.ema_decay:
         raise UserError(
             f"train.loss = {config.train.loss} has a teacher, which is the average of the weights: leave out optimizer.ema_decay."

@@ -21,16 +21,15 @@ from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
-from pipeline.data.loading.loader import Batch, normalise
+from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
+from pipeline.model.weights import ADDITION
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import build
 
 BACKBONE, TEACHER = "backbone.", "teacher."
-# Before the stored name of a tensor that an objective adds to the backbone.
-ADDITION = "objective."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +120,14 @@ class Objective(nn.Module):
 
     # ------------------------------------------------------------------ from a batch to the loss
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        """Returns what `loss` and `measure` read. mixing: how images are mixed in pairs, None for not at all."""
-        raise NotImplementedError
+        """Returns what `loss` and `measure` read. mixing: how images are mixed in pairs, None for not at all.
+
+        By default, of each group of V `views` (V * B, 3, H, W), all first views before all second ones, and which samples are valid.
+        """
+        assert mixing is None
+        groups = [group.to(device, non_blocking=True) for group in batch.views]
+        views = tuple(normalised(group.flatten(0, 1), device) for group in groups)
+        return Inputs(views, {"valid": to_device(batch.valid, device)})
 
     def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the scalar loss, the sum over valid samples divided by B, and scalars to log by name.

@@ -1,11 +1,15 @@
 """An objective with everything that one may have: a head, a teacher, a frozen parameter, small state, frozen first steps.
 
-It stands for those that the library does not have; `plant` makes it a value of train.loss in this process.
+It stands for those that the library does not have; `plant` makes one a value of train.loss in this process.
 """
 
 import dataclasses
+import importlib.util
+import os
+import signal
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,17 +83,31 @@ class Distillation(Objective):
         return {"head.": FROZEN_STEPS}
 
 
-def plant() -> None:
-    """Make it a value of train.loss in this process."""
-    run_sections.OBJECTIVES[NAME] = f"{NAME}:Distillation"
+def plant(name: str, cls: type[Objective]) -> None:
+    """Make an objective a value of train.loss in this process."""
+    run_sections.OBJECTIVES[name] = f"{name}:{cls.__name__}"
     (field,) = (field for field in dataclasses.fields(run_sections.TrainConfig) if field.name == "loss")
     object.__setattr__(field.metadata["rule"], "choices", tuple(run_sections.OBJECTIVES))
-    sys.modules[f"pipeline.objectives.{NAME}"] = sys.modules[__name__]
+    sys.modules[f"pipeline.objectives.{name}"] = sys.modules[cls.__module__]
 
 
 def train_planted(runs: list[list[str]]) -> None:
     """In a rank: as `forked.train`."""
     from forked import train
 
-    plant()
+    plant(NAME, Distillation)
     train(runs)
+
+
+def train_worked(argument: dict[str, Any]) -> None:
+    """In a rank: trains the objective in a file. argument: name, file, runs, and kill_at: the step at which the rank is killed."""
+    from forked import train
+
+    spec = importlib.util.spec_from_file_location(argument["name"], argument["file"])
+    module = sys.modules[argument["name"]] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cls = getattr(module, argument["name"].capitalize())
+    plant(argument["name"], cls)
+    if argument["kill_at"] is not None:
+        cls.before_step = lambda self, step, num: step == argument["kill_at"] and os.kill(os.getpid(), signal.SIGKILL)
+    train(argument["runs"])

@@ -1,15 +1,18 @@
 """An objective with a teacher, frozen parameters and state of its own: the same at every ZeRO stage, and exact after a restart."""
 
 import json
+import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 from distillation import FROZEN_STEPS, MOMENTUM
-from forked import Forge
-from ranks import STEPS, metrics, settings
+from forked import Forge, ForkedRun
+from ranks import ROOT, STEPS, metrics, settings
 
+from pipeline import model as models
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 
 STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
@@ -122,8 +125,66 @@ def test_frozen_parameters_wait_and_others_learn(runs: Path, stage: int, precisi
 
 
 def test_the_backbone_alone_is_exported(runs: Path) -> None:
-    from pipeline import model as models
-
     config, weights, _ = models.read_weights(runs / "1-fp32")
     assert json.loads((runs / "1-fp32" / "model.json").read_text())["num_classes"] == 0
     assert not [name for name in models.build(config).state_dict() if name not in weights]
+
+
+# -------------------------------------------------------------------- the worked example of docs/extending.md
+@pytest.fixture(scope="module")
+def worked(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SimCLR on two ranks for ten steps at stages 1 and 3: in one life, and killed in the seventh step and started again."""
+    out = tmp_path_factory.mktemp("worked")
+    text = (ROOT / "docs/extending.md").read_text()
+    source = re.search(r"^\+\+\+ b/pipeline/objectives/simclr.py\n@@.*?@@\n((?:\+.*\n)+)", text, re.MULTILINE)
+    assert source is not None
+    file = out / "simclr.py"
+    file.write_text("".join(f"{line[1:]}\n" for line in source[1].splitlines()))
+
+    def given(stage: int, name: str) -> list[str]:
+        return settings(
+            dataset, out, f"{stage}-{name}", f"engine.zero_stage={stage}", "train.loss=simclr", "objective.width=16",
+            "model.representation=false", "train.length=10 steps", "checkpoint.every=2 steps", "evaluate.every=5 steps",
+            "probe.every=5 steps", "probe.shots=0", "probe.neighbours=5", "checkpoint.best=val_5nn",
+        )  # fmt: skip
+
+    def start(runs: list[list[str]], kill_at: int | None = None) -> ForkedRun:
+        return forge.start_work(
+            2, "distillation:train_worked", {"name": "simclr", "file": str(file), "runs": runs, "kill_at": kill_at}
+        )
+
+    start([given(1, "whole"), given(3, "whole")]).finish()
+    for stage in (1, 3):
+        killed = start([given(stage, "killed")], kill_at=6)
+        assert set(killed.wait()) == {-signal.SIGKILL}
+        assert not (out / f"{stage}-killed/checkpoints/step-00000010").exists()
+    start([given(1, "killed"), given(3, "killed")]).finish()
+    return out
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_worked_objective_resumes_bit_for_bit(worked: Path, stage: int) -> None:
+    whole, killed = worked / f"{stage}-whole", worked / f"{stage}-killed"
+    for name in ("loss", "grad_norm", "val_alignment", "val_5nn"):
+        assert metrics(whole, name) == metrics(killed, name)
+        assert max(metrics(whole, name)) == 10
+    for state in ("weights", "exp_avg"):
+        expected, found = tensors(whole, 10, state), tensors(killed, 10, state)
+        assert all(np.array_equal(array, found[name]) for name, array in expected.items())
+    assert "resumed from" in (killed / "log.txt").read_text()
+    losses = list(metrics(whole).values())
+    assert losses[-1] < losses[0]
+
+
+def test_the_worked_objective_learns_the_same_at_both_stages(worked: Path) -> None:
+    np.testing.assert_allclose(
+        list(metrics(worked / "1-whole").values()), list(metrics(worked / "3-whole").values()), rtol=1e-5
+    )
+
+
+def test_a_probe_reads_the_backbone_of_the_worked_objective(worked: Path) -> None:
+    """As launch/evaluate.py does, which knows no objective: what the objective adds is left out."""
+    weights = models.read_weights(worked / "1-whole")[1]
+    assert not [name for name in weights if name.startswith("objective.")]
+    assert 0 < metrics(worked / "1-whole", "val_5nn")[10] <= 1
+    assert json.loads((worked / "1-whole/checkpoints/kept.json").read_text())["metric"] == "val_5nn"
