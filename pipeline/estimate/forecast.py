@@ -71,7 +71,7 @@ class Forecast:
 
     @property
     def flops_per_image(self) -> int:
-        return models.training_flops_per_image(self.model)
+        return objectives.training_flops(self.config, self.model)
 
     @property
     def flops(self) -> float:

@@ -16,7 +16,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
-from pipeline.model import Config, Model, configure
+from pipeline.model import Config, Model, build, configure
+from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Objective
 from pipeline.settings.command import listed
 from pipeline.settings.run import RunConfig
@@ -74,6 +75,17 @@ def create(config: RunConfig, backbone: Model) -> Objective:
             f"train.loss = {config.train.loss} has a teacher, which is the average of the weights: leave out optimizer.ema_decay."
         )
     return objective
+
+
+def training_flops(config: RunConfig, model: Config) -> int:
+    """Floating-point operations of a run's training on one image. model: its backbone."""
+    return kind(config.train.loss).training_flops(config, model)
+
+
+def describe_groups(config: RunConfig, model: Config) -> list[str]:
+    """A line for each parameter group of a run, if there are others than with and without weight decay."""
+    with torch.device("meta"):
+        return optimizers.describe_groups(create(config, build(model)), config.optimizer)
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ Shapes: B batch, C channels, H height, W width.
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -24,8 +24,9 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
-from pipeline.model import Model
+from pipeline.model import Config, Model, training_flops_per_image
 from pipeline.model.weights import ADDITION
+from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import build
 
@@ -97,6 +98,14 @@ class Objective(nn.Module):
     def create(cls, config: RunConfig, backbone: Model) -> "Objective":
         """The objective of a run, with its settings. May run on the meta device, to count parameters and memory."""
         return cls(backbone)
+
+    @classmethod
+    def training_flops(cls, config: RunConfig, model: Config) -> int:
+        """Floating-point operations of training on one image: those of the backbone for each view. model: the backbone's."""
+        return sum(
+            group.count * training_flops_per_image(replace(model, image_size=ImageSize.parse(group.size)))
+            for group in cls.views(config)
+        )
 
     def __init__(self, backbone: Model) -> None:
         super().__init__()

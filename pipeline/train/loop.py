@@ -15,8 +15,8 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing, draw_mixing
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives.objective import Inputs, Objective
+from pipeline.objectives.optimizers import learning_rate
 from pipeline.process.distributed import Ranks
-from pipeline.train.optimizers import learning_rate
 from pipeline.train.training_run import TrainingRun
 
 

@@ -36,7 +36,7 @@ def run_facts(
     origin: WeightsOrigin | None,
 ) -> RunFacts:  # fmt: skip
     """The facts of a run whose model is built and whose data is open. origin: None for new weights, and where it was not recorded."""
-    flops = models.training_flops_per_image(model.config)
+    flops = objectives.training_flops(config, model.config)
     exaflops = plan.steps * plan.global_batch * flops / 1e18
     kind = "finetune" if config.init.weights else "pretrain"
     resolved = architecture.as_settings(model.config)
@@ -110,8 +110,9 @@ def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
     return [
         plan.describe(),
         *plan.notes(config),
-        f"{counted(images, 'image')}, {images * models.training_flops_per_image(model.config) / 1e18:.4g} exaFLOPs",
+        f"{counted(images, 'image')}, {images * objectives.training_flops(config, model.config) / 1e18:.4g} exaFLOPs",
         f"{memory.total / 2**30:.2f} GiB of memory for each rank's tensors at the most, predicted",
+        *objectives.describe_groups(config, model.config),
         "In hours and money, for a cluster: launch/plan.py",
     ]
 

@@ -33,18 +33,19 @@ from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
+from pipeline.objectives import optimizers
+from pipeline.objectives.optimizers import peak_rate
 from pipeline.process import waits
 from pipeline.process.console import Console
 from pipeline.process.distributed import from_environment, use_exact_arithmetic
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
-from pipeline.train import optimizers, resume
+from pipeline.train import resume
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
 from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
 from pipeline.train.logged_models import logged_models
-from pipeline.train.optimizers import peak_rate
 from pipeline.train.run_counts import RunCounts
 from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
@@ -162,7 +163,7 @@ def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, t
     config, ranks, folder, console = context.config, context.ranks, context.folder, context.console
     dataset, state, engine = context.prepared.dataset, start.state, training.engine
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
-    flops = models.training_flops_per_image(start.model.config)
+    flops = objectives.training_flops(config, start.model.config)
     console.say(
         f"{models.num_parameters(start.model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
         f"{counted(dataset.num_classes, 'class')}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"

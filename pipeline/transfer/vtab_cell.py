@@ -39,15 +39,15 @@ from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
 from pipeline.model.convert.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from pipeline.monitor.profile import StepClock
+from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
 from pipeline.objectives.objective import Inputs, Objective
+from pipeline.objectives.optimizers import learning_rate
 from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import AugmentConfig, OptimizerConfig
 from pipeline.settings.transfer import ProtocolConfig, VtabConfig
-from pipeline.train import optimizers
 from pipeline.train.loop import training_step
-from pipeline.train.optimizers import learning_rate
 from pipeline.transfer.vtab_tasks import Task
 
 TRAIN, VAL, ALL, TEST = "train800", "val200", "train800val200", "test"

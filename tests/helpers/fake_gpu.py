@@ -130,11 +130,11 @@ def plain_step() -> dict[str, Any]:
     from torch._subclasses import FakeTensorMode
 
     from pipeline.model import build, configure
+    from pipeline.objectives import optimizers
     from pipeline.objectives.classification import Classification
     from pipeline.settings.quantities import Length
     from pipeline.settings.run import OptimizerConfig
     from pipeline.settings.transfer import ProtocolConfig, VtabConfig
-    from pipeline.train import optimizers
     from pipeline.train.loop import training_step
     from pipeline.transfer.vtab_cell import _PlainTrainer
 
@@ -166,10 +166,10 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     from pipeline.estimate.plan import make_plan
     from pipeline.model import build
     from pipeline.monitor.profile import StepClock
+    from pipeline.objectives import optimizers
     from pipeline.process.distributed import Ranks
     from pipeline.settings import schema
     from pipeline.settings.run import RunConfig
-    from pipeline.train import optimizers
     from pipeline.train.loop import training_step
     from pipeline.train.zero.engine import Engine
 

@@ -19,11 +19,11 @@ from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.model import build
 from pipeline.monitor.profile import StepClock
+from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
 from pipeline.process.distributed import Ranks, from_environment
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
-from pipeline.train import optimizers
 from pipeline.train.loop import training_step
 from pipeline.train.zero.engine import Engine, start_ranks
 

@@ -26,13 +26,13 @@ from pipeline.evaluate.split_reader import SplitReader
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.objectives import classification
 from pipeline.objectives.masked_patches import Masking
+from pipeline.objectives.optimizers import learning_rate
 from pipeline.process.committed import read_checksums
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.run import AugmentConfig, RunConfig
 from pipeline.settings.weights import WeightsConfig
 from pipeline.train import resume
-from pipeline.train.optimizers import learning_rate
 
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")

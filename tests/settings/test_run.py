@@ -18,6 +18,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.estimate.plan import make_plan
 from pipeline.model import ViTConfig
+from pipeline.objectives.optimizers import peak_rate
 from pipeline.settings import data as data_settings
 from pipeline.settings import operate as tools_settings
 from pipeline.settings import reports as suite_settings
@@ -29,7 +30,6 @@ from pipeline.settings import weights as weights_settings
 from pipeline.settings.data import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.settings.quantities import Length, whole_number
 from pipeline.settings.run import RunConfig
-from pipeline.train.optimizers import peak_rate
 from pipeline.transfer.grid import make_run
 from pipeline.transfer.sweep import settings_of
 from pipeline.transfer.vtab_cell import warmup_steps

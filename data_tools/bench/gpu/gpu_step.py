@@ -28,9 +28,9 @@ from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.model.layers import kernel_names
 from pipeline.monitor.profile import device_memory, peak_memory
+from pipeline.objectives import optimizers
 from pipeline.process.distributed import from_environment, use_exact_arithmetic
 from pipeline.settings.run import EngineConfig, OptimizerConfig
-from pipeline.train import optimizers
 
 Step = Callable[[], Tensor]
 Row = dict[str, Any]

@@ -21,6 +21,7 @@ from pipeline.data.loading.loader import Batch, normalise
 from pipeline.estimate.plan import Plan
 from pipeline.monitor.metrics_file import read_metrics
 from pipeline.monitor.profile import Meter, StepClock, peak_flops, peak_memory
+from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
 from pipeline.process.distributed import Ranks, from_environment
 from pipeline.settings.operate import TrainBenchConfig
@@ -37,7 +38,6 @@ from pipeline.settings.run import (
     TrackConfig,
     TrainConfig,
 )
-from pipeline.train import optimizers
 from pipeline.train.loop import training_step
 from pipeline.train.run import run_training
 from pipeline.train.zero.engine import Engine, start_ranks

@@ -27,10 +27,10 @@ from pipeline.data.loading.loader import Batch, normalise
 from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
 from pipeline.monitor.profile import StepClock
+from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Inputs, Objective, constants, stored_name, trained_parameters
 from pipeline.process.distributed import Ranks, all_started
 from pipeline.settings.run import EngineConfig, OptimizerConfig
-from pipeline.train import optimizers
 from pipeline.train.zero import layout
 from pipeline.train.zero.deepspeed_import import deepspeed
 from pipeline.train.zero.ema import Ema, Teacher

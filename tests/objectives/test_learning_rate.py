@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from pipeline.objectives.optimizers import learning_rate, peak_rate
 from pipeline.settings.run_sections import OptimizerConfig, ScheduleConfig
-from pipeline.train.optimizers import learning_rate, peak_rate
 
 PEAK, TOTAL, WARMUP = 1e-3, 312_012, 10_000
 

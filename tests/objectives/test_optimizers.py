@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.objectives.optimizers import build
 from pipeline.settings.run import OptimizerConfig
-from pipeline.train.optimizers import build
 
 
 def model() -> nn.Module:
