@@ -62,7 +62,7 @@ class Reaction:
 class SpikePolicy:
     """Finds loss spikes and decides what follows, by `health.on_spike`.
 
-    say: continue. skip: the step of a spike is not taken; its loss is checked before the update (`check_of`). rollback: return to
+    warn: continue. skip: the step of a spike is not taken; its loss is checked before the update (`check_of`). rollback: return to
     a checkpoint before the first spike. All methods but `add` and `forget` are collective.
 
     num_spikes: since the run's first start, also those that were rolled back; the same on every rank.

@@ -16,7 +16,7 @@ exists, as nothing.
 import functools
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.settings import schema
@@ -27,10 +27,19 @@ _FROM_LEAST = typing.get_args(OnChange)
 
 @dataclass(frozen=True)
 class Fact:
-    """A setting, or something else that is saved with it. default: its value in what was saved before it existed."""
+    """A setting, or something else that is saved with it. default: its value in what was saved before it existed.
+
+    renamed: earlier name of a value -> its name today.
+    """
 
     default: Any = None
     on_change: OnChange = "result"
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, values: Mapping[str, Any], name: str) -> Any:
+        """The value of that name, by its name today."""
+        value = values.get(name, self.default)
+        return self.renamed.get(str(value), value)
 
     def means(self, least: OnChange) -> bool:
         """Whether another value means `least` or more."""
@@ -54,14 +63,14 @@ class Change:
 def facts_of(cls: type, prefix: str = "", on_change: OnChange = "result") -> Mapping[str, Fact]:
     """The settings of a class by dotted name. prefix, on_change: of the section that they are. A required one has the default None."""
     facts = {}
-    for name, kind, field, meaning in schema.leaves(cls, prefix, on_change):
-        default = None if field.default is REQUIRED else field.default
-        if field.default_factory is not REQUIRED:
-            default = field.default_factory()
+    for name, kind, declared, meaning in schema.leaves(cls, prefix, on_change):
+        default = None if declared.default is REQUIRED else declared.default
+        if declared.default_factory is not REQUIRED:
+            default = declared.default_factory()
         if typing.get_origin(kind) is dict:  # Its entries are names of their own.
             facts.update({f"{name}.{key}": Fact(value, meaning) for key, value in (default or {}).items()})
             default = None
-        facts[name] = Fact(schema.as_plain(default), meaning)
+        facts[name] = Fact(schema.as_plain(default), meaning, declared.metadata["rule"].renamed)
     return facts
 
 
@@ -81,7 +90,7 @@ def differences(
     for name in {**now, **then}:
         fact = _fact(name, known) or (Fact() if name in now else None)
         if fact and fact.means(least):
-            change = Change(name, then.get(name, fact.default), now.get(name, fact.default), fact)
+            change = Change(name, fact.of(then, name), fact.of(now, name), fact)
             # As text too: image sizes used to be numbers, before 224x384 was possible.
             if change.then != change.now and str(change.then) != str(change.now):
                 found.append(change)

@@ -426,10 +426,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    on_spike: Literal["say", "skip", "rollback"] = setting(
-        "say",
-        "When the loss is far above recent losses: log it (say); skip the step, for which ranks agree on each step's loss "
+    on_spike: Literal["warn", "skip", "rollback"] = setting(
+        "warn",
+        "When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss "
         "before its backward pass (skip); or return to the last checkpoint and skip the data up to the spike (rollback).",
+        renamed={"say": "warn"},
     )
     spike_sigma: float = setting(6.0, "A spike is this many standard deviations above the recent mean.", above=0)
     spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)

@@ -55,7 +55,7 @@ class Rule(Limits):
     """What a setting accepts beyond its type: limits of a number or of a length's amount; in a list, values are checked one by one.
 
     form, choices: of text, where choices may be a table. min_items, distinct: of a list. is_path: the text is a path, where `~` is
-    the home folder. command: the text is words as in a shell, with quotes.
+    the home folder. command: the text is words as in a shell, with quotes. renamed: earlier name of a value -> its name today.
     """
 
     form: TextForm | None = None
@@ -65,6 +65,7 @@ class Rule(Limits):
     is_path: bool = False
     command: bool = False
     on_change: OnChange | None = None
+    renamed: typing.Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def range(self) -> str:
@@ -166,7 +167,7 @@ class _SettingsConverter(Converter):
             _check_range(getattr(parsed, "amount", None), rule)
             return parsed
         if origin is typing.Literal or rule.choices:
-            return _choice(rule.choices or typing.get_args(kind), value)
+            return _choice(rule.choices or typing.get_args(kind), rule.renamed.get(str(value), value))
         if kind == dict[str, Any] and isinstance(value, dict):
             return {_checked_text(str(key)): item for key, item in value.items()}  # Whoever reads it checks the values.
         if origin is dict and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):

@@ -139,7 +139,7 @@ class TrainingRun:
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
         """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.
 
-        "say" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike and skips
+        "warn" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike and skips
         the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is exceeded.
         """
         config, console, progress = self.context.config, self.context.console, self.progress

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.errors import UserError
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, decisive, differences, facts_of
 from pipeline.settings.quantities import Length
@@ -33,6 +34,7 @@ FREE_IN_GRIDS_NOW = (
     "health.hang_minutes", "health.straggler_ratio",
 )  # fmt: skip
 FACTS = facts_of(RunConfig)
+RUN = {"name": "run", "data": {"path": "data"}, "train": {"length": "1 steps"}}
 
 
 @pytest.mark.parametrize("name", sorted(FACTS.keys() - {"objective"}))  # Which came after these lists.
@@ -128,3 +130,17 @@ def listed(on_change: str) -> str:
         having = [name for name in inside if FACTS[name].on_change == on_change]
         names += [f"{section}.*"] if having == inside and inside != [section] else having
     return ", ".join(f"`{name}`" for name in names)
+
+
+def test_an_earlier_name_of_a_value_is_read_and_no_change() -> None:
+    """`health.on_spike: say` in files of earlier versions is today's `warn`."""
+    config = schema.build(RunConfig, {**RUN, "health": {"on_spike": "say"}}, "old.yaml")
+    assert config.health.on_spike == "warn"
+    name = "health.on_spike"
+    assert not differences({name: "say"}, {name: "warn"}, FACTS)
+    assert not differences({name: "say"}, {}, FACTS)
+    assert [str(change) for change in differences({name: "say"}, {name: "skip"}, FACTS)] == [
+        f"{name} was warn, is skip"
+    ]
+    with pytest.raises(UserError, match=r"health.on_spike = tell must be one of warn, skip, rollback\."):
+        schema.build(RunConfig, {**RUN, "health": {"on_spike": "tell"}}, "new.yaml")
