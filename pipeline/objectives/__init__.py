@@ -1,4 +1,4 @@
-"""What a run can learn: `objective.py` is the interface, each other file one objective. Read classification.py first.
+"""What a run can learn: `objective.py` is the interface, classification.py the objective to read first.
 
 Imports pipeline.model and pipeline.data.loading. Used by data_tools/, estimate/, evaluate/, launch/, lifecycle/,
 study/, train/ and transfer/.

@@ -8,7 +8,7 @@ happens around a step; how its parameters are grouped. The training loop, the en
 Its small state, such as a running mean, is in persistent float32 buffers (`register_buffer`), which must be the same on all
 ranks after each step; they are saved with each checkpoint, as are frozen parameters.
 
-Shapes: B batch, C channels, H height, W width.
+Shapes: B batch, V views of a group, H height, W width.
 """
 
 import copy
@@ -41,7 +41,8 @@ class NoSettings:
 class Inputs(NamedTuple):
     """What an objective reads of a batch, on the device.
 
-    views: float32 (B, 3, H, W) in [-1, 1]; the trainer casts them to the precision of training. facts: other tensors by name, as they are.
+    views: a tensor for each group of views, float32 (V * B, 3, H, W) in [-1, 1], all first views before all second ones; the trainer
+    casts them to the precision of training. facts: other tensors by name, as they are.
     """
 
     views: tuple[Tensor, ...]
