@@ -65,8 +65,9 @@ def find_checkpoint_on_all_ranks(
 def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
     state = read_state(path)
-    objective = objectives.kind(now["train.loss"]).Settings
-    known = {**changes.facts_of(RunConfig), **changes.facts_of(objective, "objective.", "run"), **_FACTS}
+    known = {**changes.facts_of(RunConfig), **_FACTS}
+    if "train.loss" in now:
+        known |= changes.facts_of(objectives.kind(now["train.loss"]).Settings, "objective.", "run")
     changed = changes.differences(state.identity, now, known)
 
     def listed(least: OnChange) -> str:

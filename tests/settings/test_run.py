@@ -41,7 +41,7 @@ CLASSES = {
 }  # fmt: skip
 # Classes that hold settings: class -> (where, which).
 HOLDERS = {
-    "Study": ("config", study_settings.StudyConfig), "Job": ("config", study_settings.StudyConfig),
+    "Study": ("config", study_settings.StudyConfig), "StudyJob": ("config", study_settings.StudyConfig),
     "RunContext": ("config", RunConfig), "TrainingRun": ("context.config", RunConfig),
 }  # fmt: skip
 TREES = [
