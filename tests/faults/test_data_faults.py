@@ -485,7 +485,7 @@ def test_a_file_tells_how_far_verify_is(copy: Dataset, monkeypatch: pytest.Monke
                 time.sleep(0.005)
             seen.append(state)
 
-    monkeypatch.setattr(tasks, "Progress", Watched)
+    monkeypatch.setattr(tasks, "ProgressMeter", Watched)
     check(copy.path)
     assert [state["shards"] for state in seen] == [1, 2, 3, 4, 5]
     assert (seen[-1]["images"], seen[-1]["total_images"], seen[-1]["total_shards"]) == (187, 187, 5)

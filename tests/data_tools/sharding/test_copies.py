@@ -83,7 +83,7 @@ def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path, mo
             seen.append(json.loads((tmp_path / "progress.json").read_text()))
             super().add(images, num_bytes)
 
-    monkeypatch.setattr(tasks, "Progress", Watched)
+    monkeypatch.setattr(tasks, "ProgressMeter", Watched)
     source = write_folder(FILES, tmp_path / "raw")
     config = settings(source, tmp_path / "out", splits=SPLITS)
     listing = list_source(source, config, tmp_path / "staging")

@@ -193,7 +193,7 @@ def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Pa
             made.append(others["made"])
             super().add(images, num_bytes, **others)
 
-    monkeypatch.setattr(tasks, "Progress", Watched)
+    monkeypatch.setattr(tasks, "ProgressMeter", Watched)
     dataset = shard.run(settings(source, tmp_path / "out", num_tasks=1))
     total = sum(dataset.info["samples"].values())
     num_shards = sum(dataset.info["shards"].values())
