@@ -7,6 +7,7 @@ from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_SEED, MAX_TASKS, MAX_THREADS, Length, Limit
 from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, TextForm, setting
 
+Question = Literal["data_size", "scaling", "ablation", "labels"]
 # Settings of a run that the study sets itself.
 _SET_BY_STUDY = (
     "name=",
@@ -32,7 +33,7 @@ _SAME_FOR_ALL = (
 
 @dataclass(frozen=True, kw_only=True)
 class StudyModel:
-    """A model of a study."""
+    """A model of a study, or weights that it fine-tunes."""
 
     name: str = setting(
         REQUIRED,
@@ -43,6 +44,16 @@ class StudyModel:
     settings: list[str] = setting(
         list, "Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."
     )
+    weights: str = setting(
+        "",
+        "question = labels: the run folder or file of weights that is fine-tuned; empty starts with a new model.",
+        path=True,
+    )
+
+    @property
+    def overrides(self) -> list[str]:
+        """Its settings over those of the study, with that of its weights."""
+        return [*self.settings, *([f"init.weights={self.weights}"] if self.weights else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +69,17 @@ class StudyConfig:
         holds="study",
     )
     out: str = setting("runs", "Folder that holds all runs and studies.", output="folder")
-    question: Literal["data_size", "scaling", "ablation"] = setting(
+    question: Question = setting(
         REQUIRED,
         "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute budget, and "
-        "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8)",
+        "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8); "
+        "labels: what pre-trained weights gain over the first model, by the number of labelled images",
     )
-    run: str = setting(REQUIRED, "YAML file of a pre-training run, with the settings that all cells share", path=True)
+    run: str = setting(
+        REQUIRED,
+        "YAML file of a pre-training run, or of a fine-tuning for question = labels, with the settings that all cells share",
+        path=True,
+    )
     settings: list[str] = setting(
         list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
     )
@@ -87,6 +103,11 @@ class StudyConfig:
         "before, which are trained once. 0 trains each length by itself, with the schedule of the run.",
         min=0,
         below=1,
+    )
+    equal_compute: bool = setting(
+        True,
+        "question = labels: models without weights train for as many more steps as the longest pre-training of the others is "
+        "worth in compute.",
     )
     seeds: list[int] = setting(
         [0],
@@ -151,6 +172,11 @@ class StudyConfig:
     )
     plan: bool = setting(False, "Only list the cells, their compute, hours and cost.")
 
+    @property
+    def base(self) -> list[str]:
+        """Settings over those of `run` that stand for all cells; with question = labels, the file may leave the model open."""
+        return [*self.settings, *(self.models[0].overrides if self.question == "labels" else []), "name=study"]
+
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --plan only prints."""
         return ("name", "out") if self.plan else ()
@@ -196,9 +222,16 @@ class StudyConfig:
             raise UserError("question = scaling compares compute: give at least two models, lengths or budgets.")
         if self.question == "ablation" and len(self.models) < 2:
             raise UserError("question = ablation compares models with the first one: give at least two.")
-        if self.question != "data_size" and num_sizes > 1:
+        weighted = [model.name for model in self.models if model.weights]
+        if self.question == "labels" and (len(self.models) < 2 or not weighted):
             raise UserError(
-                f"data_sizes has {num_sizes} sizes, which belong to question = data_size. Give one, or none."
+                "question = labels compares weights with the first model: give at least two models, one of them with weights=..."
+            )
+        if self.question != "labels" and weighted:
+            raise UserError(f"model {weighted[0]} has weights, which belong to question = labels: leave them out.")
+        if self.question not in ("data_size", "labels") and num_sizes > 1:
+            raise UserError(
+                f"data_sizes has {num_sizes} sizes, which belong to question = data_size or labels. Give one, or none."
             )
         if self.question != "scaling" and num_lengths > 1:
             raise UserError(f"{num_lengths} lengths belong to question = scaling. Give one, or none.")

@@ -93,7 +93,7 @@ def run_cell(cell: StudyCell, job: StudyJob) -> None:
             if not _has_trunk(cell):
                 _run(cell.trunk, "pretrain", job, output)
             _plant(cell)
-        _run(cell.run, "pretrain", job, output)
+        _run(cell.run, "finetune" if cell.run.config.init.weights else "pretrain", job, output)
         for finetune in cell.finetunes:
             _run(finetune, "finetune", job, output)
         if config.vtab and _vtab_scores(job.folder, cell) is None:
