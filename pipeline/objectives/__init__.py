@@ -19,10 +19,11 @@ from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.model import Config, Model, build, configure
 from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Objective
+from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.command import listed
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OBJECTIVES
-from pipeline.settings.schema import to_dict
+from pipeline.settings.schema import flatten, to_dict
 
 
 def kind(loss: str) -> type[Objective]:
@@ -88,9 +89,14 @@ def describe_groups(config: RunConfig, model: Config) -> list[str]:
         return optimizers.describe_groups(create(config, build(model)), config.optimizer)
 
 
-def settings_of(config: RunConfig) -> dict[str, Any]:
-    """All settings of a run's objective, with those that are not given, as plain values."""
-    return to_dict(kind(config.train.loss).settings(config))
+def flat_settings(config: RunConfig) -> dict[str, Any]:
+    """All settings of a run by dotted name, with those of its objective that are not given."""
+    return flatten(to_dict(config) | {"objective": to_dict(kind(config.train.loss).settings(config))})
+
+
+def facts(loss: str) -> dict[str, Fact]:
+    """What a change of each of these means, for a value of `train.loss`."""
+    return {**facts_of(RunConfig), **facts_of(kind(loss).Settings, "objective.", "run")}
 
 
 def settings_help(arguments: Sequence[str]) -> str:

@@ -168,15 +168,19 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         ).exists() else ""
     except UserError as error:
         return None, str(error)
+    from pipeline import objectives  # Late: imports torch.
+
     then, now = (_by_name(settings) for settings in (config, run.config))
-    if other := changes.differences(then, now, changes.facts_of(RunConfig), "comparison"):
+    if other := changes.differences(then, now, objectives.facts(run.config.train.loss), "comparison"):
         return None, f"{run.folder} was trained with other settings: {'; '.join(map(str, other))}."
     return status, ""
 
 
 def _by_name(config: RunConfig) -> dict[str, Any]:
     """The settings by dotted name. Weights of a run beside it are named by their place there, as both move together."""
-    flat = schema.flatten(schema.to_dict(config))
+    from pipeline import objectives  # Late: imports torch.
+
+    flat = objectives.flat_settings(config)
     weights = flat["init.weights"]
     if weights and "://" not in weights and Path(weights).is_relative_to(config.out):
         flat["init.weights"] = f"beside it: {Path(weights).relative_to(config.out)}"

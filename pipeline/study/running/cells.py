@@ -130,7 +130,8 @@ class Study:
                 str(change): [] for change in changes.differences(old, new, _scoring_facts(then, now), "comparison")
             }
         for name, cell in now["cells"].items():
-            for change in changes.differences(cells.get(name, cell), cell, facts_of(RunConfig), "comparison"):
+            known = objectives.facts(cell["train.loss"])
+            for change in changes.differences(cells.get(name, cell), cell, known, "comparison"):
                 found.setdefault(str(change), []).append(name)
         if found:
             texts = [f"{text} in {_some(names)}" if names else text for text, names in found.items()]
@@ -309,8 +310,9 @@ def _in_a_name(quantity: object) -> str:
 
 
 # -------------------------------------------------------------------- checking them
-def _settings_of(cell: StudyCell) -> dict[str, Any]:
-    return changes.decisive(schema.flatten(schema.to_dict(cell.run.config)), facts_of(RunConfig), "comparison")
+def _settings_of(run: ChildRun) -> dict[str, Any]:
+    known = objectives.facts(run.config.train.loss)
+    return changes.decisive(objectives.flat_settings(run.config), known, "comparison")
 
 
 def _refuse_twins(cells: list[StudyCell]) -> None:
@@ -319,7 +321,7 @@ def _refuse_twins(cells: list[StudyCell]) -> None:
     for cell in cells:
         # Another length that is as many steps is the same run, too.
         about = json.dumps(
-            {**_settings_of(cell), "train.length": cell.steps, "data.limit": cell.data_size}, sort_keys=True
+            {**_settings_of(cell.run), "train.length": cell.steps, "data.limit": cell.data_size}, sort_keys=True
         )
         if about in seen:
             raise UserError(f"{seen[about]} and {cell.name} are the same run: leave out one of them.")
@@ -335,7 +337,7 @@ def _check_comparable(cells: list[StudyCell]) -> None:
     for name in ("data.path", "data.eval_split", "data.exclude", "data.dev_share", "train.loss"):
         values: dict[str, str] = {}
         for cell in cells:
-            values.setdefault(str(_settings_of(cell)[name]), cell.name)
+            values.setdefault(str(_settings_of(cell.run)[name]), cell.name)
         if len(values) > 1 and not (name == "train.loss" and all(objectives.kind(v).predicts_classes for v in values)):
             (one, first), (other, second) = list(values.items())[:2]
             raise UserError(f"{first} has {name} = {one}, {second} has {other}: their scores cannot be compared.")
@@ -365,7 +367,7 @@ def _identity(study: Study) -> dict[str, Any]:
     config = study.config
     scoring: dict[str, Any] = {"finetune": {}, "vtab": {}}
     for finetune in study.cells[0].finetunes:
-        settings = changes.decisive(schema.flatten(schema.to_dict(finetune.config)), facts_of(RunConfig), "comparison")
+        settings = _settings_of(finetune)
         del settings["init.weights"], settings["seed"]  # Of each cell.
         scoring["finetune"][Path(finetune.file).name] = settings
     if config.vtab:
@@ -376,7 +378,7 @@ def _identity(study: Study) -> dict[str, Any]:
             "tasks": vtab.tasks,
             "seeds": vtab.seeds,
         }
-    cells = {cell.name: _settings_of(cell) for cell in study.cells}
+    cells = {cell.name: _settings_of(cell.run) for cell in study.cells}
     # As JSON, to be compared with what was read from a file.
     return json.loads(json.dumps({"data": study.dataset.fingerprint, "scoring": scoring, "cells": cells}))
 
