@@ -22,7 +22,7 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.settings import schema
 from pipeline.settings.changes import Fact, differences
-from pipeline.settings.operate import SamplesConfig
+from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
 
 _TILE = 96

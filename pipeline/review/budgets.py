@@ -1,17 +1,18 @@
 """Runs side by side: curves against steps, images seen and FLOPs, and scores at equal budgets of these."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from pipeline.base.page import png
-from pipeline.base.words import counted
+from pipeline.base.page import PngImage, png
 from pipeline.evaluate.render import shorten
-from pipeline.review.record import RunRecord, Score, Series
+from pipeline.review.record import RunRecord, Score, Series, title_of
+from pipeline.review.statistics import MAX_NAMED, Records, by_loss, in_seeds, listed, seed_groups
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart; more runs differ by the style of their lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -81,6 +82,55 @@ def in_units(amount: float, axis: Axis) -> str:
 
 
 # ---------------------------------------------------------------------- figures
+def curves(records: Records) -> list[PngImage]:
+    """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log beside."""
+    losses = by_loss(records)
+    loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
+    evaluated = {name: _evaluated_images(record) for name, record in records.items()}
+    accuracies = {name: f"Top-1 accuracy on {images}" for name, images in evaluated.items()}
+    evaluation = {name: f"Loss on {images}{loss_of.get(name, '')}" for name, images in evaluated.items()}
+    training = {name: f"Training loss{loss_of.get(name, '')}" for name in records}
+    return [
+        *_curves(records, "accuracy", accuracies, lambda r: r.of_split("top1"), percent=True),
+        *_curves(records, "held_out_loss", evaluation, lambda r: r.of_split("loss")),
+        *_curves(records, "training_loss", training, lambda r: r.metrics.get("loss"), smooth=True),
+        *_further_curves(records, evaluated),
+    ]
+
+
+def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[PngImage]:
+    """evaluated: run -> on which images."""
+    for key in dict.fromkeys(key for record in records.values() for key in record.further):
+        found = {run: record for run, record in records.items() if key in record.further}
+        title = title_of(key).capitalize()
+        about = {run: title if r.further[key] == key else f"{title} on {evaluated[run]}" for run, r in found.items()}
+        percent = all(record.metric(record.further[key]).is_share for record in found.values())
+        file = f"metric_{key.replace('/', '_')}"
+        yield from _curves(found, file, about, partial(RunRecord.further_series, key=key), percent=percent, smooth=True)
+
+
+def _evaluated_images(record: RunRecord) -> str:
+    """On which images a run is evaluated: those of the split that it trains on are not held out."""
+    train = record.dataset("training")
+    trained = train.split if train else str(record.settings.get("data.train_split", "train"))
+    return "training images" if record.split == trained else "held-out images"
+
+
+def _curves(
+    records: Records, file: str, about: Mapping[str, str], choose: Callable[[RunRecord], Series | None], **how: bool
+) -> Iterator[PngImage]:
+    """A figure of one metric for each thing that it measures. about: of each run, what the metric measures."""
+    seeds = seed_groups(records)
+    number = 0
+    for title in dict.fromkeys(about.values()):
+        runs = {name: record for name, record in records.items() if about[name] == title}
+        if content := draw_curves(runs, title, choose, seeds=seeds, **how):
+            number += 1
+            of = "each run" if len(runs) == len(records) else listed(list(runs), MAX_NAMED)
+            name = f"{file}.png" if number == 1 else f"{file}_{number}.png"
+            yield PngImage(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
+
+
 def draw_curves(
     records: Mapping[str, RunRecord], title: str, choose: Callable[[RunRecord], Series | None], percent: bool = False,
     smooth: bool = False, seeds: Sequence[Sequence[str]] = (),
@@ -126,11 +176,6 @@ def draw_curves(
         for text in legend.get_texts():
             text.set_parse_math(False)
     return png(figure)
-
-
-def in_seeds(names: Sequence[str]) -> str:
-    """What runs that differ in their seed only are called: the first one's name, and their number."""
-    return names[0] if len(names) == 1 else f"{names[0]} ({counted(len(names), 'seed')})"
 
 
 def _draw_line(

@@ -25,8 +25,8 @@ from pipeline.review.figures import draw_matrix, draw_run, draw_sheet, draw_wors
 from pipeline.review.reader import from_folder
 from pipeline.review.record import PREDICTIONS, RunRecord
 from pipeline.settings import schema
+from pipeline.settings.commands.weights import ExplainConfig
 from pipeline.settings.run import RunConfig
-from pipeline.settings.weights import ExplainConfig
 
 FIGURES = Path(PAGE) / "figures"
 _MAX_OTHERS = 20

@@ -12,8 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from pipeline import model as models
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -62,6 +60,8 @@ _READ = (
     METRICS_FILE,
     *(f"{PAGE}/{n}" for n in _OF_PAGE),
 )
+# What only the results.json of one kind of run has.
+_KIND_BY_RESULT = {"protocol": "vtab", "trials": "grid", "question": "study"}
 _MAX_STARTS = 100_000
 _MAX_FLOPS = 1e30
 
@@ -198,17 +198,8 @@ def _all_series(
             odd = next(value for _, value, _ in found if not metric.can_be(value))
             impossible.append(f"{len(found) - len(possible):,} points of {name} are ignored, which cannot be {odd:.6g}")
         if possible:
-            metrics[name] = series(possible)
+            metrics[name] = Series.of(possible)
     return metrics, impossible
-
-
-def series(points: list[tuple[int, float, int]]) -> Series:
-    """points: (step, value, milliseconds since 1970). Of the points of one step, the last counts."""
-    steps = np.fromiter((point[0] for point in points), np.int64, len(points))
-    last = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
-    values = np.fromiter((point[1] for point in points), np.float64, len(points))
-    times = np.fromiter((point[2] for point in points), np.float64, len(points))
-    return Series(steps[last], values[last], times[last] / 1000)
 
 
 def _from_checkpoint(folder: Path, parameters: dict[str, str]) -> dict[str, str]:
@@ -297,17 +288,8 @@ def _assemble(
     if built:
         settings = {key: value for key, value in settings.items() if not key.startswith("model.")} | built
     settings = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in settings.items()}
-    kind = (
-        "vtab"
-        if "protocol" in results
-        else "grid"
-        if "trials" in results
-        else "study"
-        if "question" in results
-        else "pretrain"
-    )
-    if kind == "pretrain" and settings.get("init.weights"):
-        kind = "finetune"
+    kinds = [kind for name, kind in _KIND_BY_RESULT.items() if name in results]
+    kind = kinds[0] if kinds else "finetune" if settings.get("init.weights") else "pretrain"
     planned = facts.steps if facts and facts.steps else as_count(parameters.get("steps"))
     if config is not None and not planned and str(config.train.length).endswith("steps"):
         planned = config.train.length.steps(1, config.train.global_batch)

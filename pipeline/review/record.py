@@ -3,6 +3,7 @@
 Metrics have the names of metrics.jsonl: the groups by which MLflow shows them are taken off.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,14 @@ class Series:
     steps: np.ndarray
     values: np.ndarray
     times: np.ndarray
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[int, float, int]]) -> "Series":
+        """points: (step, value, milliseconds since 1970). Of the points of one step, the last counts."""
+        steps = np.array([step for step, _, _ in points], np.int64)
+        last = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
+        values, times = (np.array([point[place] for point in points], np.float64)[last] for place in (1, 2))
+        return cls(steps[last], values, times / 1000)
 
     def __len__(self) -> int:
         return len(self.steps)

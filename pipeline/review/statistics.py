@@ -13,7 +13,6 @@ import numpy as np
 
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import of_samples, quantile
-from pipeline.review.budgets import in_seeds
 from pipeline.review.record import RunRecord, as_number
 
 PROPORTIONS = "two proportions, over test images"
@@ -348,6 +347,11 @@ def _by_value(records: Records, value: Callable[[RunRecord], str]) -> dict[str, 
     for name, record in records.items():
         found.setdefault(value(record), []).append(name)
     return found
+
+
+def in_seeds(names: Sequence[str]) -> str:
+    """What runs that differ in their seed only are called: the first one's name, and their number."""
+    return names[0] if len(names) == 1 else f"{names[0]} ({counted(len(names), 'seed')})"
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -8,6 +8,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import path_inside
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
+from pipeline.lifecycle.logged_models import logged_models
 from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_status
 from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.sender import FolderInUseError
@@ -17,9 +18,8 @@ from pipeline.monitor.page_folder import PAGE, End, PageFolder
 from pipeline.monitor.run_page import ModelFacts, hide_passwords
 from pipeline.monitor.tracking import default_uri, make_sender
 from pipeline.settings import schema
-from pipeline.settings.reports import SyncConfig
+from pipeline.settings.commands.reports import SyncConfig
 from pipeline.settings.run import RunConfig, TrackConfig
-from pipeline.train.logged_models import logged_models
 
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
 

@@ -1,4 +1,4 @@
-"""The settings of a run, whose sections are in run_sections.py, and the checks that cross several of them.
+"""The settings of a run, whose sections are in run_sections.py and run_execution.py, and the checks that cross several of them.
 
 `--help` of launch/pretrain.py prints every field; `configs/` holds the shipped files. Checks that need the data set or the
 number of ranks are in `pipeline/estimate/plan.py`, those of an objective with the objective.
@@ -12,21 +12,23 @@ from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import MAX_SEED
-from pipeline.settings.run_sections import (
-    AugmentConfig,
+from pipeline.settings.run_execution import (
     CheckpointConfig,
-    DataConfig,
     EngineConfig,
     EvaluateConfig,
     HealthConfig,
     InitConfig,
     LaunchConfig,
-    ModelConfig,
-    OptimizerConfig,
     ProfileConfig,
     RunProbeConfig,
-    RunScheduleConfig,
     TrackConfig,
+)
+from pipeline.settings.run_sections import (
+    AugmentConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunScheduleConfig,
     TrainConfig,
 )
 from pipeline.settings.schema import FOLDER_NAME, REQUIRED, setting

@@ -24,7 +24,7 @@ from pipeline.review.draw import draw, others
 from pipeline.review.figures import draw_matrix, draw_run, draw_worst, read_predictions
 from pipeline.review.reader import from_folder
 from pipeline.settings import schema
-from pipeline.settings.weights import ScoreConfig
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train.drawing import DrawingProcess
 
 OF_EVALUATION = {"confusion.png", "worst_classes.png", "predictions.png"}

@@ -18,10 +18,10 @@ from pipeline.data.dataset.subset import run_splits
 from pipeline.estimate.plan import make_plan
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, facts_of
+from pipeline.settings.commands.study import StudyConfig, StudyModel
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig
-from pipeline.settings.study import StudyConfig, StudyModel
-from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.child_run import ChildRun, make_child
 
 STUDY_FILE = "study.json"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.settings.bench import RecordConfig
+from pipeline.settings.commands.bench import RecordConfig
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_TASKS, MAX_THREADS
 from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting
 

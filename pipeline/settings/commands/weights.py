@@ -6,7 +6,8 @@ from typing import Literal, get_args
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, kernel_setting
-from pipeline.settings.run_sections import Precision, ProbeConfig
+from pipeline.settings.run_execution import ProbeConfig
+from pipeline.settings.run_sections import Precision
 from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting
 from pipeline.settings.yaml_reader import as_typed
 
