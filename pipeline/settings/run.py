@@ -31,7 +31,8 @@ from pipeline.settings.run_sections import (
     RunScheduleConfig,
     TrainConfig,
 )
-from pipeline.settings.schema import FOLDER_NAME, REQUIRED, setting
+from pipeline.settings.schema import setting
+from pipeline.settings.shared import result_name
 
 # Settings of each training crop; they are ignored, and so refused, with another one.
 _CROP_SETTINGS = {
@@ -47,15 +48,7 @@ _CROP_SETTINGS = {
 class RunConfig:
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
-    name: str = setting(
-        REQUIRED,
-        "Name of the run; its folder is <out>/<name>",
-        form=FOLDER_NAME,
-        output="folder",
-        within="out",
-        holds="run",
-        on_change="nothing",
-    )
+    name: str = result_name("Name of the run; its folder is <out>/<name>", "run", on_change="nothing")
     out: str = setting("runs", "Folder that holds all runs.", output="folder", on_change="nothing")
     seed: int = setting(0, "Seed of all random numbers.", min=0, max=MAX_SEED, on_change="run")
     model: ModelConfig = setting(ModelConfig, "", on_change="run")

@@ -7,8 +7,9 @@ from typing import Literal
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
-from pipeline.settings.quantities import MAX_BATCH, MINUTES_PER_YEAR, Length, kernel_setting
-from pipeline.settings.schema import TRACKING_URI, setting
+from pipeline.settings.quantities import MAX_BATCH, Length
+from pipeline.settings.schema import setting
+from pipeline.settings.shared import kernel_setting, minutes, mlflow_uri
 
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
 
@@ -38,12 +39,8 @@ class EngineConfig:
     peak_tflops: float = setting(
         0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", min=0, on_change="nothing"
     )
-    timeout_minutes: float = setting(
-        10.0,
-        "Timeout of a collective call, after which the run fails.",
-        above=0,
-        max=MINUTES_PER_YEAR,
-        on_change="nothing",
+    timeout_minutes: float = minutes(
+        10.0, "Timeout of a collective call, after which the run fails.", min=None, above=0
     )
 
 
@@ -120,13 +117,10 @@ class CheckpointConfig:
         "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
         output="folder",
     )
-    wait_minutes: float = setting(
+    wait_minutes: float = minutes(
         30.0,
         "Minutes for which the watchdog lets training wait for a checkpoint to be committed, at the next one or at the end, or to be "
         "read when the run goes back to it; data.retry_minutes more if it is in a bucket.",
-        min=0,
-        max=MINUTES_PER_YEAR,
-        on_change="nothing",
     )
 
 
@@ -143,14 +137,11 @@ class HealthConfig:
     max_rollbacks: int = setting(
         3, "With on_spike=rollback: number of rollbacks after which the run stops.", min=0, on_change="comparison"
     )
-    hang_minutes: float = setting(
+    hang_minutes: float = minutes(
         5.0,
         "Minutes without progress after which the run reports the rank, host and line of code that it waits for, and "
         "ends; 0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint "
         "(checkpoint.wait_minutes). Must be below engine.timeout_minutes.",
-        min=0,
-        max=MINUTES_PER_YEAR,
-        on_change="nothing",
     )
     straggler_ratio: float = setting(
         1.5,
@@ -183,7 +174,7 @@ class InitConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrackConfig:
     enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
-    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.", form=TRACKING_URI)
+    uri: str = mlflow_uri("MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
     experiment: str = setting("vit", "MLflow experiment.")
     figures: bool = setting(
         True,

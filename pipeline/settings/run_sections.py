@@ -10,12 +10,12 @@ from pipeline.settings.quantities import (
     MAX_BATCH,
     MAX_SIDE,
     MAX_THREADS,
-    MINUTES_PER_YEAR,
     ImageSize,
     Length,
     Limit,
 )
 from pipeline.settings.schema import REQUIRED, setting
+from pipeline.settings.shared import minutes
 
 T = TypeVar("T")
 
@@ -76,12 +76,9 @@ class DataConfig:
     cache_gb: float = setting(
         200.0, "Maximum size of data.cache in GB; least recently read shards are removed.", above=0, on_change="nothing"
     )
-    retry_minutes: float = setting(
+    retry_minutes: float = minutes(
         10.0,
         "Minutes for which a failed bucket request is retried before the run stops; the watchdog allows such a wait.",
-        min=0,
-        max=MINUTES_PER_YEAR,
-        on_change="nothing",
     )
     train_split: str = setting("train", "Split to train on.", on_change="run")
     eval_split: str = setting("val", "Split to evaluate on.")
@@ -216,12 +213,9 @@ class TrainConfig:
     max_skipped_steps: int = setting(
         20, "Steps skipped for non-finite gradients above which the run stops.", min=0, on_change="comparison"
     )
-    stop_after_minutes: float = setting(
+    stop_after_minutes: float = minutes(
         0.0,
         "Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0 is none.",
-        min=0,
-        max=MINUTES_PER_YEAR,
-        on_change="nothing",
     )
 
 
