@@ -101,7 +101,7 @@ class Pages:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number = 0
-        for module, name in ((report, "draw_run"), (compare, "draw_curves")):
+        for module, name in ((report, "draw_run"), (budgets, "draw_curves")):
             monkeypatch.setattr(module, name, self._sometimes(getattr(module, name)))
 
     def _sometimes(self, draw: Callable[..., bytes | None]) -> Callable[..., bytes | None]:
