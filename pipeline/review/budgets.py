@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,8 +19,8 @@ from pipeline.review.statistics import MAX_NAMED, Records, by_loss, in_seeds, li
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":", "-.")
 _MAX_NAME = 36
-# Window of the running mean of training losses, as a share of the run; shorter series are drawn as they are.
-_SMOOTH, _SMOOTH_FROM = 0.02, 100
+# Window of the running mean of a series, as a share of the run; shorter series are drawn as they are.
+_SMOOTH, SMOOTH_FROM = 0.02, 100
 # With more runs, only the running means of training losses are drawn.
 _MAX_RAW = 8
 
@@ -159,41 +160,50 @@ def draw_curves(
                 amounts = axis.amounts(records[name], chosen[name].steps)
                 label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
                 if axis.per_step(records[name]):
-                    _draw_line(axes, amounts, values, look, label, smooth, len(chosen) <= _MAX_RAW)
-        axes.set_xlabel(axis.name)
+                    draw_line(axes, amounts, values, look, label, smooth, len(chosen) <= _MAX_RAW)
+        finish(axes, axis.name)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())
-        axes.grid(color="0.9")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.02)
         if number == 1:
             axes.set_ylabel("%" if percent else "")
             lines = axes.get_legend_handles_labels()
     figure.suptitle(title)
     if legend_rows:
-        legend = figure.legend(*lines, loc="outside lower center", ncols=min(4, len(groups)), frameon=False, fontsize=9)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        add_legend(figure, *lines, loc="outside lower center", ncols=min(4, len(groups)), fontsize=9)
     return png(figure)
 
 
-def _draw_line(
-    axes: Axes,
-    amounts: np.ndarray,
-    values: np.ndarray,
-    look: dict[str, str],
-    label: str | None,
-    smooth: bool,
-    raw: bool,
-) -> None:
-    values = np.where(np.isfinite(values), values, np.nan)
-    if smooth and len(values) >= _SMOOTH_FROM:
+def finish(axes: Axes, x: str) -> None:
+    """Give axes the look of all curves. x: what they are drawn against."""
+    axes.set_xlabel(x)
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+
+
+def add_legend(to: Axes | Figure, *lines: Any, **look: Any) -> None:
+    """A legend without a frame, in which names of runs are not read as formulas."""
+    for text in to.legend(*lines, frameon=False, **look).get_texts():
+        text.set_parse_math(False)
+
+
+def draw_line(
+    axes: Axes, amounts: np.ndarray, values: np.ndarray, look: dict[str, str], label: str | None, smooth: bool = True, raw: bool = True
+) -> None:  # fmt: skip
+    """Draw values, non-finite ones as gaps. smooth: of a long series draw the running mean; raw: and the values, faintly."""
+    values = finite(values)
+    if smooth and len(values) >= SMOOTH_FROM:
         if raw:
             axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
         values = running_mean(values)
     marker = "o" if len(values) <= 40 else None
     axes.plot(amounts, values, **look, marker=marker, markersize=3.5, linewidth=1.4, label=label)  # type: ignore[arg-type]
+
+
+def finite(values: np.ndarray) -> np.ndarray:
+    """The values, NaN for infinite ones."""
+    return np.where(np.isfinite(values), values, np.nan)
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:

@@ -249,11 +249,11 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray] | None:
     """
     record, score = contender.records[0], contender.records[0].last_score
     found = record.predictions
-    if len(contender.records) > 1 or score is None or found is None or not len(found["rows"]):
+    if len(contender.records) > 1 or score is None or found is None or not len(found.rows):
         return None
-    right = found["predicted"] == found["true"]
+    right = found.predicted == found.true
     is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
-    return (np.stack([found["rows"], found["true"]]), right) if is_of_score else None
+    return (np.stack([found.rows, found.true]), right) if is_of_score else None
 
 
 # ---------------------------------------------------------------------- what can be compared
