@@ -10,10 +10,10 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
-from pipeline.settings.bench import GpuBenchConfig, ModelBenchConfig
 from pipeline.settings.command import main
-from pipeline.settings.data import BenchConfig
-from pipeline.settings.operate import TrackingBenchConfig, TrainBenchConfig
+from pipeline.settings.commands.bench import GpuBenchConfig, ModelBenchConfig
+from pipeline.settings.commands.data import BenchConfig
+from pipeline.settings.commands.operate import TrackingBenchConfig, TrainBenchConfig
 from pipeline.settings.run import DataConfig
 
 

@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.reports import CompareConfig
+from pipeline.settings.commands.reports import CompareConfig
 
 
 def compare(config: CompareConfig) -> None:

@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.data import DedupConfig
+from pipeline.settings.commands.data import DedupConfig
 
 ABOUT = """
 Mark images of a data set that are near copies of test images, so that training excludes them.

@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.weights import ExportConfig
+from pipeline.settings.commands.weights import ExportConfig
 
 
 def export(config: ExportConfig) -> None:

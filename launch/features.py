@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.weights import FeaturesConfig
+from pipeline.settings.commands.weights import FeaturesConfig
 
 
 def features(config: FeaturesConfig) -> None:

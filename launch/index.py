@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.data import IndexConfig
+from pipeline.settings.commands.data import IndexConfig
 
 ABOUT = """
 Index existing WebDataset shards in place: write a manifest, so that they can be used as a data set. Tars are neither copied

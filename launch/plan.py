@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.operate import PlanConfig
+from pipeline.settings.commands.operate import PlanConfig
 
 
 def plan(config: PlanConfig) -> None:

@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 ABOUT = """
 Shard raw images into a data set: tars that WebDataset can read, and a manifest for random access.

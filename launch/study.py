@@ -14,7 +14,7 @@ guard(__name__)
 
 from pipeline.base.errors import UserError
 from pipeline.settings.command import main
-from pipeline.settings.study import StudyConfig
+from pipeline.settings.commands.study import StudyConfig
 
 if TYPE_CHECKING:
     from pipeline.ray_tasks import RunJobs

@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.reports import SyncConfig
+from pipeline.settings.commands.reports import SyncConfig
 
 
 def track_sync(config: SyncConfig) -> None:

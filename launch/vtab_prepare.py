@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.data import VtabPrepareConfig
+from pipeline.settings.commands.data import VtabPrepareConfig
 
 ABOUT = """
 Prepare VTAB-1k's 19 tasks, as many as have their files: one data set per task, with the splits train800, val200,

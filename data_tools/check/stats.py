@@ -23,7 +23,7 @@ from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath
 from pipeline.process.outputs import try_output
-from pipeline.settings.data import StatsConfig
+from pipeline.settings.commands.data import StatsConfig
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"

@@ -30,7 +30,7 @@ from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.settings.data import DedupConfig
+from pipeline.settings.commands.data import DedupConfig
 
 LIST, FOLDER, REPORT, SHEET = "test_copies", "dedup", "report.json", "pairs.png"
 THUMBNAILS, SEARCH, TESTS = "thumbnails", "search", "tests.npz"

@@ -11,7 +11,7 @@ from data_tools.sources.class_numbers import names_of_synsets, read_lines, read_
 from data_tools.sources.listing import TABLE, label_lists, printable
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 
 def apply_rules(listing: Listing, config: ShardConfig) -> Listing:

@@ -54,7 +54,7 @@ from pipeline.data.storage.bucket import (
 )
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.settings.data import IndexConfig
+from pipeline.settings.commands.data import IndexConfig
 
 _READ_BYTES = 2**22
 

@@ -39,7 +39,7 @@ from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 # Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
 Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]

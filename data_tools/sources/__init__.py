@@ -17,7 +17,7 @@ from data_tools.sources.listing import LISTED, Collector, Listing
 from data_tools.sources.reader import Reader
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 __all__ = ["Listing", "Reader", "list_source"]
 

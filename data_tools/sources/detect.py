@@ -7,7 +7,7 @@ from data_tools.sources.layouts import archive, cifar, flat, imagenet1k, imagene
 from pipeline.data.dataset.manifest import INFO
 from pipeline.data.storage.bucket import AnyPath, file_size
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 _MEMBERS_TO_LOOK_AT = 16
 

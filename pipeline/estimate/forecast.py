@@ -24,7 +24,7 @@ from pipeline.estimate.scaling import ScalingRow, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.mlflow.weights import weights_path
-from pipeline.settings.operate import PlanConfig
+from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import RunConfig
 
 _MAX_IMAGES = 10**6

@@ -18,7 +18,7 @@ from pipeline.estimate.memory import refuse_too_large
 from pipeline.estimate.plan import overrides_of_name
 from pipeline.estimate.scaling import advice
 from pipeline.model import ViTConfig
-from pipeline.settings.operate import PlanConfig
+from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
 
 _GIB = 2**30

@@ -24,7 +24,7 @@ from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
-from pipeline.settings.weights import ScoreConfig
+from pipeline.settings.commands.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
 # Keys of the scores that MLflow shows as parameters.

@@ -32,8 +32,8 @@ from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.monitor.mlflow.weights import with_local_weights
+from pipeline.settings.commands.weights import DRAWINGS, ExplainConfig, LookConfig
 from pipeline.settings.quantities import whole_number
-from pipeline.settings.weights import DRAWINGS, ExplainConfig, LookConfig
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}

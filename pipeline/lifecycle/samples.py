@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
 from pipeline.base.words import counted
@@ -20,9 +19,10 @@ from pipeline.data.dataset.subset import run_splits
 from pipeline.data.loading.order import SampleOrder, batch_of_step, step_of_batch
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.lifecycle.run_folder import read_settings
 from pipeline.settings import schema
 from pipeline.settings.changes import Fact, differences
-from pipeline.settings.operate import SamplesConfig
+from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
 
 _TILE = 96
@@ -72,16 +72,10 @@ def _newest_state(path: Path) -> State | None:
     if (path / "state.json").exists():
         return read_state(path)
     folder: AnyPath = path / "checkpoints"
-    if (path / "config.json").exists() and (config := _planned(path)).checkpoint.folder:
+    if (path / "config.json").exists() and (config := read_settings(path)).checkpoint.folder:
         folder = checkpoint_folder(config)
     committed = Checkpoints(folder).candidates()
     return read_state(committed[0]) if committed else None
-
-
-def _planned(path: Path) -> RunConfig:
-    """Read the settings in a run folder's config.json."""
-    file = path / "config.json"
-    return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
 
 
 def _settings(path: Path, state: State | None) -> RunConfig:
@@ -98,7 +92,7 @@ def _settings(path: Path, state: State | None) -> RunConfig:
         return schema.build(RunConfig, tree, str(path))
     if path.is_dir():
         try:
-            return _planned(path)
+            return read_settings(path)
         except FileNotFoundError:
             raise UserError(f"{path} is not a run folder: it has neither checkpoints nor config.json.") from None
     return schema.load(RunConfig, path)

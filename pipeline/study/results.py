@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pipeline.base import json_record
 from pipeline.base.files import write_text
 from pipeline.base.json_record import Count, Limits, Share
-from pipeline.settings.study import Question
+from pipeline.settings.commands.study import Question
 
 RESULTS_FILE = "results.json"
 # damaged: its run has ended, and what its files say cannot be used.

@@ -20,6 +20,7 @@ from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, com
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.estimate.memory import refuse_too_large
 from pipeline.evaluate import architecture
+from pipeline.lifecycle.logged_models import logged_models
 from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
@@ -45,7 +46,6 @@ from pipeline.train.drawing import DrawingProcess
 from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
 from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
-from pipeline.train.logged_models import logged_models
 from pipeline.train.run_counts import RunCounts
 from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.lifecycle.run_folder import Status
+from pipeline.lifecycle.run_folder import Status, read_settings
 from pipeline.process.start import check_program, dying_with_parent
 from pipeline.settings import changes, schema
 from pipeline.settings.run import RunConfig, TrackConfig
@@ -160,7 +160,7 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         if status.status not in ("finished", "diverged"):
             return None, ""
         # Built, so that settings which did not exist then have their defaults.
-        config = schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
+        config = read_settings(run.folder)
     except FileNotFoundError as error:
         # Without settings, nothing was begun.
         return None, f"{error.filename or error} is missing." if file.exists() or (

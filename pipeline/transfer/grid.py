@@ -26,8 +26,8 @@ from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.process.outputs import try_output
 from pipeline.settings import schema
-from pipeline.settings.reports import GridConfig
-from pipeline.settings.weights import ScoreConfig
+from pipeline.settings.commands.reports import GridConfig
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.transfer.child_run import (
     ChildRun,
     make_child,

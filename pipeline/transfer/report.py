@@ -14,7 +14,7 @@ from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import try_output
 from pipeline.settings import schema
-from pipeline.settings.reports import VtabReportConfig
+from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.transfer import charts
 from pipeline.transfer.published import PAPER, PROTOCOL, RESNET, SOURCE
 from pipeline.transfer.score_table import (

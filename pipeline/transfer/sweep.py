@@ -20,7 +20,7 @@ from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
 from pipeline.model import files
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, facts_of
-from pipeline.settings.transfer import ProtocolConfig, VtabConfig
+from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Setting, VtabCell, view_of, warmup_steps
 from pipeline.transfer.vtab_tasks import TASKS, Task
 

@@ -25,7 +25,7 @@ from pipeline.evaluate.loaded_model import output_folder
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
-from pipeline.settings.transfer import VtabConfig
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words, read_results, unpublished_warning
 from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.sweep_progress import SweepProgress

@@ -22,7 +22,7 @@ from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.adhoc_split import open_adhoc_split
 from pipeline.evaluate import predict
 from pipeline.settings import schema
-from pipeline.settings.weights import PredictConfig
+from pipeline.settings.commands.weights import PredictConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 8

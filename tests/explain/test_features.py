@@ -14,7 +14,7 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.explain import features
 from pipeline.settings import schema
-from pipeline.settings.weights import FeaturesConfig
+from pipeline.settings.commands.weights import FeaturesConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE, NUM_IMAGES, BAD = 8, 9, 4

@@ -26,7 +26,7 @@ from data_tools.sources import Listing, Reader, list_source
 from data_tools.vtab import prepare
 from data_tools.vtab.origin import Origin
 from pipeline.base.errors import UserError
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 from pipeline.transfer.vtab_tasks import TASKS
 
 NUM_MUTATIONS = 600

@@ -166,7 +166,7 @@ def test_fp16_scales_the_loss(dataset: Path, out: Path) -> None:
 
 def test_evaluation_on_the_device_is_that_on_a_cpu(dataset: Path, out: Path, tmp_path: Path) -> None:
     from pipeline.evaluate import report
-    from pipeline.settings.weights import ScoreConfig
+    from pipeline.settings.commands.weights import ScoreConfig
 
     found = {}
     for device in ("auto", "cpu"):  # The same where there is no GPU.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeline.settings.study import Question
+from pipeline.settings.commands.study import Question
 from pipeline.study.results import CellResult, StudyResults
 
 FLOOR, SCALE, EXPONENT = 0.1, 0.3, 0.3

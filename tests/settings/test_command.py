@@ -12,7 +12,7 @@ import pytest
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.settings import command
 from pipeline.settings.command import main
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,7 +142,7 @@ def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path) -> None:
     for lines in (1, 100_000):
         script = (
             "import sys; sys.argv = ['x.py', 'source=a', 'out=b']; from pipeline.settings.command import main; "
-            "from pipeline.settings.data import ShardConfig; "
+            "from pipeline.settings.commands.data import ShardConfig; "
             f"main(ShardConfig, lambda config: [print('line') for _ in range({lines})], '')"
         )
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

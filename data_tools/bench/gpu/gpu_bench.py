@@ -26,8 +26,8 @@ from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.estimate.memory import rank_memory
-from pipeline.settings.bench import GpuBenchConfig
-from pipeline.settings.operate import TrainBenchConfig
+from pipeline.settings.commands.bench import GpuBenchConfig
+from pipeline.settings.commands.operate import TrainBenchConfig
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 
@@ -289,7 +289,7 @@ def _make_shards(folder: Path, images: int) -> Iterator[Row]:
     from data_tools.sharding.write_shard import PARTS, part_path, write_shard
     from data_tools.sources import list_source
     from pipeline.data.dataset.manifest import write_dataset
-    from pipeline.settings.data import ShardConfig
+    from pipeline.settings.commands.data import ShardConfig
 
     write_generated(folder / "distinct", _NUM_DISTINCT)
     files = write_raw(folder / "distinct", source := folder / "raw", images)

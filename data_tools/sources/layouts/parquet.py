@@ -23,7 +23,7 @@ from pipeline.base.json_record import shortened
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 _IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16
 

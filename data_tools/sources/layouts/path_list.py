@@ -13,7 +13,7 @@ from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 _ROWS_AT_ONCE = 2**16
 

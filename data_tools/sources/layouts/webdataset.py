@@ -18,7 +18,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 NO_LABEL = "no .cls and no .json"
 _LABEL_KEYS = ("labels", "label", "cls")

@@ -19,8 +19,8 @@ from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.lifecycle.run_folder import RESUME, holder, read_failures, read_status
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.ray_tasks import LostError
+from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import TrackConfig
-from pipeline.settings.study import StudyConfig
 from pipeline.study.results import CellResult, State
 from pipeline.study.running.cells import Study, StudyCell
 from pipeline.transfer.child_run import (

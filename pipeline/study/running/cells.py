@@ -20,10 +20,10 @@ from pipeline.lifecycle.run_folder import read_end
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, facts_of
+from pipeline.settings.commands.study import StudyConfig, StudyModel
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig
-from pipeline.settings.study import StudyConfig, StudyModel
-from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.child_run import ChildRun, make_child
 
 STUDY_FILE = "study.json"

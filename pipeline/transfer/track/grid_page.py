@@ -12,7 +12,7 @@ from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
-from pipeline.settings.reports import GridConfig
+from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.track.figures import draw_finals, draw_rates_of_grid
 from pipeline.transfer.track.parent_page import ParentPage

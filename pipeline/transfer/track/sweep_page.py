@@ -13,8 +13,8 @@ from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, source_tags
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.run import TrackConfig
-from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import charts
 from pipeline.transfer.report import for_mlflow, tags_of
 from pipeline.transfer.score_table import Column, column_of, unpublished_warning

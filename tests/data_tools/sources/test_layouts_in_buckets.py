@@ -33,7 +33,7 @@ from data_tools.sources import Listing, Reader, list_source
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import walk_files
 from pipeline.data.storage.retry import StorageError
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 
 def _packed_cifar(at: Path) -> Path:

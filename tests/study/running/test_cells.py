@@ -9,7 +9,7 @@ from tiny_study import write_run
 
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
-from pipeline.settings.study import StudyConfig
+from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import driver
 from pipeline.study.running.cells import Study, new_flops, open_study
 from pipeline.study.running.cost import estimate, refuse_too_long

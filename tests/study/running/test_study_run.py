@@ -24,9 +24,9 @@ from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import LostError, run_here
 from pipeline.settings import schema
+from pipeline.settings.commands.study import StudyConfig
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.run import RunConfig
-from pipeline.settings.study import StudyConfig
-from pipeline.settings.transfer import VtabConfig
 from pipeline.study.results import StudyResults, read_results
 from pipeline.study.running import cell_run, driver
 from pipeline.transfer import vtab

@@ -22,7 +22,7 @@ from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, OTHER, traffic
 from pipeline.model import ViTConfig, configure, training_flops_per_image
-from pipeline.settings.bench import GpuBenchConfig, RecordConfig
+from pipeline.settings.commands.bench import GpuBenchConfig, RecordConfig
 
 ROOT = Path(__file__).parents[4]
 TINY = Case("ViT-mu/16", 32, 4, 0.05, "cpu")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.base.errors import UserError
-from pipeline.settings.bench import RecordConfig
+from pipeline.settings.commands.bench import RecordConfig
 from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, MAX_THREADS
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import Precision

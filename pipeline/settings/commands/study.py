@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_SEED, MAX_TASKS, MAX_THREADS, Length, Limit
-from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, TextForm, setting
+from pipeline.settings.quantities import MAX_TASKS, MAX_THREADS, Length, Limit
+from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.shared import mlflow_of_runs, result_name, seeds
 
 Question = Literal["data_size", "scaling", "ablation", "labels"]
 # Settings of a run that the study sets itself.
@@ -60,14 +61,7 @@ class StudyModel:
 class StudyConfig:
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
-    name: str = setting(
-        REQUIRED,
-        "Name of the study; all of its runs are in <out>/<name>",
-        form=FOLDER_NAME,
-        output="folder",
-        within="out",
-        holds="study",
-    )
+    name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "study")
     out: str = setting("runs", "Folder that holds all runs and studies.", output="folder")
     question: Question = setting(
         REQUIRED,
@@ -109,14 +103,7 @@ class StudyConfig:
         "question = labels: models without weights train for as many more steps as the longest pre-training of the others is "
         "worth in compute.",
     )
-    seeds: list[int] = setting(
-        [0],
-        "Seeds; each gives a run with its own subset, weights and order.",
-        min=0,
-        max=MAX_SEED,
-        min_items=1,
-        distinct=True,
-    )
+    seeds: list[int] = seeds([0], "Seeds; each gives a run with its own subset, weights and order.")
     score: str = setting(
         "top1",
         "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping, with "
@@ -164,12 +151,7 @@ class StudyConfig:
     )
     cell: str = setting("", "Run this cell only (its name, or its number as in the plan, from 0), and write no report.")
     report: bool = setting(False, "Run nothing: write the report of the cells that are done.")
-    mlflow: str = setting(
-        "",
-        "MLflow tracking URI of the study and its runs; none sends no study. Empty is track.uri of the runs, else "
-        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
-        form=TRACKING_URI,
-    )
+    mlflow: str = mlflow_of_runs("study")
     plan: bool = setting(False, "Only list the cells, their compute, hours and cost.")
 
     @property

@@ -7,9 +7,10 @@ from typing import Literal
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.settings.bench import RecordConfig
+from pipeline.settings.commands.bench import RecordConfig
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_TASKS, MAX_THREADS
-from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting
+from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.shared import mlflow_uri
 
 _URL = "Folder or URL (s3://, gs://)"
 _INSPECT = "decode: decode every image; header: read its header and, for JPEG and PNG, look for the end marker."
@@ -186,9 +187,7 @@ class StatsConfig:
         "", "Folder of stats.json, tables and figures; empty is <data>/stats.", output="folder", holds="statistics"
     )
     sheet: int = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.", min=0, max=1000)
-    mlflow: str = setting(
-        "", "MLflow tracking URI for the numbers and figures; empty sends nothing.", form=TRACKING_URI
-    )
+    mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")
 
 
