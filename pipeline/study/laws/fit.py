@@ -57,7 +57,7 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class PowerLaw:
-    """A fitted law. floor, scale (the error above the floor at x = 1), exponent: with their intervals at `confidence`.
+    """A fitted law. floor, scale (the error above the floor at x = 1), exponent: with their 95 % intervals.
 
     deviation: standard deviation of a new run around the law; residual: root mean square of the runs' deviations from it, both
     in error. x, errors: of the runs, (n,) float64; cells: the number of each run's cell, (n,) int64. fixed_floor: the assumed floor.
@@ -67,7 +67,6 @@ class PowerLaw:
     scale: Estimate
     exponent: Estimate
     residual: float
-    confidence: float
     noise: Noise
     x: np.ndarray = field(repr=False)
     errors: np.ndarray = field(repr=False)
@@ -111,11 +110,6 @@ class PowerLaw:
             )
         return ""
 
-    @property
-    def says_something(self) -> bool:
-        """Whether the error falls with x by more than noise."""
-        return not self.why_not
-
     def curve(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The law and its interval, to be drawn: x (k,) -> error, low, high, each (k,). Refuses nothing; see `predict`."""
         law = self.law(x)
@@ -141,7 +135,7 @@ class PowerLaw:
         span = float(np.ptp(self.errors))
         if found.high - found.low > span:
             raise UserError(
-                f"No prediction at {x:.4g} {self.unit}: its {self.confidence:.0%} interval, {found.low:.4f} to {found.high:.4f}, is wider "
+                f"No prediction at {x:.4g} {self.unit}: its 95% interval, {found.low:.4f} to {found.high:.4f}, is wider "
                 f"than the range of all measured errors, {span:.4f}; add seeds or sizes."
             )
         return found
@@ -149,9 +143,8 @@ class PowerLaw:
     def expected(self, x: float, num_runs: int = 1) -> Prediction:
         """As `predict`, but refuses nothing."""
         law, low, high = (float(values[0]) for values in self.curve(np.array([float(x)])))
-        scatter = quantile(self.noise.freedom, self.confidence) * math.sqrt(
-            self.noise.cell_variance + self.noise.seed_variance / num_runs
-        )
+        variance = self.noise.cell_variance + self.noise.seed_variance / num_runs
+        scatter = quantile(self.noise.freedom) * math.sqrt(variance)
         return Prediction(
             float(x),
             law,
@@ -160,36 +153,6 @@ class PowerLaw:
             low,
             high,
         )
-
-    def x_for_error(self, error: float) -> Estimate:
-        """The x at which the law, without the scatter of a run, reaches an error. `high` is inf where a floor may be above it.
-
-        Raises UserError if the fit says nothing, the error is below the fitted floor, or x is not within `supported`.
-        """
-        if self.why_not:
-            raise UserError(self.why_not)
-        if error <= self.floor.value:
-            raise UserError(
-                f"No amount of {self.unit} gives an error of {error:.4f}: the fitted floor is {self.floor.value:.4f} "
-                f"({self.floor.low:.4f} to {self.floor.high:.4f})."
-            )
-        x = math.exp(math.log(self.scale.value / (error - self.floor.value)) / self.exponent.value)
-        smallest, largest = self.supported
-        if not smallest <= x <= largest:
-            raise UserError(
-                f"An error of {error:.4f} would need {x:.4g} {self.unit}, outside of {smallest:.4g} to {largest:.4g}, where the fit "
-                f"is used ({MAX_EXTRAPOLATION:g} times beyond its runs)."
-            )
-        laws = self.region
-        above = error - laws.floors
-        is_reached = above > 0
-        with np.errstate(divide="ignore", over="ignore"):
-            logs = [
-                np.log(scales[is_reached] / above[is_reached]) / laws.exponents[is_reached]
-                for scales in (laws.low_scales, laws.high_scales)
-            ]
-            low, high = np.exp(logs[0].min()), np.exp(logs[1].max()) if is_reached.all() else math.inf
-        return Estimate(x, float(low * self.x.max()), float(high * self.x.max()))
 
     def law(self, x: np.ndarray) -> np.ndarray:
         """The error without its interval. Refuses nothing."""
@@ -215,7 +178,6 @@ def fit_power_law(
     error: Sequence[float],
     cell: Sequence[str],
     *,
-    confidence: float = 0.95,
     floor: float | None = None,
     noise: Noise | None = None,
     unit: str = "exaFLOPs",
@@ -236,7 +198,7 @@ def fit_power_law(
             f"A fit of {num_parameters} parameters needs runs at {num_parameters + 1} different {unit} at least, there are {sizes}; "
             f"add sizes{'' if floor is not None else ', or assume a floor (one size less)'}."
         )
-    return _fitted(xs, errors, cell, confidence, floor, noise, unit)
+    return _fitted(xs, errors, cell, floor, noise, unit)
 
 
 def common_noise(fits: Iterable[PowerLaw]) -> Noise:
@@ -249,7 +211,6 @@ def leave_largest_out(
     error: Sequence[float],
     cell: Sequence[str],
     *,
-    confidence: float = 0.95,
     floor: float | None = None,
     noise: Noise | None = None,
     unit: str = "exaFLOPs",
@@ -269,7 +230,7 @@ def leave_largest_out(
             f"Leaving the largest of {sizes + 1} different {unit} out leaves {counted(len(left_cells), 'run')} at {sizes}; a fit of {num_parameters} "
             f"parameters needs {num_parameters + 1} sizes, or {num_parameters} with several seeds."
         )
-    fit = _fitted(all_x[is_left], all_errors[is_left], left_cells, confidence, floor, noise, unit)
+    fit = _fitted(all_x[is_left], all_errors[is_left], left_cells, floor, noise, unit)
     holdout = all_errors[~is_left]
     return Holdout(fit, fit.predict(float(all_x.max()), len(holdout)), float(holdout.mean()), len(holdout))
 
@@ -302,12 +263,10 @@ def _fitted(
     x: np.ndarray,
     errors: np.ndarray,
     cell: Sequence[str],
-    confidence: float,
     fixed_floor: float | None,
     noise: Noise | None,
     unit: str,
 ) -> PowerLaw:
-    assert 0 < confidence < 1
     assert fixed_floor is None or 0 <= fixed_floor < 1
     cells = np.unique(np.asarray(cell), return_inverse=True)[1]
     num_cells, largest = int(cells.max()) + 1, float(x.max())
@@ -327,7 +286,7 @@ def _fitted(
     used = own_noise if noise is None else noise
     assert used.freedom > 0
     best = floor, scale, exponent
-    laws = region(errors, u, fixed_floor, best, squares + quantile(used.freedom, confidence) ** 2 * used.variance)
+    laws = region(errors, u, fixed_floor, best, squares + quantile(used.freedom) ** 2 * used.variance)
     with np.errstate(over="ignore"):
         at_one = [scales * largest**laws.exponents for scales in (laws.low_scales, laws.high_scales)]
     return PowerLaw(
@@ -335,7 +294,6 @@ def _fitted(
         scale=Estimate(scale * largest**exponent, float(at_one[0].min()), float(at_one[1].max())),
         exponent=Estimate(exponent, float(laws.exponents.min()), float(laws.exponents.max())),
         residual=math.sqrt(squares / len(x)),
-        confidence=confidence,
         noise=used,
         x=x,
         errors=errors,

@@ -86,9 +86,8 @@ def test_exact_points_give_the_law() -> None:
         assert estimate.value == pytest.approx(true, abs=1e-4)
         # The smallest noise that is assumed is 1e-6.
         assert estimate.high - estimate.low < 1e-3
-    assert fit.says_something
+    assert not fit.why_not
     assert fit.predict(500).error == pytest.approx(exact(np.array([500.0]))[0], abs=1e-5)
-    assert fit.x_for_error(0.2).value == pytest.approx((0.1 / 0.6) ** (-1 / 0.4), rel=1e-3)
 
 
 def test_the_fit_is_the_least_squares_of_scipy() -> None:
@@ -135,7 +134,6 @@ def test_x_has_any_unit() -> None:
         assert (ours.value, ours.low, ours.high) == pytest.approx((theirs.value, theirs.low, theirs.high), rel=1e-6)
     assert second.scale.value == pytest.approx(first.scale.value * 1e6**first.exponent.value, rel=1e-6)
     assert second.predict(2e8).low == pytest.approx(first.predict(200).low, rel=1e-6)
-    assert second.x_for_error(0.25).high == pytest.approx(1e6 * first.x_for_error(0.25).high, rel=1e-6)
 
 
 def test_a_known_floor_needs_one_size_less() -> None:
@@ -207,11 +205,10 @@ def test_a_cell_has_one_size() -> None:
 @pytest.mark.parametrize("errors", [[0.2, 0.3, 0.4, 0.5, 0.6], [0.5] * 5, [0.0] * 5], ids=["rising", "equal", "zero"])
 def test_errors_that_do_not_fall_say_nothing(errors: list[float]) -> None:
     fit = fitted(SIZES, np.array(errors))
-    assert not fit.says_something
+    assert fit.why_not
     assert "the error does not fall from 1 to 81 exaFLOPs" in fit.why_not
-    for refused in (lambda: fit.predict(81), lambda: fit.x_for_error(0.1)):
-        with pytest.raises(UserError, match="The fit says nothing"):
-            refused()
+    with pytest.raises(UserError, match="The fit says nothing"):
+        fit.predict(81)
     assert np.isfinite(fit.curve(SIZES)).all()
 
 
@@ -227,25 +224,14 @@ def test_it_extrapolates_only_so_far() -> None:
     for x in (81 * MAX_EXTRAPOLATION * 1.001, 0.999 / MAX_EXTRAPOLATION):
         with pytest.raises(UserError, match=r"the fit is used from 0\.1 to 810"):
             fit.predict(x)
-    with pytest.raises(UserError, match=r"would need 8.*e\+06 exaFLOPs, outside of 0\.1 to 810"):
-        fit.x_for_error(0.101)
-    with pytest.raises(UserError, match=r"fitted floor is 0\.1000"):
-        fit.x_for_error(0.09)
 
 
 def test_an_interval_wider_than_all_measured_errors_is_no_prediction() -> None:
     fit = fitted(SIZES[:4], noisy(9, SIZES[:4], noise=0.008))
-    assert fit.says_something
+    assert not fit.why_not
     with pytest.raises(UserError, match="is wider than the range of all measured errors"):
         fit.predict(270)
     assert fit.expected(270).high > fit.expected(270).low
-
-
-def test_an_error_near_the_floor_has_no_upper_bound_of_compute() -> None:
-    fit = fitted(*of_table(VIT)[:2])
-    found = fit.x_for_error(0.112)
-    assert found.low < found.value < found.high == math.inf
-    assert found.low > 783
 
 
 def test_leaving_one_out_needs_seeds_or_sizes() -> None:
