@@ -31,11 +31,6 @@ class Sheet:
 # Exponentials in T/s: 16 per clock of each multiprocessor (CUDA programming guide, table of arithmetic throughput) x
 # multiprocessors x boost clock: 132 x 1.83 GHz (the 3.9 T/s of the FlashAttention-3 paper), 114 x 1.755, 108 x 1.41.
 _EXPONENTIALS = {"H200": 3.87, "H100 PCIe": 3.2, "H100": 3.87, "A100": 2.44, "A100 PCIe": 2.44}
-# Time in which the host launches a kernel: an assumption (usually 4 to 10 us from PyTorch), not from a data sheet.
-LAUNCH_SECONDS = 5e-6
-# Kernels in a block, forward and backward, without compilation: 4 + 8 products with 4 sums for biases, attention 1 + 2, layer
-# norms 2 + 4, GELU 1 + 1, residuals 2 + 2, copies 3.
-_KERNELS_OF_A_BLOCK = 34
 
 
 @dataclass(frozen=True)
@@ -65,10 +60,9 @@ class Operation:
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bound of a step, in seconds, on the GPU and for the host's launches; mfu: against the data sheet's peak."""
+    """Lower bound of a step, in seconds on the GPU; mfu: against the data sheet's peak."""
 
     seconds: float
-    launch_seconds: float
     mfu: float
 
 
@@ -127,8 +121,7 @@ def bound(config: ViTConfig, batch: int, sheet: Sheet, is_fused: bool = True, tf
     found = operations(config, batch)
     seconds = sum(o.seconds(reached, is_fused) * (config.depth if o.in_block else 1) for o in found)
     flops = sum(o.model_flops * (config.depth if o.in_block else 1) for o in found)
-    launches = config.depth * _KERNELS_OF_A_BLOCK * LAUNCH_SECONDS
-    return Bound(seconds, launches, flops / seconds / (sheet.tflops * 1e12))
+    return Bound(seconds, flops / seconds / (sheet.tflops * 1e12))
 
 
 def measured_rows(events: Iterable[Any], config: ViTConfig, batch: int, steps: int) -> dict[str, float]:
