@@ -65,7 +65,8 @@ def profile(x: np.ndarray, errors: np.ndarray, at: float, noise: Noise | None = 
     fit = fitted(x, errors, noise)
     found = fit.expected(at)
     parameters = [(estimate.low, estimate.high) for estimate in (fit.floor, fit.scale, fit.exponent)]
-    return [*parameters, (found.mean_low, found.mean_high), (found.low, found.high)], not fit.why_not
+    _, (low,), (high,) = fit.curve(np.array([at]))
+    return [*parameters, (low, high), (found.low, found.high)], not fit.why_not
 
 
 def bootstrap(redraw: Callable[..., Iterator[tuple[np.ndarray, np.ndarray]]]) -> Callable:
