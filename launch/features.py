@@ -12,17 +12,10 @@ guard(__name__)
 from pipeline.settings.command import main
 from pipeline.settings.commands.weights import FeaturesConfig
 
-
-def features(config: FeaturesConfig) -> None:
-    from pipeline.explain.features import run  # Late: --help and mistakes in the settings need no torch.
-
-    run(config)
-
-
 if __name__ == "__main__":
     main(
         FeaturesConfig,
-        features,
+        "pipeline.explain.features",
         """
         Write the features of images as Parquet: the vector that the head reads, or would read, of any weights, with a head or
         without. Images are files, folders, tars or a data set, preprocessed exactly as for launch/evaluate.py. With

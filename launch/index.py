@@ -29,12 +29,5 @@ finished manifest, it checks that no tar has changed. To shuffle, resize, merge 
 launch/shard.py layout=webdataset.
 """
 
-
-def index(config: IndexConfig) -> None:
-    from data_tools.sharding.index import run  # Late: --help and mistakes in the settings need no pyarrow.
-
-    run(config)
-
-
 if __name__ == "__main__":
-    main(IndexConfig, index, ABOUT)
+    main(IndexConfig, "data_tools.sharding.index", ABOUT)

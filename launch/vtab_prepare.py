@@ -34,12 +34,5 @@ docs/vtab.md lists the files; missing files are reported with their URL.
 After an interruption, run the same command again.
 """
 
-
-def prepare(config: VtabPrepareConfig) -> None:
-    from data_tools.vtab.prepare import run  # Late: --help and mistakes in the settings need no pyarrow.
-
-    run(config)
-
-
 if __name__ == "__main__":
-    main(VtabPrepareConfig, prepare, ABOUT, flag="prove")
+    main(VtabPrepareConfig, "data_tools.vtab.prepare", ABOUT, flag="prove")

@@ -99,6 +99,8 @@ def _imported(tree: ast.Module) -> list[str]:
             found += [f"{node.module}.{name.name}" for name in node.names] + [node.module]
         elif isinstance(node, ast.Import):
             found += [name.name for name in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)  # As a command names the module that it runs.
     return [name for name in found if name in _MODULES]
 
 

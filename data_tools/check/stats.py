@@ -1,7 +1,5 @@
 """Statistics of a data set from its manifest: counts, sizes, formats, class mix; optionally a contact sheet."""
 
-import csv
-import io
 import json
 import time
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from data_tools.progress import data_size
 from data_tools.sources.listing import printable
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
+from pipeline.base.files import as_csv
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
@@ -140,7 +139,7 @@ def _total_classes(counts: dict[str, SplitCounts]) -> np.ndarray:
 
 def _class_table(counts: dict[str, SplitCounts], names: Sequence[str]) -> bytes:
     columns = [of_split.classes.tolist() for of_split in counts.values()]
-    return _csv([("class", *counts), *zip(names, *columns, strict=True)])
+    return as_csv([("class", *counts), *zip(names, *columns, strict=True)])
 
 
 def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequence[str]) -> bytes:
@@ -150,13 +149,7 @@ def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequ
          f"{m.largest_share:.4f}", f"{m.distance:.4f}", f"{m.excess:.3f}")
         for s, m in zip(shards, mixes, strict=True)
     ]  # fmt: skip
-    return _csv([header, *rows])
-
-
-def _csv(rows: Sequence[Sequence[Any]]) -> bytes:
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()
+    return as_csv([header, *rows])
 
 
 def metrics(stats: dict[str, Any]) -> dict[str, float]:

@@ -5,8 +5,6 @@ resumed by the same command, which recognises finished shards by their part file
 """
 
 import contextlib
-import csv
-import io
 import json
 import math
 import time
@@ -32,6 +30,7 @@ from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.files import as_csv
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
@@ -253,10 +252,8 @@ def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -
     """Write a CSV file; without rows, remove it."""
     path.unlink(missing_ok=True)
     if rows:
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows([header, *rows])
         with replacing(path) as file:
-            file.write(text.getvalue().encode())
+            file.write(as_csv([header, *rows]))
 
 
 def read_rows(part: AnyPath) -> pa.Table:

@@ -67,22 +67,13 @@ class ShardingJob:
 class Done:
     """The result of a job. skipped: (key, where, reason) of each bad image. made: False for an existing shard.
 
-    etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels.
+    etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels. All but `made` is the
+    metadata of its part file, of which earlier versions have no etag or rows.
     """
 
     shard: Shard
     skipped: list[tuple[str, str, str]]
-    made: bool
-    etag: str = ""
-    rows: str = ""
-
-
-@dataclass(frozen=True)
-class _ShardPartMetadata:
-    """The metadata of a part file. Earlier versions have no etag or rows."""
-
-    shard: Shard
-    skipped: list[tuple[str, str, str]]
+    made: bool = False
     etag: str = ""
     rows: str = ""
 
@@ -167,8 +158,7 @@ def _checksum(table: pa.Table, about: bytes) -> bytes:
 
 def read_part(path: AnyPath) -> Done | None:
     """The result saved in a part file; None if it is damaged. Raises StorageError."""
-    about = load_part(path, _ShardPartMetadata)
-    return Done(about.shard, about.skipped, False, about.etag, about.rows) if about else None
+    return load_part(path, Done)
 
 
 def _slow_header(name: str, size: int) -> bytes:

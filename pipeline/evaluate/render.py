@@ -1,7 +1,5 @@
 """Renders scores: report.md, per_class.csv, the confusion matrix as a figure, and lines for the terminal."""
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +7,6 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from pipeline.base.files import as_bytes
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, png
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
@@ -136,16 +133,6 @@ def _classes(scores: dict[str, Any]) -> Iterator[Block]:
 
 def _class_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
-
-
-# ---------------------------------------------------------------------- files
-def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Rows with the same keys as CSV; the keys are its header."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return as_bytes(buffer.getvalue())
 
 
 # ---------------------------------------------------------------------- the confusion matrix

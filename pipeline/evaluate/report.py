@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import table_csv
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.atomic import write_files
@@ -81,7 +82,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
     # ---------------------------------------------------------------------- the files
     files = {
-        "per_class.csv": render.table_csv(scores["per_class"]) if predictions else None,
+        "per_class.csv": table_csv(scores["per_class"]) if predictions else None,
         "confusion.png": picture,
         "report.md": render.page(scores, picture),
         "scores.json": json.dumps(scores, indent=1, ensure_ascii=False),

@@ -1,7 +1,5 @@
 """Lists the samples of a step, or the steps of a sample. Computed from the order alone, for past and future steps."""
 
-import csv
-import io
 import math
 import sys
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import as_bytes
+from pipeline.base.files import table_csv
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.data.dataset.manifest import Dataset, open_dataset
@@ -147,12 +145,8 @@ def _of_sample(
 
 def _show(table: list[dict[str, Any]], file: str) -> None:
     if file:
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, list(table[0]) if table else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
         with replacing(Path(file)) as out:
-            out.write(as_bytes(text.getvalue()))
+            out.write(table_csv(table))
         return
     lines = [list(table[0]), *(list(map(str, row.values())) for row in table)] if table else []
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import table_csv
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
@@ -79,9 +80,9 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
         **{picture.name: picture.png for picture in pictures},
         "report.md": markdown(title, blocks).encode(),
         "report.html": single_file(title, blocks).encode(),
-        "table.csv": render.table_csv([table_row(name, record) for name, record in records.items()]),
-        "pairs.csv": render.table_csv(pairs) if pairs else None,
-        "per_class.csv": render.table_csv(rescore.class_rows(scores)) if scores else None,
+        "table.csv": table_csv([table_row(name, record) for name, record in records.items()]),
+        "pairs.csv": table_csv(pairs) if pairs else None,
+        "per_class.csv": table_csv(rescore.class_rows(scores)) if scores else None,
     }
     write_files(folder, files)
     for line in summary(records):

@@ -20,9 +20,9 @@ import pytest
 from review_runs import write_run
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import table_csv
 from pipeline.base.page import markdown, single_file
 from pipeline.checkpoint.store import Checkpoints
-from pipeline.evaluate.render import table_csv
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.metrics_file import read_metrics, repair
 from pipeline.monitor.page_folder import PageFolder, describe

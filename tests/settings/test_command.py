@@ -1,5 +1,6 @@
 """How a command ends: one line and 2 for a mistake of the user, a traceback for one of ours."""
 
+import ast
 import errno
 import subprocess
 import sys
@@ -209,3 +210,24 @@ def test_help_shows_percent_signs(capsys: pytest.CaptureFixture[str], monkeypatc
     printed = capsys.readouterr().out
     assert "About." in printed
     assert command.fields_help(ShardConfig).splitlines()[-1].strip() in printed
+
+
+def test_a_module_that_a_command_names_has_a_function_run_for_its_settings() -> None:
+    """Neither mypy nor an import checks a name that is a text."""
+    named = {}
+    for file in (ROOT / "launch").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            arguments = getattr(node, "args" if isinstance(node, ast.Call) else "elts", None) or [None]
+            match arguments:
+                case [ast.Name(settings), ast.Constant(str(module)), *_] if module.startswith(
+                    ("pipeline.", "data_tools.")
+                ):
+                    named[module] = settings
+    assert len(named) > 10
+    for module, settings in named.items():
+        written = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
+        (function,) = [node for node in written if isinstance(node, ast.FunctionDef) and node.name == "run"]
+        first, *others = function.args.args
+        assert isinstance(first.annotation, ast.Name), module
+        assert first.annotation.id == settings, module
+        assert len(others) <= len(function.args.defaults), module

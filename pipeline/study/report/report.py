@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from pipeline.base.files import table_csv
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
-from pipeline.evaluate.render import table_csv
 from pipeline.study.laws.fit import MAX_EXTRAPOLATION, Estimate
 from pipeline.study.report import figures, published
 from pipeline.study.report.answers import PAIRED_FROM, Answers, Line, answer, points_of, title_of, usable
