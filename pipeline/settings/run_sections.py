@@ -28,6 +28,7 @@ TrainPrecision = Literal["fp32", "bf16", "fp16"]
 OBJECTIVES = {
     "softmax": "classification:Classification",
     "sigmoid": "classification:Classification",
+    "dino": "dino:Dino",
     "masked_mean_color": "masked_patches:MaskedPatches",
     "masked_small_patch": "masked_patches:MaskedPatches",
     "masked_pixels": "masked_patches:MaskedPatches",

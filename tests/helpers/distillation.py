@@ -79,7 +79,7 @@ class Distillation(Objective):
         num = summed(torch.tensor(float(self.num)))
         self.center.lerp_(summed(self.batch_sum) / num, 0.1)
 
-    def frozen_steps(self) -> dict[str, int]:
+    def frozen_steps(self, num_steps: int) -> dict[str, int]:
         return {"head.": FROZEN_STEPS}
 
 
