@@ -105,6 +105,11 @@ def settings_help(arguments: Sequence[str]) -> str:
     )
 
 
+def num_classes(config: RunConfig, of_dataset: int) -> int:
+    """Number of classes that a run's model predicts; 0 for an objective that predicts none."""
+    return kind(config.train.loss).of_backbone(config, of_dataset)["num_classes"]
+
+
 def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> Config:
     """Returns the configuration of a run's new model. Raises UserError if it cannot be built.
 

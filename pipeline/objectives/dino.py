@@ -130,6 +130,10 @@ class Dino(Objective):
             check_backbone(config, cls.new_backbone(config, 0))
 
     @classmethod
+    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": 0, "representation": False}
+
+    @classmethod
     def values(cls, config: RunConfig) -> dict[str, Metric]:
         given: DinoSettings = cls.settings(config)
         found = {"teacher_entropy": Metric(), "teacher_kl": Metric(), "embedding_std": Metric("ratio", "higher")}
@@ -383,8 +387,6 @@ def check_backbone(config: RunConfig, model: Config) -> None:
                 f"objective.ibot_weight = {given.ibot_weight} masks patches, and a ResNet has none. Use a ViT."
             )
         return
-    if model.representation:
-        raise UserError("train.loss = dino has a head of its own: use model.representation=false.")
     if not given.local_views:
         return
     side, patch, step = given.local_size, model.patch_pixels, model.stride * model.reduction

@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,18 +14,19 @@ from torch import Tensor
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
-from pipeline.model import build, configure, forward_macs
+from pipeline.model import build, configure, create, forward_macs, save
 from pipeline.objectives.dino import Dino, DinoSettings, cross_entropy, embedding_std, koleo, sinkhorn
 from pipeline.objectives.ibot import BlockMasks
 from pipeline.settings import schema
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import RunConfig
+from pipeline.train.resume import initial_model
 
 GIVEN = DinoSettings(
     prototypes=12, hidden=16, bottleneck=8, local_views=2, local_size=8, teacher_temperature=0.07, momentum=0.9
 )
 DINOV2 = replace(GIVEN, ibot_weight=1.0, koleo_weight=0.1, centring="sinkhorn", ibot_head="separate")
-NEEDED = ("name=try", "data.path=here", "train.length=10 epochs", "train.loss=dino", "model.representation=false")
+NEEDED = ("name=try", "data.path=here", "train.length=10 epochs", "train.loss=dino")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -331,7 +334,6 @@ def test_views_and_arithmetic() -> None:
         (["objective.koleo_weight=0.1", "train.micro_batch=1"], "objective.koleo_weight compares .* train.micro_batch=2"),
         (["objective.centring=sinkhorn", "train.micro_batch=1"], "objective.centring = sinkhorn compares"),
         (["model.positions=relative"], "relative positions of a 14 x 14 grid cannot be used with views of another size"),
-        (["model.representation=true"], "use model.representation=false"),
         (["augment.crop=none"], "augment.crop = none must be inception"),
         (["objective.frozen=100 steps"], "objective.frozen = 100 steps cannot be compared with train.length = 10 epochs"),
     ],
@@ -345,6 +347,19 @@ def test_a_resnet_has_no_patches_to_mask() -> None:
     objectives.check(config_of(model="model.name=BiT-R50x1"))
     with pytest.raises(UserError, match="a ResNet has none"):
         objectives.check(config_of("objective.ibot_weight=1", model="model.name=BiT-R50x1"))
+
+
+@pytest.mark.parametrize("new_head", [True, False])
+def test_weights_begin_a_run_with_their_backbone(tmp_path: Path, new_head: bool) -> None:
+    old = create("ViT-mu/4", 16, 5, representation=True)
+    save(old, tmp_path / "old.pt")
+    config = config_of("model.image_size=24", f"init.new_head={new_head}", model=f"init.weights={tmp_path}/old.pt")
+    said: list[str] = []
+    found = initial_model(config, SimpleNamespace(num_classes=7), None, SimpleNamespace(say=said.append))
+    assert (found.config.num_classes, found.config.representation, found.config.image_size) == (0, False, (24, 24))
+    assert torch.equal(found.blocks[0].mlp.up.weight, old.blocks[0].mlp.up.weight)
+    assert said[-1] == f"train.loss = dino begins with the backbone of {tmp_path}/old.pt; its head is new"
+    assert isinstance(objectives.create(config, found), Dino)
 
 
 @pytest.mark.parametrize(
