@@ -237,7 +237,11 @@ class ViTConfig(_Config):
     @property
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of patches."""
-        rows, columns = ((side // self.reduction - self.patch_size) // self.stride + 1 for side in self.image_size)
+        return self.grid_at(*self.image_size)
+
+    def grid_at(self, height: int, width: int) -> tuple[int, int]:
+        """(rows, columns) of patches of an image of this size, in pixels."""
+        rows, columns = ((side // self.reduction - self.patch_size) // self.stride + 1 for side in (height, width))
         return rows, columns
 
     @property

@@ -215,9 +215,11 @@ def _model(config: PlanConfig, num_classes: int) -> Config:
     except UserError as error:
         raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
     changes: dict[str, Any] = {"image_size": config.model.image_size}
-    if config.init.new_head:
-        changes["num_classes"] = num_classes
+    predicted = objectives.num_classes(config, num_classes)
+    is_new = config.init.new_head or not predicted
+    if is_new:
+        changes["num_classes"] = predicted
     if isinstance(found, ViTConfig):
         changes |= config.model.for_weights()
-        changes |= {"representation": False} if config.init.new_head else {}
+        changes |= {"representation": False} if is_new else {}
     return replace(found, **changes)

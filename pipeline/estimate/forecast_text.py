@@ -69,7 +69,7 @@ def _describe_run(forecast: Forecast) -> list[str]:
         f"  batch        {plan.global_batch:,} = {counted(plan.world_size, 'rank')} x {plan.accumulation} x {plan.micro_batch} as configured",
         f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, "
         f"{forecast.flops_per_image * plan.global_batch / 1e15:.2f} PFLOP per step, {forecast.flops / 1e18:,.4g} exaFLOP in total",
-        *(f"  {line}" for line in objectives.describe_groups(config, model)),
+        *(f"  {line}" for line in objectives.describe_groups(config, model, plan.steps)),
         "",
     ]
 

@@ -21,7 +21,9 @@ class MaskedViT(VisionTransformer):
         self.head = Dense(config.width, config.patch_outputs)
         initialize_head(self.head, config.head_bias)
 
-    def forward(self, images: Tensor, sources: Tensor | None = None, corrupted: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, images: Tensor, sources: Tensor | None = None, corrupted: Tensor | None = None
+    ) -> Tensor:
         """Predictions (B, corrupted patches, `patch_outputs`) from images (B, 3, height, width) in [-1, 1].
 
         Without `sources` and `corrupted`: the features (B, D) of the whole images, which its head does not read.

@@ -40,29 +40,36 @@ def new_table(config: ViTConfig) -> nn.Parameter | nn.Buffer | None:
     return nn.Buffer(sincos2d(config), persistent=False) if config.positions == "sincos2d" else None
 
 
-def per_token(table: Tensor, config: ViTConfig) -> Tensor:
-    """The table as (T, N, D), to be added to the tokens (without registers, which have no position)."""
+def per_token(table: Tensor, config: ViTConfig, grid: Grid | None = None) -> Tensor:
+    """The table as (T, N, D), to be added to the tokens (without registers, which have no position).
+
+    grid: (rows, columns) of the patches. On another grid than the configuration's, learned positions are resampled bicubically, as
+    DINO does for its small views, and fixed ones are computed.
+    """
+    if grid is not None and grid != config.grid:
+        table = _at_grid(table, config, grid)
     if config.positions != "learned2d":
         return table
-    (h, w), num_tables = config.grid, len(table)
+    (h, w), num_tables = grid or config.grid, len(table)
     rows = table[:, :h, None].expand(-1, -1, w, -1)
     columns = table[:, None, h:].expand(-1, h, -1, -1)
     patches = torch.cat([columns, rows], dim=-1).reshape(num_tables, h * w, config.width)
-    return F.pad(patches, (0, 0, config.num_positions - h * w, 0))
+    return F.pad(patches, (0, 0, int(config.pool == "token"), 0))
 
 
-def sincos2d(config: ViTConfig) -> Tensor:
+def sincos2d(config: ViTConfig, grid: Grid | None = None, device: torch.device | None = None) -> Tensor:
     """(1, N, D) float32: sin and cos of x, then of y, at D/4 frequencies from 1 down to 1/10,000.
 
-    As in MoCo v3 and big_vision (models/vit.py, posemb_sincos_2d); x counts columns, y rows.
+    As in MoCo v3 and big_vision (models/vit.py, posemb_sincos_2d); x counts columns, y rows. grid: None is the configuration's.
     """
-    h, w = config.grid
+    h, w = grid or config.grid
     quarter = config.width // 4
-    frequencies = 10_000.0 ** -(torch.arange(quarter, dtype=torch.float64) / max(quarter - 1, 1))
-    y, x = torch.meshgrid(torch.arange(h, dtype=torch.float64), torch.arange(w, dtype=torch.float64), indexing="ij")
+    f64: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    frequencies = 10_000.0 ** -(torch.arange(quarter, **f64) / max(quarter - 1, 1))
+    y, x = torch.meshgrid(torch.arange(h, **f64), torch.arange(w, **f64), indexing="ij")
     angles_x, angles_y = x.reshape(-1, 1) * frequencies, y.reshape(-1, 1) * frequencies
     patches = torch.cat([angles_x.sin(), angles_x.cos(), angles_y.sin(), angles_y.cos()], dim=1)
-    return F.pad(patches, (0, 0, config.num_positions - h * w, 0))[None].float()
+    return F.pad(patches, (0, 0, int(config.pool == "token"), 0))[None].float()
 
 
 class RelativePositions(nn.Module):
@@ -118,6 +125,42 @@ def resample_state(state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig) 
         resampled = [resample_positions(part, (size, 1), new.kernel, (old_size, 1)) for part, old_size, size in parts]
         state["positions"] = torch.cat(resampled, dim=1)
     return state
+
+
+def check_any_grid(config: ViTConfig) -> None:
+    """Raise UserError if the model reads images of one size only, because its attention or positions depend on the grid."""
+    if config.axial or config.positions == "relative":
+        why = "axial attention" if config.axial else "relative positions"
+        raise UserError(
+            f"model: {why} of a {config.grid[0]} x {config.grid[1]} grid cannot be used with views of another size. Use a model "
+            "without it, or views of one size."
+        )
+
+
+def _at_grid(table: Tensor, config: ViTConfig, grid: Grid) -> Tensor:
+    """The table of a configuration for another grid, with a gradient: (T, ...) as the model stores it.
+
+    A product with the kernel's weights, because the gradient of F.interpolate is not deterministic on a GPU, and a resumed run must
+    be exact.
+    """
+    if config.positions == "sincos2d":
+        return sincos2d(config, grid, table.device).to(table.dtype)
+    (old_h, old_w), values = config.grid, table.to(torch.promote_types(table.dtype, torch.float32))
+    by_row, by_column = (_weights(config, *sizes, values) for sizes in zip(config.grid, grid, strict=True))
+    if config.positions == "learned2d":
+        rows, columns = values.split(config.grid, dim=1)
+        return torch.cat([by_row @ rows, by_column @ columns], dim=1).to(table.dtype)
+    first = values.shape[1] - old_h * old_w  # 1 with a class token
+    patches = values[:, first:].unflatten(1, config.grid)  # (T, h, w, D)
+    patches = torch.einsum("rh,cw,thwd->trcd", by_row, by_column, patches).flatten(1, 2)
+    return torch.cat([values[:, :first], patches], dim=1).to(table.dtype)
+
+
+def _weights(config: ViTConfig, old: int, new: int, like: Tensor) -> Tensor:
+    """(new, old): the weights by which one side of a grid is resampled; each row sums to 1."""
+    unit = torch.eye(old, dtype=like.dtype, device=like.device)[None, None]
+    kernel = "bicubic" if config.kernel == "zoom" else config.kernel
+    return F.interpolate(unit, size=(new, old), **_KERNELS[kernel])[0, 0]
 
 
 def resampling_note(old: Config, new: Config) -> str:

@@ -75,20 +75,21 @@ class ResNet(nn.Module):
         self.head = Dense(config.num_features, config.num_classes) if config.num_classes else nn.Identity()
         self.initialize(seed)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, 3, height, width) floats in [-1, 1] -> (B, K) logits, or (B, C) features if the model has no head.
 
+        any_size: also read images of another size than `config.image_size`.
         Raises ValueError for images of another shape or of an integer type.
         """
-        return self.head(self.features(images))
+        return self.head(self.features(images, any_size=any_size))
 
-    def features(self, images: Tensor) -> Tensor:
+    def features(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, 3, height, width) -> (B, C), the input of the head: the mean of the feature map."""
-        return self.feature_map(images).mean((2, 3))
+        return self.feature_map(images, any_size=any_size).mean((2, 3))
 
-    def feature_map(self, images: Tensor) -> Tensor:
+    def feature_map(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, 3, height, width) -> (B, C, h, w)"""
-        check_images(images, self.config.image_size)
+        check_images(images, None if any_size else self.config.image_size)
         # Zero padding as in the authors' code: values may be negative here, and max_pool2d itself pads with minus infinity.
         x = F.max_pool2d(F.pad(self.root(images), (1, 1, 1, 1)), kernel_size=3, stride=2)
         for unit in self.units:

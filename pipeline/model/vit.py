@@ -20,7 +20,7 @@ vit_jax/models_vit.py). The paper's variants have files of their own: other posi
 with a ResNet in front (`resnet.py`), axial attention (`axial.py`), masked patch prediction (`masked.py`).
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -198,37 +198,65 @@ class VisionTransformer(nn.Module):
         """The attention layer of block number `block`."""
         return SelfAttention(self.config, self.config.num_tokens)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(
+        self,
+        images: Tensor,
+        *,
+        any_size: bool = False,
+        masked: tuple[Tensor, Tensor] | None = None,
+        with_patches: bool = False,
+    ) -> Any:
         """(B, 3, height, width) floats in [-1, 1] -> (B, K) logits, or (B, D) features if the model has no head.
 
+        The keywords are for objectives:
+        any_size: also read images of another size than `config.image_size`, as small views are: positions are resampled in each
+            call. UserError for a model whose positions cannot be.
+        masked: bool (B, rows*columns) and a mask token (1, 1, D), which replaces the embeddings of these patches.
+        with_patches: return (logits or features, patch tokens (B, rows*columns, D) after the final LayerNorm).
         Raises ValueError for images of another shape or of an integer type.
         """
-        return self.head(self.features(images))
+        patches = self.embed(images, any_size=any_size)
+        if masked is not None:
+            patches = torch.where(masked[0][..., None], masked[1].to(patches.dtype), patches)
+        tokens = self.encode(patches, self.grid_of(images))
+        output = self.head(self.pooled(tokens))
+        return (output, tokens[:, -patches.shape[1] :]) if with_patches else output
 
-    def features(self, images: Tensor) -> Tensor:
+    def features(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, 3, height, width) -> (B, D), the input of the head.
 
         It is the class token, the mean of the patch tokens (pool "gap") or their attention pooling ("map"), followed by
         the representation layer and its tanh, if there is one.
         """
-        tokens = self.encode(self.embed(images))
+        return self.pooled(self.encode(self.embed(images, any_size=any_size), self.grid_of(images)))
+
+    def pooled(self, tokens: Tensor) -> Tensor:
+        """(B, N, D) tokens that `encode` returned -> (B, D), the input of the head."""
         if self.pool is not None:
             pooled = self.pool(tokens)
         else:
             pooled = tokens[:, self.config.registers :].mean(1) if self.class_token is None else tokens[:, 0]
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
-    def embed(self, images: Tensor) -> Tensor:
+    def embed(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, 3, height, width) -> (B, rows*columns, D) patch embeddings, without positions."""
-        check_images(images, self.config.image_size)
+        check_images(images, None if any_size else self.config.image_size)
         return self.patch_embedding(images if self.stem is None else self.stem(images))
 
-    def encode(self, patches: Tensor) -> Tensor:
-        """(B, rows*columns, D) patch embeddings -> (B, N, D) tokens after the last block and the final LayerNorm."""
-        x = self.dropout(self.add_registers(self.add_positions(self.add_class_token(patches), block=0)))
+    def grid_of(self, images: Tensor) -> tuple[int, int]:
+        """(rows, columns) of the patches of images (B, 3, height, width)."""
+        height, width = images.shape[-2:]
+        return self.config.grid if (height, width) == self.config.image_size else self.config.grid_at(height, width)
+
+    def encode(self, patches: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """(B, rows*columns, D) patch embeddings -> (B, N, D) tokens after the last block and the final LayerNorm.
+
+        grid: (rows, columns) of the patches; None is that of `config.image_size`.
+        """
+        x = self.dropout(self.add_registers(self.add_positions(self.add_class_token(patches), block=0, grid=grid)))
         for i, block in enumerate(self.blocks):
             if i > 0:
-                x = self.add_positions(x, block=i)
+                x = self.add_positions(x, block=i, grid=grid)
             x = run_block(block, x, self.activation_checkpointing)
         return self.norm(x)
 
@@ -246,11 +274,16 @@ class VisionTransformer(nn.Module):
         first = 0 if self.class_token is None else 1
         return torch.cat([x[:, :first], self.registers.expand(x.shape[0], -1, -1), x[:, first:]], dim=1)
 
-    def add_positions(self, x: Tensor, block: int) -> Tensor:
-        """Adds the position embeddings that belong before this block; by default only before the first. x -> same shape."""
+    def add_positions(self, x: Tensor, block: int, grid: tuple[int, int] | None = None) -> Tensor:
+        """Adds the position embeddings that belong before this block; by default only before the first. x -> same shape.
+
+        grid: (rows, columns) of the patches; None is that of `config.image_size`.
+        """
+        if grid not in (None, self.config.grid):
+            position.check_any_grid(self.config)
         if self.positions is None or (block > 0 and self.config.positions_at == "stem"):
             return x
-        tables = position.per_token(self.positions, self.config)  # one, or one for each block
+        tables = position.per_token(self.positions, self.config, grid)  # one, or one for each block
         return x + tables[block % len(tables)]
 
     def weight_decay_mask(self) -> set[str]:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
-from pipeline.model import Config, Model, build, configure
+from pipeline.model import Config, Model, build
 from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Objective
 from pipeline.settings.changes import Fact, facts_of
@@ -83,10 +82,10 @@ def training_flops(config: RunConfig, model: Config) -> int:
     return kind(config.train.loss).training_flops(config, model)
 
 
-def describe_groups(config: RunConfig, model: Config) -> list[str]:
-    """A line for each parameter group of a run, if there are others than with and without weight decay."""
+def describe_groups(config: RunConfig, model: Config, num_steps: int) -> list[str]:
+    """A line for each parameter group of a run of `num_steps`, if there are others than with and without weight decay."""
     with torch.device("meta"):
-        return optimizers.describe_groups(create(config, build(model)), config.optimizer)
+        return optimizers.describe_groups(create(config, build(model)), config.optimizer, num_steps)
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:
@@ -112,14 +111,15 @@ def settings_help(arguments: Sequence[str]) -> str:
     )
 
 
+def num_classes(config: RunConfig, of_dataset: int) -> int:
+    """Number of classes that a run's model predicts; 0 for an objective that predicts none."""
+    return kind(config.train.loss).of_backbone(config, of_dataset)["num_classes"]
+
+
 def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> Config:
     """Returns the configuration of a run's new model. Raises UserError if it cannot be built.
 
     num_classes: of the data set. covered: whether patches must cover all pixels.
     """
-    name = config.model.name
-    assert name, "config.check refuses a run with neither model.name nor init.weights"
     check(config)
-    given = {name: getattr(config.model, name) for name in OPTIONS}
-    given |= kind(config.train.loss).of_backbone(config, num_classes)
-    return configure(name, config.model.image_size, covered=covered, **given)
+    return kind(config.train.loss).new_backbone(config, num_classes, covered)

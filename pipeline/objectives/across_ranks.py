@@ -18,6 +18,14 @@ def summed(tensor: Tensor) -> Tensor:
     return total
 
 
+def largest(tensor: Tensor) -> Tensor:
+    """Returns the maximum over ranks of each element, without a gradient. Collective."""
+    found = tensor.detach().clone()
+    if distributed.is_initialized():
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+    return found
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """(B, ...) of this rank -> (ranks * B, ...), in order of rank, with a gradient to every rank. Collective.
 

@@ -14,17 +14,18 @@ Shapes: B batch, V views of a group, H height, W width.
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
-from pipeline.model import Config, Model, training_flops_per_image
+from pipeline.model import Config, Model, configure, training_flops_per_image
 from pipeline.model.weights import ADDITION
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
@@ -96,6 +97,13 @@ class Objective(nn.Module):
         return {"num_classes": 0}
 
     @classmethod
+    def new_backbone(cls, config: RunConfig, num_classes: int, covered: bool = True) -> Config:
+        """Returns the configuration of a run's new model. Arguments and errors: see `objectives.new_backbone`."""
+        assert config.model.name, "config.check refuses a run with neither model.name nor init.weights"
+        given = {name: getattr(config.model, name) for name in OPTIONS} | cls.of_backbone(config, num_classes)
+        return configure(config.model.name, config.model.image_size, covered=covered, **given)
+
+    @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> "Objective":
         """The objective of a run, with its settings. May run on the meta device, to count parameters and memory."""
         return cls(backbone)
@@ -123,6 +131,13 @@ class Objective(nn.Module):
         """
         self.teacher = nn.ModuleDict({name: copy.deepcopy(getattr(self, name)) for name in names})
         self.teacher.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module, but the teacher stays in evaluation mode: it has no dropout and no stochastic depth."""
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
+        return self
 
     def teacher_momentum(self, step: int, num_steps: int) -> float:
         """Returns the weight of the old average after step `step` (from 0) of a run: mean = momentum * mean + (1 - momentum) * weights."""
@@ -173,8 +188,8 @@ class Objective(nn.Module):
         """Called on all ranks after a step that was not skipped; updates the small state. Collective."""
 
     # ------------------------------------------------------------------ parameters
-    def frozen_steps(self) -> dict[str, int]:
-        """Returns, by the beginning of a parameter's name, in how many first steps of a run it gets no gradient."""
+    def frozen_steps(self, num_steps: int) -> dict[str, int]:
+        """Returns, by the beginning of a parameter's name, in how many first steps of a run of `num_steps` it gets no gradient."""
         return {}
 
     def decayed(self) -> set[str]:

@@ -73,6 +73,17 @@ class Length:
             exact = Fraction(self.amount) * total_steps / 100
         return math.floor(exact + Fraction(1, 2))
 
+    def share_of(self, whole: "Length", global_batch: int) -> Fraction | None:
+        """This length over the whole, the length of a run; None if that depends on the number of samples in an epoch."""
+        if self.unit == "%":
+            return Fraction(self.amount) / 100
+        in_samples = [
+            Fraction(length.amount) * (global_batch if length.unit == "steps" else 1) for length in (self, whole)
+        ]
+        if (self.unit == "epochs") != (whole.unit == "epochs"):
+            return None
+        return in_samples[0] / in_samples[1]
+
 
 class ImageSize(NamedTuple):
     """Height and width of an image in pixels, written as '224' for a square or '224x384' for height x width."""

@@ -24,6 +24,7 @@ Precision = Literal["fp32", "bf16"]
 OBJECTIVES = {
     "softmax": "classification:Classification",
     "sigmoid": "classification:Classification",
+    "dino": "dino:Dino",
     "masked_mean_color": "masked_patches:MaskedPatches",
     "masked_small_patch": "masked_patches:MaskedPatches",
     "masked_pixels": "masked_patches:MaskedPatches",

@@ -135,17 +135,24 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
     if resumed is not None:
         return models.build(models.config_from_dict(read_state(resumed).model))
     if config.init.weights:
+        # 0 for an objective that does not predict classes: its own head is not a part of the model.
+        num_classes = objectives.num_classes(config, dataset.num_classes)
         model = models.load(
             config.init.weights,
             image_size=settings.image_size,
-            num_classes=dataset.num_classes if config.init.new_head else None,
-            new_head=config.init.new_head,
+            num_classes=num_classes if config.init.new_head or not num_classes else None,
+            new_head=config.init.new_head and num_classes > 0,
+            representation=None if num_classes else False,
             seed=config.seed,
             kernel=config.init.kernel,
             say=console.say,
             **settings.for_weights(),
         )
-        if model.config.num_classes != dataset.num_classes:
+        if not num_classes:
+            console.say(
+                f"train.loss = {config.train.loss} begins with the backbone of {config.init.weights}; its head is new"
+            )
+        if model.config.num_classes != num_classes:
             raise UserError(
                 f"{config.init.weights} has {counted(model.config.num_classes, 'class')}, {config.data.path} has "
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."

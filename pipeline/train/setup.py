@@ -143,7 +143,8 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
     config, prepared, plan, ranks = context.config, context.prepared, context.plan, context.ranks
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)
-    optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, context.identity["fused_optimizer"])
+    fused = context.identity["fused_optimizer"]
+    optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused, plan.steps)
     clock = StepClock(ranks.device)
     with room_for_training(config, plan, start.model.config, context.stop):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)

@@ -1,6 +1,6 @@
-"""An objective with everything that one may have: a head, a teacher, a frozen parameter, small state, frozen first steps.
+"""An objective with everything that one may have: DINO's heads, teacher, centres and frozen first steps, and a frozen parameter.
 
-It stands for those that the library does not have; `plant` makes one a value of train.loss in this process.
+`plant` makes an objective that the library does not have a value of train.loss in this process.
 """
 
 import dataclasses
@@ -8,79 +8,53 @@ import importlib.util
 import os
 import signal
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipeline.data.loading.loader import Batch
+from pipeline.model import build, configure
 from pipeline.objectives.across_ranks import summed
-from pipeline.objectives.objective import Inputs, Objective, mean_of_valid, normalised
+from pipeline.objectives.dino import Dino, DinoSettings
+from pipeline.objectives.ibot import BlockMasks
+from pipeline.objectives.objective import Objective
 from pipeline.settings import run_sections
-from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import setting
 
 NAME, FROZEN_STEPS, MOMENTUM = "distillation", 2, 0.8
+SETTINGS = (
+    "objective.prototypes=8", "objective.hidden=16", "objective.bottleneck=8", "objective.local_views=2", "objective.local_size=8",
+    "objective.student_temperature=1", "objective.teacher_temperature_start=0.1", "objective.teacher_temperature=0.2",
+    "objective.temperature_warmup=4 steps", f"objective.momentum={MOMENTUM}", f"objective.frozen={FROZEN_STEPS} steps",
+    "objective.ibot_weight=0.5", "objective.ibot_share_max=0.8", "objective.ibot_head=separate",
+)  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class DistillationSettings:
-    temperature: float = setting(0.1, "Temperature of the student.", above=0)
+class Distillation(Dino):
+    """DINO with iBOT, whose outputs a frozen parameter mixes. skipped: the number of a step whose loss is not finite."""
 
+    skipped: ClassVar[int | None] = None
 
-class Distillation(Objective):
-    Settings = DistillationSettings
-
-    @classmethod
-    def create(cls, config: RunConfig, backbone: nn.Module) -> Objective:
-        return cls(backbone, cls.settings(config).temperature)
-
-    def __init__(self, backbone: nn.Module, temperature: float) -> None:
-        super().__init__(backbone)
-        self.temperature = temperature
-        generator = torch.Generator().manual_seed(0)
-        self.head = nn.Linear(backbone.config.width, 8, bias=False)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.mixer = nn.Parameter(torch.empty(8, 8), requires_grad=False)
         if not self.mixer.is_meta:
-            with torch.no_grad():
-                self.head.weight.normal_(std=0.5, generator=generator)
-                self.mixer.normal_(generator=generator)
-        self.register_buffer("center", torch.zeros(8))
-        self.register_buffer("batch_sum", torch.zeros(8), persistent=False)
-        self.num = 0
-        self.add_teacher("backbone", "head")
+            self.mixer.data.normal_(generator=torch.Generator().manual_seed(0))
 
-    def teacher_momentum(self, step: int, num_steps: int) -> float:
-        return MOMENTUM + (1 - MOMENTUM) * step / num_steps
+    def _student(self, features: Tensor, views: tuple[Tensor, ...]) -> Tensor:
+        return super()._student(features, views) @ self.mixer.float()
 
-    def inputs(self, batch, device, mixing) -> Inputs:
-        return Inputs((normalised(batch.images.to(device), device),), {"valid": batch.valid.to(device)})
-
-    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        found = self.head(self.backbone(views[0])) @ self.mixer
-        with torch.no_grad():
-            target = (self.teacher["head"](self.teacher["backbone"](views[0].flip(3))) @ self.mixer).float()
-            if self.training:
-                self.batch_sum += target.sum(0)
-                self.num += len(target)
-            target = ((target - self.center) / 0.2).softmax(1)
-        losses = -(target * (found.float() / self.temperature).log_softmax(1)).sum(1)
-        entropy = -(target * target.clamp(min=1e-9).log()).sum(1).mean()
-        return mean_of_valid(losses, facts["valid"]), {"entropy": entropy}
-
-    def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": self.head(self.backbone(views[0])).float().square().mean(1)}
+    def _targets(self, outputs: Tensor, counted: Tensor, centre: str) -> Tensor:
+        return super()._targets(outputs.float() @ self.mixer.float(), counted, centre)
 
     def before_step(self, step: int, num_steps: int) -> None:
-        self.batch_sum.zero_()
-        self.num = 0
+        super().before_step(step, num_steps)
+        self.step = step
 
-    def after_step(self) -> None:
-        num = summed(torch.tensor(float(self.num)))
-        self.center.lerp_(summed(self.batch_sum) / num, 0.1)
-
-    def frozen_steps(self) -> dict[str, int]:
-        return {"head.": FROZEN_STEPS}
+    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, values = super().loss(views, facts)
+        return (loss * float("nan") if self.step == self.skipped else loss), values
 
 
 def plant(name: str, cls: type[Objective]) -> None:
@@ -99,6 +73,12 @@ def train_planted(runs: list[list[str]]) -> None:
     train(runs)
 
 
+def train_skipping(argument: dict[str, Any]) -> None:
+    """In a rank: trains runs whose step `skipped` is skipped."""
+    Distillation.skipped = argument["skipped"]
+    train_planted(argument["runs"])
+
+
 def train_worked(argument: dict[str, Any]) -> None:
     """In a rank: trains the objective in a file. argument: name, file, runs, and kill_at: the step at which the rank is killed."""
     from forked import train
@@ -111,3 +91,51 @@ def train_worked(argument: dict[str, Any]) -> None:
     if argument["kill_at"] is not None:
         cls.before_step = lambda self, step, num: step == argument["kill_at"] and os.kill(os.getpid(), signal.SIGKILL)
     train(argument["runs"])
+
+
+def tiny_dinov2() -> Dino:
+    """DINO with Sinkhorn-Knopp, iBOT and KoLeo, and random weights."""
+    given = DinoSettings(
+        prototypes=12, hidden=16, bottleneck=8, local_views=2, local_size=8, ibot_weight=1.0, ibot_head="separate",
+        koleo_weight=0.1, centring="sinkhorn", teacher_temperature=0.07,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    backbone = build(configure("ViT-mu/4", 16, num_classes=0))
+    objective = Dino(backbone, given, BlockMasks(backbone.config.grid, (0.1, 0.5), seed=3))
+    with torch.no_grad():
+        for parameter in objective.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    objective.before_step(0, 10)
+    return objective.train()
+
+
+def batch_of_rank(rank: int, world_size: int) -> Batch:
+    """A rank's part of a batch of 8 images, the third of which cannot be read."""
+    draw, rows = np.random.default_rng(0), np.arange(8).reshape(world_size, -1)[rank]
+    views = [torch.from_numpy(draw.integers(0, 256, (n, 8, side, side, 3), np.uint8)) for n, side in ((1, 16), (1, 16), (2, 8))]  # fmt: skip
+    for view in views:
+        view[:, 2] = 0
+    return Batch(tuple(view[:, rows] for view in views), torch.zeros(len(rows), 0), torch.from_numpy(rows != 2), rows, 0 * rows)  # fmt: skip
+
+
+def step_of_tiny_dinov2(rank: int, world_size: int) -> dict[str, Tensor]:
+    """Loss, gradients and centres of a step on a rank's part, and what it logs."""
+    objective = tiny_dinov2()
+    loss, values = objective(*objective.inputs(batch_of_rank(rank, world_size), torch.device("cpu"), None))
+    loss.backward()
+    objective.after_step()
+    gradients = {f"gradient of {name}": p.grad for name, p in objective.named_parameters() if p.grad is not None}
+    centres = {name: getattr(objective, name) for name in ("centre", "patch_centre")}
+    logged = {name: values[name] for name in ("ibot_loss", "koleo_loss")}
+    return {"loss": loss.detach(), **logged, **gradients, **centres}
+
+
+def save_step_of_tiny_dinov2(folder: str) -> None:
+    """In a rank: saves the mean over ranks of what `step_of_tiny_dinov2` returns, as DeepSpeed's gradient is."""
+    torch.distributed.init_process_group("gloo")
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = {name: summed(value) / world_size for name, value in step_of_tiny_dinov2(rank, world_size).items()}
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

@@ -1,6 +1,7 @@
-"""An objective with a teacher, frozen parameters and state of its own: the same at every ZeRO stage, and exact after a restart."""
+"""DINO, with a frozen parameter beside what it has: the same at every ZeRO stage, and exact after a restart."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from distillation import FROZEN_STEPS, MOMENTUM
+import torch
+from distillation import FROZEN_STEPS, MOMENTUM, SETTINGS, step_of_tiny_dinov2
 from forked import Forge, ForkedRun
 from ranks import ROOT, STEPS, metrics, settings
 
@@ -18,7 +20,7 @@ from pipeline.checkpoint.sharded_tensors import ShardedTensors
 STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
 OF_RUN = ("train.loss=distillation", "model.representation=false", "checkpoint.every=1 steps", "checkpoint.keep=9",
           "optimizer.layer_decay=0.5", "optimizer.weight_decay_end=0.5", "evaluate.every=3 steps", "schedule.decay=constant",
-          "model.width=160", "optimizer.lr=0.0003", "objective.temperature=1")  # fmt: skip
+          "model.width=160", "optimizer.lr=0.0003", *SETTINGS)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +71,18 @@ def tensors(run: Path, step: int, state: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("stage", "precision"), STAGES)
 def test_a_restart_changes_no_bit(runs: Path, stage: int, precision: str) -> None:
     whole, cut = runs / f"{stage}-{precision}", runs / f"{stage}-{precision}-cut"
-    for name in ("loss", "grad_norm", "entropy"):
-        assert len(metrics(cut, name)) == 3
+    for name in ("loss", "grad_norm", "teacher_entropy", "ibot_loss", "val_loss"):
         assert after_3(metrics(whole, name)) == metrics(cut, name)
+        assert max(metrics(cut, name)) == STEPS
     for state in ("weights", "ema", "exp_avg"):
         expected, found = tensors(whole, STEPS, state), tensors(cut, STEPS, state)
-        assert {"objective.center", "objective.mixer", "objective.head.weight"} <= expected.keys()
+        assert {
+            "objective.centre",
+            "objective.patch_centre",
+            "objective.mixer",
+            "objective.head.last.weight",
+            "objective.mask_token",
+        } <= expected.keys()
         assert not [name for name in expected if "teacher" in name]
         assert all(np.array_equal(array, found[name]) for name, array in expected.items())
 
@@ -102,9 +110,9 @@ def test_the_teacher_follows_by_its_momentum(runs: Path) -> None:
     run = runs / "1-fp32"
     mean = tensors(run, 1, "ema")
     for step in range(2, STEPS + 1):
-        momentum = MOMENTUM + (1 - MOMENTUM) * (step - 1) / STEPS
+        momentum = 1 - (1 - MOMENTUM) * (math.cos(math.pi * (step - 1) / STEPS) + 1) / 2
         weights, found = tensors(run, step, "weights"), tensors(run, step, "ema")
-        for name in ("objective.head.weight", "blocks.0.attention.qkv.weight"):
+        for name in ("objective.head.mlp.0.weight", "blocks.0.attention.qkv.weight"):
             np.testing.assert_allclose(
                 found[name], momentum * mean[name] + (1 - momentum) * weights[name], rtol=1e-5, atol=1e-7
             )
@@ -117,17 +125,39 @@ def test_frozen_parameters_wait_and_others_learn(runs: Path, stage: int, precisi
     first = tensors(run, 1, "weights")
     for step in range(2, STEPS + 1):
         weights = tensors(run, step, "weights")
-        same = np.array_equal(weights["objective.head.weight"], first["objective.head.weight"])
-        assert same == (step <= FROZEN_STEPS)
+        for head in ("head", "patch_head"):
+            name = f"objective.{head}.last.weight"
+            assert np.array_equal(weights[name], first[name]) == (step <= FROZEN_STEPS)
         assert np.array_equal(weights["objective.mixer"], first["objective.mixer"])
-    assert not np.any(tensors(run, FROZEN_STEPS, "exp_avg")["objective.head.weight"])
-    assert np.any(tensors(run, STEPS, "weights")["objective.center"])
+    assert not np.any(tensors(run, FROZEN_STEPS, "exp_avg")["objective.head.last.weight"])
+    for name in ("centre", "patch_centre", "mask_token"):
+        assert np.any(tensors(run, STEPS, "weights")[f"objective.{name}"])
 
 
 def test_the_backbone_alone_is_exported(runs: Path) -> None:
     config, weights, _ = models.read_weights(runs / "1-fp32")
     assert json.loads((runs / "1-fp32" / "model.json").read_text())["num_classes"] == 0
     assert not [name for name in models.build(config).state_dict() if name not in weights]
+
+
+def test_a_skipped_step_changes_neither_teacher_nor_centre(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    run = settings(dataset, tmp_path, "skips", *OF_RUN)
+    forge.start_work(1, "distillation:train_skipping", {"skipped": 4, "runs": [run]}).finish()
+    for state in ("weights", "ema", "exp_avg"):
+        before, after, end = (tensors(tmp_path / "skips", step, state) for step in (4, 5, 6))
+        assert all(np.array_equal(array, after[name]) for name, array in before.items())
+        changed = {"blocks.0.attention.qkv.weight"} | ({"objective.centre"} if state == "weights" else set())
+        assert not any(np.array_equal(end[name], after[name]) for name in changed)
+
+
+def test_two_ranks_compute_what_one_does_of_the_whole_batch(forge: Forge, tmp_path: Path) -> None:
+    """DINOv2's recipe, whose Sinkhorn-Knopp and KoLeo compare the images of all ranks."""
+    forge.start_work(2, "distillation:save_step_of_tiny_dinov2", str(tmp_path)).finish()
+    found, expected = torch.load(tmp_path / "found.pt"), step_of_tiny_dinov2(0, 1)
+    assert found.keys() == expected.keys()
+    assert len(found) > 30
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 # -------------------------------------------------------------------- the worked example of docs/extending.md

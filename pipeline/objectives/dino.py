@@ -1,0 +1,424 @@
+"""DINO (Caron et al., arXiv 2104.14294): small views of an image say what a teacher, their own average, says of large ones.
+
+Two global views and several local ones are cut from each image. The student sees all of them, the teacher the global ones. Both end
+in a softmax over prototypes (`dino_head.py`), and the loss is the cross-entropy of each view of the student to each other view of
+the teacher. The teacher's outputs are centred or balanced, or all images would soon have the same. With `ibot_weight` (`ibot.py`)
+and `koleo_weight` it is the recipe of DINOv2 (Oquab et al., arXiv 2304.07193).
+
+Shapes: B batch, V views, D width of the backbone, K prototypes, N patches, M masked patches of an image, R rows.
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import cos, pi
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.base.errors import UserError
+from pipeline.base.metric import Metric
+from pipeline.data.loading.loader import Batch, to_device
+from pipeline.data.loading.mix import Mixing
+from pipeline.data.loading.views import Views
+from pipeline.model import Config, Model, ViTConfig, forward_macs
+from pipeline.model.position import check_any_grid
+from pipeline.objectives.across_ranks import gathered, largest, rank, summed
+from pipeline.objectives.dino_head import DinoHead
+from pipeline.objectives.ibot import BlockMasks
+from pipeline.objectives.objective import Inputs, Objective, mean_of_valid
+from pipeline.settings.quantities import MAX_SIDE, Length
+from pipeline.settings.run import AugmentConfig, RunConfig
+from pipeline.settings.schema import setting
+
+_SINKHORN_STEPS = 3
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, kw_only=True)
+class DinoSettings:
+    prototypes: int = setting(65_536, "Number of outputs K of the head.", min=2, max=2**20)
+    hidden: int = setting(2048, "Width of the head's two hidden layers.", min=1, max=2**16)
+    bottleneck: int = setting(256, "Width of what is compared with the prototypes.", min=1, max=2**16)
+    local_views: int = setting(8, "Number of small views of each image.", min=0, max=100)
+    local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE)
+    local_area_min: float = setting(0.05, "Small views: smallest share of the image's area.", above=0, max=1)
+    local_area_max: float = setting(
+        0.4, "Small views: largest share of the image's area; augment.area_min is the smallest of large views.", above=0, max=1
+    )  # fmt: skip
+    blur: list[float] = setting(
+        [1.0, 0.1, 0.5], "Probability of blur in the first large view, the second, and the small ones.", min=0, max=1
+    )
+    solarise: list[float] = setting(
+        [0.0, 0.2, 0.0], "Probability of solarising the first large view, the second, and the small ones.", min=0, max=1
+    )
+    student_temperature: float = setting(0.1, "What the student's outputs are divided by.", above=0)
+    teacher_temperature: float = setting(0.04, "What the teacher's outputs are divided by; 0.04 to 0.07.", above=0)
+    teacher_temperature_start: float = setting(0.04, "The same in the first step, from which it changes linearly.", above=0)  # fmt: skip
+    temperature_warmup: Length = setting(Length.parse("10%"), "How long it changes, in the unit of train.length or %.")
+    momentum: float = setting(
+        0.996, "Weight of the teacher's old average in the first step, rising along half a cosine to 1; larger for small batches "
+        "(0.9995 at 256).", min=0, below=1,
+    )  # fmt: skip
+    frozen: Length = setting(
+        Length.parse("1%"),
+        "How long the prototypes are frozen, in the unit of train.length or %; 1 epochs in the paper.",
+    )
+    centring: Literal["mean", "sinkhorn"] = setting(
+        "mean", "Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each micro-batch over "
+        "all ranks by 3 iterations of Sinkhorn-Knopp (sinkhorn; DINOv2's).",
+    )  # fmt: skip
+    centre_momentum: float = setting(0.9, "Weight of the old running mean.", min=0, below=1)
+    ibot_weight: float = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0 is none.", min=0)
+    ibot_head: Literal["shared", "separate"] = setting(
+        "shared", "Head of the patches: that of the image (DINOv2), or one of their own (DINOv3)."
+    )
+    ibot_share_min: float = setting(0.1, "Smallest share of patches that is masked, in half of the large views.", above=0, below=1)  # fmt: skip
+    ibot_share_max: float = setting(0.5, "Largest share of patches that is masked.", above=0, below=1)
+    koleo_weight: float = setting(
+        0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0 is none.", min=0
+    )
+
+
+class Dino(Objective):
+    """A backbone and a head, a teacher of both, and a centre. With iBOT also a mask token, and a head and a centre for patches."""
+
+    Settings = DinoSettings
+    temperature: Tensor
+
+    # ------------------------------------------------------------------ settings and views
+    @classmethod
+    def views(cls, config: RunConfig) -> tuple[Views, ...]:
+        given: DinoSettings = cls.settings(config)
+        first, second, local = (
+            _distorted(config.augment, blur=blur, solarise=solarise)
+            for blur, solarise in zip(given.blur, given.solarise, strict=True)
+        )
+        size = config.model.image_size
+        views = [Views(1, size, first), Views(1, size, second)]
+        if given.local_views:
+            local = replace(local, area_min=given.local_area_min, area_max=given.local_area_max)
+            views.append(Views(given.local_views, given.local_size, local))
+        return tuple(views)
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        super().check(config)
+        given: DinoSettings = cls.settings(config)
+        for name in ("blur", "solarise"):
+            if len(getattr(given, name)) != 3:
+                raise UserError(
+                    f"objective.{name} = {getattr(given, name)} must be three probabilities: of the first large view, the second, and "
+                    "the small ones."
+                )
+            if getattr(config.augment, name, 0):
+                raise UserError(f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}.")  # fmt: skip
+        if config.augment.crop != "inception":
+            raise UserError(f"train.loss = dino needs random crops: augment.crop = {config.augment.crop} must be inception.")  # fmt: skip
+        for least, most in (("local_area_min", "local_area_max"), ("ibot_share_min", "ibot_share_max")):
+            if getattr(given, least) > getattr(given, most):
+                raise UserError(f"objective.{least} = {getattr(given, least)} must not be above objective.{most} = {getattr(given, most)}.")  # fmt: skip
+        for name in ("temperature_warmup", "frozen"):
+            _share(config, name)
+        statistics = "objective.koleo_weight" if given.koleo_weight else "objective.centring = sinkhorn"
+        if min(config.train.micro_batch, config.train.global_batch) == 1 and (given.koleo_weight or given.centring == "sinkhorn"):  # fmt: skip
+            raise UserError(
+                f"{statistics} compares the images of a micro-batch, and train.micro_batch = 1 has one. Use train.micro_batch=2 or more."
+            )
+        if config.model.name:
+            check_backbone(config, cls.new_backbone(config, 0))
+
+    @classmethod
+    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": 0, "representation": False}
+
+    @classmethod
+    def values(cls, config: RunConfig) -> dict[str, Metric]:
+        given: DinoSettings = cls.settings(config)
+        found = {"teacher_entropy": Metric(), "teacher_kl": Metric(), "embedding_std": Metric("ratio", "higher")}
+        of_terms = {"ibot_loss": given.ibot_weight, "koleo_loss": given.koleo_weight}
+        return found | {name: Metric("loss", "lower") for name, weight in of_terms.items() if weight}
+
+    @classmethod
+    def training_flops(cls, config: RunConfig, model: Config) -> int:
+        """The student's forward and backward pass of each view, and the teacher's forward pass of the global ones, with the heads."""
+        given: DinoSettings = cls.settings(config)
+        whole, local = (
+            forward_macs(model),
+            forward_macs(replace(model, image_size=(given.local_size, given.local_size))),
+        )
+        width, hidden, bottleneck = _width(model), given.hidden, given.bottleneck
+        head = width * hidden + hidden**2 + hidden * bottleneck + bottleneck * given.prototypes
+        masked = cls._masks(config, model).most if given.ibot_weight else 0
+        student = 2 * whole + given.local_views * local + (2 + given.local_views + masked) * head
+        return 2 * (3 * student + 2 * whole + (2 + masked) * head)
+
+    # ------------------------------------------------------------------ module
+    @classmethod
+    def create(cls, config: RunConfig, backbone: Model) -> Objective:
+        check_backbone(config, backbone.config)
+        given: DinoSettings = cls.settings(config)
+        masks = cls._masks(config, backbone.config) if given.ibot_weight else None
+        return cls(backbone, given, masks, _share(config, "temperature_warmup"), _share(config, "frozen"))
+
+    @staticmethod
+    def _masks(config: RunConfig, model: Config) -> BlockMasks:
+        assert isinstance(model, ViTConfig), "check_backbone refuses it"
+        given: DinoSettings = Dino.settings(config)
+        return BlockMasks(model.grid, (given.ibot_share_min, given.ibot_share_max), config.seed)
+
+    def __init__(
+        self,
+        backbone: Model,
+        given: DinoSettings,
+        masks: BlockMasks | None = None,
+        warmup: Fraction = Fraction(0),
+        frozen: Fraction = Fraction(0),
+    ) -> None:
+        """masks: of iBOT; None without it. warmup, frozen: shares of the run, of the temperature and of the frozen prototypes."""
+        super().__init__(backbone)
+        self.given, self.masks, self.warmup, self.frozen = given, masks, warmup, frozen
+        shape = _width(backbone.config), given.hidden, given.bottleneck, given.prototypes
+        self.head = DinoHead(*shape)
+        self.patch_head = DinoHead(*shape) if masks and given.ibot_head == "separate" else None
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, _width(backbone.config))) if masks else None
+        for name in ("centre", "patch_centre") if masks else ("centre",):
+            self.register_buffer(name, torch.zeros(given.prototypes))
+            # Of the teacher's outputs of this step, and last how many they are.
+            self.register_buffer(f"{name}_sums", torch.zeros(given.prototypes + 1), persistent=False)
+        # A tensor, because torch.compile would compile anew for each value of a number.
+        self.register_buffer("temperature", torch.tensor(given.teacher_temperature), persistent=False)
+        self.add_teacher("backbone", "head", *(["patch_head"] if self.patch_head else []))
+
+    def decayed(self) -> set[str]:
+        return super().decayed() - {"mask_token"}
+
+    def frozen_steps(self, num_steps: int) -> dict[str, int]:
+        return dict.fromkeys(("head.last.", "patch_head.last."), round(self.frozen * num_steps))
+
+    # ------------------------------------------------------------------ from a batch to the loss
+    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
+        found = super().inputs(batch, device, mixing)
+        if self.masks and self.training:
+            for name, array in zip(("masked", "indices", "weights"), self.masks.draw(batch), strict=True):
+                found.facts[name] = to_device(torch.from_numpy(array), device)
+        return found
+
+    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        given, valid = self.given, facts["valid"]
+        whole, both = torch.cat(views[:2]), valid.repeat(2)
+        features, patches = self._read(self.backbone, whole, facts)
+        student = self._student(features, views)
+        with torch.no_grad():
+            teacher_features, teacher_patches = self._read(self.teacher_of("backbone"), whole)
+            targets = self._targets(self.teacher_of("head")(teacher_features), both, "centre").view(2, len(valid), -1)
+            entropy = torch.special.entr(targets).sum(2).mean(0)
+        losses = pair_losses(student, targets)
+        total = mean_of_valid(losses, valid)
+        values = {
+            "teacher_entropy": _mean_of(entropy, valid),
+            "teacher_kl": _mean_of(losses.detach() - entropy, valid),
+            "embedding_std": embedding_std(teacher_features, both),
+        }
+        if patches is not None and teacher_patches is not None:
+            values["ibot_loss"] = self._ibot(patches, teacher_patches, facts)
+            total = total + given.ibot_weight * values["ibot_loss"]
+        if given.koleo_weight:
+            first, second = features.chunk(2)
+            values["koleo_loss"] = koleo(first, valid) + koleo(second, valid)
+            total = total + given.koleo_weight * values["koleo_loss"]
+        return total, values
+
+    def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
+        whole = torch.cat(views[:2])
+        student = self._student(self.backbone(whole), views)
+        outputs = self.teacher_of("head")(self.teacher_of("backbone")(whole))
+        targets = self._targets(outputs, facts["valid"].repeat(2), "centre")
+        return {"loss": pair_losses(student, targets.view(2, -1, targets.shape[1]))}
+
+    def _read(self, backbone: nn.Module, images: Tensor, facts: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Features (2B, D) and, with iBOT, patch tokens (2B, N, D) of both global views. facts: with the masks of the student's."""
+        if not self.masks:
+            return backbone(images), None
+        return backbone(images, with_patches=True, masked=None if facts is None else (facts["masked"], self.mask_token))
+
+    def _student(self, features: Tensor, views: tuple[Tensor, ...]) -> Tensor:
+        """float32 (V, B, K): the student's outputs over its temperature. features: of the global views."""
+        local = [self.backbone(images, any_size=True) for images in views[2:]]
+        outputs = self.head(torch.cat([features, *local])).float() / self.given.student_temperature
+        return outputs.view(-1, len(views[0]), outputs.shape[1])
+
+    def _targets(self, outputs: Tensor, counted: Tensor, centre: str) -> Tensor:
+        """(R, K) outputs of the teacher -> float32 probabilities; in training, adds to the sums of their centre.
+
+        counted: bool (R,), those that take part in means. centre: the name of its buffer.
+        """
+        outputs, sums = outputs.float(), getattr(self, f"{centre}_sums")
+        if self.training:
+            kept = counted.float()
+            sums += torch.cat([kept @ outputs, kept.sum()[None]])
+            if self.given.centring == "sinkhorn":
+                return sinkhorn(outputs, self.temperature, _SINKHORN_STEPS, counted)
+        return ((outputs - getattr(self, centre)) / self.temperature).softmax(1)
+
+    def _ibot(self, patches: Tensor, teacher_patches: Tensor, facts: dict[str, Tensor]) -> Tensor:
+        """The loss of masked patches: the mean over those of an image, then over all global views; those without a mask have none."""
+        weights, name = facts["weights"] * facts["valid"][:, None], "patch_head" if self.patch_head else "head"
+        indices = facts["indices"].flatten()
+        student = cast(DinoHead, getattr(self, name))(patches.flatten(0, 1).index_select(0, indices)).float()
+        with torch.no_grad():
+            outputs = self.teacher_of(name)(teacher_patches.flatten(0, 1).index_select(0, indices))
+            targets = self._targets(outputs, weights.flatten() > 0, "patch_centre")
+        found = _losses(student / self.given.student_temperature, targets)
+        return (found * weights.flatten()).sum() / (2 * len(weights))
+
+    def teacher_of(self, name: str) -> nn.Module:
+        assert self.teacher is not None
+        return self.teacher[name]
+
+    # ------------------------------------------------------------------ around a step
+    def teacher_momentum(self, step: int, num_steps: int) -> float:
+        return 1 - (1 - self.given.momentum) * (cos(pi * step / num_steps) + 1) / 2
+
+    def before_step(self, step: int, num_steps: int) -> None:
+        first, last, warmup = (
+            self.given.teacher_temperature_start,
+            self.given.teacher_temperature,
+            self.warmup * num_steps,
+        )
+        self.temperature.fill_(first + (last - first) * float(min(1, step / warmup if warmup else 1)))
+        for name in self._centres():
+            getattr(self, f"{name}_sums").zero_()
+
+    def after_step(self) -> None:
+        for name in self._centres():
+            sums, centre = summed(getattr(self, f"{name}_sums")), getattr(self, name)
+            mean = torch.where(sums[-1] > 0, sums[:-1] / sums[-1].clamp(min=1), centre)
+            centre.lerp_(mean, 1 - self.given.centre_momentum)
+
+    def _centres(self) -> tuple[str, ...]:
+        return ("centre", "patch_centre") if self.masks else ("centre",)
+
+
+# ---------------------------------------------------------------------- the formulae
+def cross_entropy(
+    student: Tensor, teacher: Tensor, student_temperature: float, teacher_temperature: float, centre: Tensor
+) -> Tensor:
+    """The loss of one pair of views: the mean over B of the cross-entropy of softmax(student / temperature) to the teacher's.
+
+    student, teacher: outputs (B, K). centre: (K,), subtracted from the teacher's. Returns a scalar, float32.
+    """
+    targets = ((teacher.float() - centre) / teacher_temperature).softmax(1)
+    return _losses(student.float() / student_temperature, targets).mean()
+
+
+def pair_losses(student: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each image, (B,): the mean of the cross-entropy over pairs of a view of the teacher and another of the student.
+
+    student: (V, B, K), outputs over the temperature; the first two views are the teacher's. targets: (2, B, K), probabilities.
+    """
+    found = _losses(student[:2], targets.flip(0)).sum(0)
+    if len(student) > 2:
+        found = found + _losses(student[2:], targets.sum(0), total=2).sum(0)
+    return found / (2 * len(student) - 2)
+
+
+def _losses(logits: Tensor, targets: Tensor, total: int = 1) -> Tensor:
+    """(..., K), (..., K) -> (...): cross-entropy of softmax(logits) to targets, whose sum over K is `total`."""
+    return total * logits.logsumexp(-1) - (targets * logits).sum(-1)
+
+
+def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, counted: Tensor | None = None) -> Tensor:
+    """Sinkhorn-Knopp: assigns samples to prototypes so that all prototypes have the same share. Collective.
+
+    exp(outputs / temperature) is scaled in turn to equal sums over samples and over prototypes. outputs: (B, K) of this rank; the sums
+    are over all ranks. counted: bool (B,), which samples take part; the others get zeros. Returns probabilities, float32 (B, K).
+    """
+    scaled = outputs.float() / temperature
+    if counted is None:
+        counted = torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
+    scaled = torch.where(counted[:, None], scaled, -torch.inf)
+    shares = (scaled - largest(scaled.max()).clamp(min=torch.finfo(torch.float32).min)).exp()
+    num_samples, num_prototypes = summed(counted.float().sum()).clamp(min=1), outputs.shape[1]
+    for _ in range(iterations):
+        shares = shares / summed(shares.sum(0)).clamp(min=_TINY) / num_prototypes
+        shares = shares / shares.sum(1, keepdim=True).clamp(min=_TINY) / num_samples
+    return shares * num_samples
+
+
+def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
+    """KoLeo (Sablayrolles et al., arXiv 1806.03198): the mean over B of -log(distance to the nearest other + 1e-8). Collective.
+
+    features: (B, D) of this rank, L2-normalised here in float32; the nearest is sought on all ranks. counted: bool (B,), which samples
+    take part. Returns a scalar.
+    """
+    if counted is None:
+        counted = torch.ones(len(features), dtype=torch.bool, device=features.device)
+    own = F.normalize(features.float(), dim=1)
+    every, of_every = gathered(own), gathered(counted.float()) > 0
+    column = torch.arange(len(every), device=own.device)
+    with torch.no_grad():
+        itself = column == rank() * len(own) + torch.arange(len(own), device=own.device)[:, None]
+        closeness, nearest = (own @ every.T).masked_fill(itself | ~of_every, -torch.inf).max(1)
+        # A product, because the gradient of indexing adds in any order on a GPU.
+        chosen = (nearest[:, None] == column).float()
+    distance = torch.linalg.vector_norm(own - chosen @ every, dim=1)
+    return mean_of_valid(-(distance + 1e-8).log(), counted & (closeness > -torch.inf))
+
+
+def embedding_std(features: Tensor, counted: Tensor) -> Tensor:
+    """Standard deviation over samples of L2-normalised features (B, D), root mean square over D, times the root of D.
+
+    1 if they point in all directions alike, 0 if all are the same. counted: bool (B,), which samples take part. Returns a scalar.
+    """
+    units, kept = F.normalize(features.float(), dim=1), counted.float()
+    mean = kept @ units / kept.sum().clamp(min=1)
+    return (kept @ (units - mean).square() / kept.sum().clamp(min=1)).sum().sqrt()
+
+
+# ---------------------------------------------------------------------- settings and models
+def check_backbone(config: RunConfig, model: Config) -> None:
+    """Raise UserError if DINO cannot train this backbone with these settings."""
+    given: DinoSettings = Dino.settings(config)
+    if not isinstance(model, ViTConfig):
+        if given.ibot_weight:
+            raise UserError(
+                f"objective.ibot_weight = {given.ibot_weight} masks patches, and a ResNet has none. Use a ViT."
+            )
+        return
+    if not given.local_views:
+        return
+    side, patch, step = given.local_size, model.patch_pixels, model.stride * model.reduction
+    if side < patch or (side - patch) % step:
+        covered = patch + max(0, side - patch) // step * step
+        raise UserError(
+            f"objective.local_size = {side}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}, or "
+            "objective.local_views=0."
+        )
+    if model.grid_at(side, side) != model.grid:
+        check_any_grid(model)
+
+
+def _share(config: RunConfig, name: str) -> Fraction:
+    """A length of the settings as a share of the run. Raises UserError if it depends on the size of the data set."""
+    length: Length = getattr(Dino.settings(config), name)
+    share = length.share_of(config.train.length, config.train.global_batch)
+    if share is None:
+        raise UserError(
+            f"objective.{name} = {length} cannot be compared with train.length = {config.train.length}: write both in epochs, or "
+            f"objective.{name} in %."
+        )
+    return min(share, Fraction(1))
+
+
+def _distorted(augment: AugmentConfig, **given: Any) -> AugmentConfig:
+    return replace(augment, **{name: value for name, value in given.items() if hasattr(augment, name)})
+
+
+def _width(model: Config) -> int:
+    return model.width if isinstance(model, ViTConfig) else model.num_features
+
+
+def _mean_of(values: Tensor, valid: Tensor) -> Tensor:
+    return (values * valid).sum() / valid.sum().clamp(min=1)
