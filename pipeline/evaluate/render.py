@@ -40,6 +40,11 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
             )
     if "knn" in scores:
         rows.append((f"accuracy of {scores['knn']['neighbours']} nearest neighbours", f"{scores['knn']['top1']:.2%}"))
+    if "spread" in scores:
+        found = scores["spread"]
+        most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
+        rows.append((f"RankMe of {images}, at most {most:,}", f"{found['rankme']:.4g}"))
+        rows.append(("standard deviation of their features", f"{found['feature_std']:.4g}"))
     rows.append(("images", f"{scores['num_samples']:,}"))
     if scores["num_unreadable"]:
         rows.append(("unreadable images (counted as wrong)", f"{scores['num_unreadable']:,}"))

@@ -211,9 +211,11 @@ class RunFacts:
         tags |= {f"{relation}_run_id": run_id for relation, run_id in self.parents.items()}
         return {name: hide_passwords(text) for name, text in tags.items() if text}
 
-    def tags_at_end(self, outcome: str, description: str, result: str) -> dict[str, str]:
+    def tags_at_end(self, outcome: str, description: str, result: str, collapse: str = "") -> dict[str, str]:
         """How the run ended, and its description with the result after the first paragraph. Both are Markdown."""
         tags = {"outcome": outcome[:500]}
+        if collapse:
+            tags["collapse"] = collapse[:500]
         if result:
             first, _, rest = description.partition("\n\n")  # The page shows the beginning, and more on request.
             tags[NOTE] = "\n\n".join(part for part in (first, result, rest) if part)

@@ -137,7 +137,7 @@ class RunConfig:
             self.probe.check_splits("probe.", self.probe.split)
             if not self.probe.probes:
                 raise UserError(
-                    f"probe.every = {self.probe.every} with probe.shots=0 and probe.neighbours=0: set one of them."
+                    f"probe.every = {self.probe.every} with probe.shots=0, probe.neighbours=0 and probe.rankme_images=0: set one of them."
                 )
 
     def _check_health_and_time(self) -> None:

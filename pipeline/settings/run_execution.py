@@ -14,6 +14,10 @@ from pipeline.settings.shared import kernel_setting, minutes, mlflow_uri
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
 
 
+# What a probe measures of features without labels.
+SPREAD = {"rankme": Metric("", "higher", "probe"), "feature_std": Metric(group="probe")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     zero_stage: Literal[0, 1, 2, 3] = setting(
@@ -52,7 +56,7 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """Scores of features without training: few-shot linear accuracy and k-nearest-neighbour accuracy."""
+    """Scores of features without training: few-shot linear and k-nearest-neighbour accuracy; without labels, RankMe."""
 
     train_split: str = setting("train", "Split that few-shot images and neighbours are chosen from.")
     shots: list[int] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0 is none.", min=0)
@@ -67,22 +71,34 @@ class ProbeConfig:
     temperature: float = setting(0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", above=0)
     neighbour_images: int = setting(50_000, "kNN: number of random training images to search; 0 is all.", min=0)
 
+    rankme_images: int = setting(
+        0,
+        "RankMe and standard deviation of features, for which no labels are needed: number of random images, of the run's training "
+        "split or of the split scored (2048, say; 25,600 in the paper); 0 is none.",
+        min=0,
+    )
+
     @property
-    def probes(self) -> bool:
+    def reads_labels(self) -> bool:
         return any(self.shots) or self.neighbours > 0
 
+    @property
+    def probes(self) -> bool:
+        return self.reads_labels or self.rankme_images > 0
+
     def metrics(self, prefix: str) -> dict[str, Metric]:
-        """What these probes measure: prefix_5shot, prefix_5shot_std, prefix_20nn; with several strengths prefix_5shot_l2_1024."""
+        """What these probes measure: prefix_5shot, prefix_5shot_std, prefix_20nn; with several strengths prefix_5shot_l2_1024; SPREAD."""
         several = len(self.l2) > 1
         shots = sorted({*self.shots} - {0})
         names = [f"{prefix}_{n}shot" + (f"_l2_{l2:g}" if several else "") for n in shots for l2 in self.l2]
         spread = [f"{name}_std" for name in names] if self.shots_seeds > 1 else []
         names += [f"{prefix}_{self.neighbours}nn"] if self.neighbours else []
-        return dict.fromkeys(names, Metric("share", "higher", "probe")) | dict.fromkeys(spread, Metric(group="probe"))
+        found = dict.fromkeys(names, Metric("share", "higher", "probe")) | dict.fromkeys(spread, Metric(group="probe"))
+        return found | (SPREAD if self.rankme_images else {})
 
     def check_splits(self, prefix: str, split: str) -> None:
         """Raise UserError if probes would be tested on their training split. prefix: of the settings' names."""
-        if self.probes and self.train_split == split:
+        if self.reads_labels and self.train_split == split:
             raise UserError(
                 f"{prefix}train_split = {prefix}split = {split}: features would be tested on what they are fitted to. "
                 f"Use another {prefix}train_split, or {prefix}shots=0 {prefix}neighbours=0."

@@ -25,7 +25,7 @@ from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.model.files import find_file
-from pipeline.monitor.health import SlowRanks, SpikePolicy
+from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
@@ -184,6 +184,7 @@ def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, t
         trace=Trace(trace_step, config.profile.trace_steps, folder / "trace.json", ranks.device),
         spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
         slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
+        collapses=CollapseReports(),
         counts=RunCounts(state.counts, dataset.storage.retry, ranks),
         watchdog=Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, context.stop.record_failure),
         tracker=tracker,

@@ -63,7 +63,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
 
-        run_probe = open_run_probe(config, dataset)
+        run_probe = open_run_probe(config, dataset, split)
     if config.init.weights:
         _find_weights(config, config.init.weights)
     return Prepared(dataset, split, evaluation, run_probe, plan, draw)

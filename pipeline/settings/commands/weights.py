@@ -77,7 +77,9 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
         """Check what depends on several settings. Raises UserError."""
         self.check_splits("", self.split)
         if not self.classify and not self.probes:
-            raise UserError("classify=false with shots=0 and neighbours=0 leaves nothing to score: set one of them.")
+            raise UserError(
+                "classify=false with shots=0, neighbours=0 and rankme_images=0 leaves nothing to score: set one of them."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
