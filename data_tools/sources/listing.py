@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
+from data_tools.sources.repeated_keys import repeated, sorted_by_key, with_extensions, with_prefixes
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.loading.decode import EXTENSIONS
@@ -275,7 +276,7 @@ class Collector:
         """Forget all samples, containers and skipped items reported so far."""
         for reported in (self._parts, self._rows, self._labels, self.containers, self.prefixes, self.skipped):
             reported.clear()
-        self._ends = [0]
+        self._ends, self._absolute = [0], _Few()
 
     def class_folders(self) -> set[str]:
         """Names of the class folders reported so far."""
@@ -306,15 +307,15 @@ class Collector:
         rows, labels = listing.label_pairs()
         column = label_lists(rows, ranks[labels], len(table))
         table = table.set_column(TABLE.get_field_index("labels"), "labels", column)
-        table = _sorted(table)
+        table = sorted_by_key(table)
         notes = list(self.notes)
-        if self.prefixes and len(_repeated(table)):
-            table = _sorted(self._with_prefixes(table))
+        if self.prefixes and len(repeated(table)):
+            table = sorted_by_key(with_prefixes(table, self.prefixes))
             notes.append(
                 f"keys repeat between tars: each gets the name of its tar as a prefix, such as {table['key'][0].as_py()}"
             )
-        if not self.is_labelled and not self.prefixes and len(twice := _repeated(table)):
-            table = _sorted(_with_extensions(table, twice))
+        if not self.is_labelled and not self.prefixes and len(twice := repeated(table)):
+            table = sorted_by_key(with_extensions(table, twice))
             notes.append(
                 f"{counted(len(twice), 'file')} named as another but for the extension: their keys have it, too"
             )
@@ -392,33 +393,20 @@ class Collector:
     def _but_skipped(self) -> str:
         return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""
 
-    def _with_prefixes(self, table: pa.Table) -> pa.Table:
-        prefixes = pa.array([prefix.replace(".", "_") for prefix in self.prefixes], pa.large_string())
-        keys = pc.binary_join_element_wise(
-            prefixes.take(table["container"]), table["key"], pa.scalar("/", pa.large_string())
-        )
-        return table.set_column(TABLE.get_field_index("key"), "key", keys)
-
     def _check_keys(self, table: pa.Table) -> None:
-        keys, twice = table["key"], _repeated(table)
+        keys, twice = table["key"], repeated(table)
         if len(twice):
             first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
             more = f" ({counted(len(twice), 'such key')})" if len(twice) > 1 else ""
+            keys_are = f"{'class/name' if self.is_labelled else 'path'} without the extension"
+            if self.prefixes:
+                keys_are = "tar/name up to its first dot"
             what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
             raise UserError(
                 f"{self.source}: {what}, {keys[int(twice[0])].as_py()!r}{more}. Keys are "
-                f"{'tar/name up to its first dot' if self.prefixes else 'class/name without the extension'}, dots become "
+                f"{keys_are}, dots become "
                 "_. Rename or remove one."
             )
-
-
-def _with_extensions(table: pa.Table, twice: np.ndarray) -> pa.Table:
-    """The table with the extension of the name added to the keys of these rows and of those after them."""
-    rows = np.union1d(twice, twice + 1)
-    names = table["name"].take(pa.array(rows)).to_pylist()
-    keys = np.array(table["key"].to_pylist(), object)
-    keys[rows] = [f"{keys[row]}_{name.rpartition('.')[2]}" for row, name in zip(rows, names, strict=True)]
-    return table.set_column(TABLE.get_field_index("key"), "key", pa.array(keys, pa.large_string()))
 
 
 @dataclass
@@ -451,18 +439,6 @@ def reasons(skipped: list[Skipped]) -> str:
     """The first few items that cannot be used, each with its reason."""
     few = "; ".join(f"{where} ({reason})" for _, where, reason in sorted(skipped)[:_NAMED])
     return few + "; ..." * (len(skipped) > _NAMED)
-
-
-def _sorted(table: pa.Table) -> pa.Table:
-    # Also by name, so that errors about a repeated key are the same on every machine.
-    order = pc.sort_indices(table, sort_keys=[("split", "ascending"), ("key", "ascending"), ("name", "ascending")])
-    return table.take(order).combine_chunks()
-
-
-def _repeated(table: pa.Table) -> np.ndarray:
-    """Rows of a sorted table that have the split and key of the next row."""
-    keys, splits = table["key"], table["split"]
-    return np.flatnonzero(pc.and_(pc.equal(keys[1:], keys[:-1]), pc.equal(splits[1:], splits[:-1])).to_numpy())
 
 
 def _clean(name: str) -> str:

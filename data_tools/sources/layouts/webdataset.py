@@ -62,7 +62,11 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         collector.is_labelled = False
         return
     collector.restart()
-    _report_labelled(files, ClassNumbers(names), collector)
+    if not _report_labelled(files, ClassNumbers(names), collector) and names:
+        raise UserError(
+            f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the tars). For "
+            "images without labels: layout=images."
+        )
 
 
 def _report_unlabelled(files: list[tuple[str, str, AnyPath]], collector: Collector) -> bool:
@@ -82,14 +86,17 @@ def _report_unlabelled(files: list[tuple[str, str, AnyPath]], collector: Collect
     return True
 
 
-def _report_labelled(files: list[tuple[str, str, AnyPath]], numbers: ClassNumbers, collector: Collector) -> None:
+def _report_labelled(files: list[tuple[str, str, AnyPath]], numbers: ClassNumbers, collector: Collector) -> bool:
+    """Report every sample with labels. Returns whether any has a label, even one that cannot be read."""
     faults: list[str] = []
+    has_labels = False
     for split, name, path in files:
         container = collector.add_container(path)
         collector.prefixes.append(name.removesuffix(".tar"))
         with path.open("rb") as file:
             for sample in complete_samples(file, path):
                 where = f"{name}: {sample.name}"
+                has_labels = has_labels or sample.has_label_file
                 if sample.fault == NO_LABEL:
                     faults.append(f"{printable(where)} ({sample.fault})")
                     continue
@@ -101,6 +108,7 @@ def _report_labelled(files: list[tuple[str, str, AnyPath]], numbers: ClassNumber
     if faults:
         collector.notes.append(f"ignored {len(faults):,} sample{'s' * (len(faults) > 1)}: {'; '.join(faults[:3])}")
     collector.classes = numbers.classes()
+    return has_labels
 
 
 def known_class_names(source: AnyPath, label_names: str) -> list[str]:
