@@ -206,8 +206,8 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
 
 def _model(config: PlanConfig, num_classes: int) -> Config:
     """Returns the architecture: from the settings, from `variant`, or from init.weights."""
-    objectives.check(config)
     objectives.check_labels(config, num_classes)
+    objectives.check(config)
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes)
     if config.variant:

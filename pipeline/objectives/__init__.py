@@ -53,6 +53,8 @@ def best_from(config: RunConfig) -> str:
     }
     if best and best not in rankable:
         possible = f"must be one of {', '.join(rankable)}" if rankable else "must be empty: nothing is measured"
+        if not config.data.evaluated_split:
+            possible += "; data.dev_share=0.01 would hold out images to measure it on"
         raise UserError(f"checkpoint.best = {quoted(best)} {possible}.")
     return rankable.get(best, "")
 
@@ -123,8 +125,8 @@ def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> C
     """
     name = config.model.name
     assert name, "config.check refuses a run with neither model.name nor init.weights"
-    check(config)
     check_labels(config, num_classes)
+    check(config)
     given = {name: getattr(config.model, name) for name in OPTIONS}
     given |= kind(config.train.loss).of_backbone(config, num_classes)
     return configure(name, config.model.image_size, covered=covered, **given)

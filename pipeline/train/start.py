@@ -63,8 +63,8 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     plan = make_plan(config, len(split), world_size)
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
-    objectives.check(config)
     objectives.check_labels(config, dataset.num_classes)
+    objectives.check(config)
     plan = replace(plan, best_from=objectives.best_from(config))
     run_probe = None
     if config.probe.every.amount:
