@@ -305,7 +305,9 @@ def _record(
         return record
     path, digest = str(settings["data.path"]), parameters.get("fingerprint", "")
     classes, samples = (as_count(parameters.get(name)) for name in ("classes", "samples"))
-    splits = ((str(settings.get("data.train_split", "train")), samples, "training"), (record.split, 0, "evaluation"))
+    splits = [(str(settings.get("data.train_split", "train")), samples, "training")]
+    if record.split or "data.eval_split" not in settings:
+        splits.append((record.split, 0, "evaluation"))
     made = [
         DatasetFacts(Path(path).name, path, digest, split, count, classes, context) for split, count, context in splits
     ]
