@@ -36,6 +36,7 @@ MAX_QUOTED = 200  # Characters of a value that an error repeats.
 _MAX_DEPTH = 100
 # In JSON text: an escape of one half of a surrogate pair, and an exponent of which a number may be infinite.
 _SURROGATE, _LARGE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile(r"[eE]\+?[0-9]{3}|[0-9]{300}")
+_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
 @dataclass(frozen=True)
@@ -219,10 +220,17 @@ def type_name(kind: Any) -> str:
         return f"a list of {type_name(arguments[0]).removeprefix('a ')}"
     if origin is tuple:
         return "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
-    if origin is dict or dataclasses.is_dataclass(kind):
+    if dict in (origin, kind) or dataclasses.is_dataclass(kind):
         return "a mapping"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
-    return names.get(kind, {dict: "a mapping", list: "a list"}.get(kind, str(kind)))
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        type(None): "null",
+        list: "a list",
+    }
+    return names.get(kind, str(kind))
 
 
 def quoted(value: Any) -> str:
@@ -247,11 +255,6 @@ def plain(number: float) -> str:
 def is_record(kind: Any) -> bool:
     """Whether a type is a dataclass with fields of its own, and not a value with a text form (`parse`)."""
     return isinstance(kind, type) and dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _is_deeper(value: Any, levels: int) -> bool:

@@ -129,8 +129,7 @@ _UNBROKEN = re.compile(r"\[[-+\d., ]*\]| %")
 
 def png(figure: Any) -> bytes:
     """A Matplotlib figure as a PNG."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    figure.savefig(buffer := io.BytesIO(), format="png")
     return buffer.getvalue()
 
 
@@ -153,7 +152,8 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
                     for number, row in enumerate(block.rows)
                 ]
                 lines = [block.header, ["---"] + ["---:"] * (len(block.header) - 1), *rows]
-                parts.append("\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines))
+                cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+                parts.append("\n".join("| " + " | ".join(line) + " |" for line in cells))
     return "\n\n".join(parts) + "\n"
 
 
@@ -195,10 +195,6 @@ def single_file(title: str, blocks: Sequence[Block]) -> str:
         f'<link rel="icon" href="data:,"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _look(header: str, cells: Sequence[str]) -> str:

@@ -158,11 +158,12 @@ def all_started(ranks: Ranks, minutes: float) -> Iterator[None]:
         return
     # One rank of each host, and rank 1, because rank 0 may be the one that is missing.
     speaks = ranks.local_rank == 0 or ranks.rank == 1
-    say = partial(print, file=sys.stderr, flush=True) if speaks else _say_nothing
+    say = partial(print, file=sys.stderr, flush=True) if speaks else lambda line: None
     crash = OneRankCrashError if speaks and not ranks.is_main else CrashError
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    names = [f"vit_pipeline/started/{_attempt()}/{rank}" for rank in range(ranks.world_size)]
-    count = f"vit_pipeline/started/{_attempt()}"
+    # Torchrun's store outlives the ranks that it restarts.
+    count = f"vit_pipeline/started/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    names = [f"{count}/{rank}" for rank in range(ranks.world_size)]
     # Torch's own store joins this one on rank 0. Torchrun's agent has one already.
     hosts_it = ranks.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     with waits.waiting(
@@ -210,15 +211,6 @@ def _listens(address: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _attempt() -> str:
-    # Torchrun's store outlives the ranks that it restarts.
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _say_nothing(line: str) -> None:
-    pass
 
 
 def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,9 +91,11 @@ def curves(records: Records) -> list[PngImage]:
     evaluation = {name: f"Loss on {images}{loss_of.get(name, '')}" for name, images in evaluated.items()}
     training = {name: f"Training loss{loss_of.get(name, '')}" for name in records}
     return [
-        *_curves(records, "accuracy", accuracies, lambda r: r.of_split("top1"), percent=True),
-        *_curves(records, "held_out_loss", evaluation, lambda r: r.of_split("loss")),
-        *_curves(records, "training_loss", training, lambda r: r.metrics.get("loss"), smooth=True),
+        *_curves(records, "accuracy", accuracies, {n: r.of_split("top1") for n, r in records.items()}, percent=True),
+        *_curves(records, "held_out_loss", evaluation, {n: r.of_split("loss") for n, r in records.items()}),
+        *_curves(
+            records, "training_loss", training, {n: r.metrics.get("loss") for n, r in records.items()}, smooth=True
+        ),
         *_further_curves(records, evaluated),
     ]
 
@@ -107,7 +108,8 @@ def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[
         about = {run: title if r.further[key] == key else f"{title} on {evaluated[run]}" for run, r in found.items()}
         percent = all(record.metric(record.further[key]).is_share for record in found.values())
         file = f"metric_{key.replace('/', '_')}"
-        yield from _curves(found, file, about, partial(RunRecord.further_series, key=key), percent=percent, smooth=True)
+        series = {run: record.metrics[record.further[key]] for run, record in found.items()}
+        yield from _curves(found, file, about, series, percent=percent, smooth=True)
 
 
 def _evaluated_images(record: RunRecord) -> str:
@@ -118,14 +120,14 @@ def _evaluated_images(record: RunRecord) -> str:
 
 
 def _curves(
-    records: Records, file: str, about: Mapping[str, str], choose: Callable[[RunRecord], Series | None], **how: bool
+    records: Records, file: str, about: Mapping[str, str], values: Mapping[str, Series | None], **how: bool
 ) -> Iterator[PngImage]:
-    """A figure of one metric for each thing that it measures. about: of each run, what the metric measures."""
+    """A figure of one metric for each thing that it measures. about: of each run, what the metric measures. values: of each run."""
     seeds = seed_groups(records)
     number = 0
     for title in dict.fromkeys(about.values()):
         runs = {name: record for name, record in records.items() if about[name] == title}
-        if content := draw_curves(runs, title, choose, seeds=seeds, **how):
+        if content := draw_curves(runs, title, values, seeds, **how):
             number += 1
             of = "each run" if len(runs) == len(records) else listed(list(runs), MAX_NAMED)
             name = f"{file}.png" if number == 1 else f"{file}_{number}.png"
@@ -133,20 +135,18 @@ def _curves(
 
 
 def draw_curves(
-    records: Mapping[str, RunRecord], title: str, choose: Callable[[RunRecord], Series | None], percent: bool = False,
-    smooth: bool = False, seeds: Sequence[Sequence[str]] = (),
+    records: Records, title: str, values: Mapping[str, Series | None], seeds: Sequence[Sequence[str]], percent: bool = False,
+    smooth: bool = False,
 ) -> bytes | None:  # fmt: skip
     """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if no run has it.
 
-    choose: the metric of a run. percent: its values are shares. smooth: draw running means of long series. seeds: groups of runs that
-    differ in their seed only, which share a colour and a line of the legend.
+    values: the metric of each run. seeds: groups of runs that differ in their seed only, which share a colour and a line of the
+    legend. percent: the values are shares. smooth: draw running means of long series.
     """
-    chosen = {
-        name: series for name, record in records.items() if (series := choose(record)) is not None and len(series)
-    }
+    chosen = {name: series for name in records if (series := values[name]) is not None and len(series)}
     if not chosen:
         return None
-    groups = [[name for name in group if name in chosen] for group in seeds or [[name] for name in records]]
+    groups = [[name for name in group if name in chosen] for group in seeds]
     groups = [group for group in groups if group]
     axes_used = [axis for axis in AXES if any(axis.per_step(records[name]) for name in chosen)]
     legend_rows = -(-len(groups) // 4) if len(groups) > 1 else 0
@@ -156,11 +156,11 @@ def draw_curves(
         for place, group in enumerate(groups):
             look = {"color": COLOURS[place % len(COLOURS)], "linestyle": _STYLES[place // len(COLOURS) % len(_STYLES)]}
             for name in group:
-                values = chosen[name].values * (100 if percent else 1)
+                shown = chosen[name].values * (100 if percent else 1)
                 amounts = axis.amounts(records[name], chosen[name].steps)
                 label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
                 if axis.per_step(records[name]):
-                    draw_line(axes, amounts, values, look, label, smooth, len(chosen) <= _MAX_RAW)
+                    draw_line(axes, amounts, shown, look, label, smooth, len(chosen) <= _MAX_RAW)
         finish(axes, axis.name)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())

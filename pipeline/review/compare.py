@@ -1,5 +1,6 @@
 """Compares any number of runs: what can be compared, what differs, curves, scores at equal budgets, and what is more than noise."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,14 +94,13 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
 
 def _refuse_twice(addresses: Sequence[str], records: Sequence[RunRecord]) -> None:
     """Raise UserError for two addresses of one run: a folder by two names, or a folder and its run in MLflow."""
-    for i, (address, record) in enumerate(zip(addresses, records, strict=True)):
-        for other, before in zip(addresses[:i], records[:i], strict=True):
-            if record.folder is not None and before.folder is not None:
-                is_same = record.folder.resolve() == before.folder.resolve()
-            else:
-                is_same = record.run_id is not None and record.run_id == before.run_id
-            if is_same:
-                raise UserError(f"runs: {other} and {address} are the same run. Leave out one of them.")
+    for (other, before), (address, record) in itertools.combinations(zip(addresses, records, strict=True), 2):
+        if record.folder is not None and before.folder is not None:
+            is_same = record.folder.resolve() == before.folder.resolve()
+        else:
+            is_same = record.run_id is not None and record.run_id == before.run_id
+        if is_same:
+            raise UserError(f"runs: {other} and {address} are the same run. Leave out one of them.")
 
 
 def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
@@ -369,15 +369,18 @@ def _settings(records: Records) -> Iterator[Block]:
 def _data(records: Records) -> Iterator[Block]:
     facts = {name: data_facts(record) for name, record in records.items()}
     rows = differences(facts)
-    same = [
-        f"{key} {value}"
-        for key, value in next(iter(facts.values())).items()
-        if value != "–" and key not in {r[0] for r in rows}
-    ]
-    if same:
-        yield Paragraph(f"The same for all: {'; '.join(same)}.")
+    if same := _same(facts, rows):
+        yield same
     if rows:
         yield _difference_table("data", list(records), rows)
+
+
+def _same(facts: Mapping[str, Mapping[str, str]], rows: Sequence[tuple[str, ...]]) -> Paragraph | None:
+    """What is known and the same of all runs. facts: run -> name -> value. rows: of the facts that differ."""
+    differ = {row[0] for row in rows}
+    of_first = next(iter(facts.values()))
+    same = [f"{name} {value}" for name, value in of_first.items() if value != "–" and name not in differ]
+    return Paragraph(f"The same for all: {'; '.join(same)}.") if same else None
 
 
 def data_facts(record: RunRecord) -> dict[str, str]:
@@ -406,13 +409,11 @@ def code_facts(record: RunRecord) -> dict[str, str]:
 
 
 def _code(records: Records) -> Iterator[Block]:
-    rows = differences({name: code_facts(record) for name, record in records.items()})
-    if rows:
+    facts = {name: code_facts(record) for name, record in records.items()}
+    if rows := differences(facts):
         yield _difference_table("code", list(records), rows)
     else:
-        facts = code_facts(next(iter(records.values())))
-        known = [f"{key} {value}" for key, value in facts.items() if value != "–"]
-        yield Paragraph(f"The same for all: {'; '.join(known)}." if known else "Not recorded by any of these runs.")
+        yield _same(facts, rows) or Paragraph("Not recorded by any of these runs.")
 
 
 def folder_name(names: Sequence[str]) -> str:

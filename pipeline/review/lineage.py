@@ -8,7 +8,7 @@ import contextlib
 import html
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.page import SvgImage
 from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
-from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
+from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.review.reader import RunReader, from_folder, from_mlflow, is_run, run_id_in, weights_named_in
 from pipeline.review.record import RunRecord
 
@@ -157,7 +157,7 @@ def _descend(found: Lineage, record: RunRecord, reader: RunReader, depth: int) -
     addresses = list(_children_in_folder(found, record) if in_folder else _children_in_mlflow(record, reader))
     for address in addresses[:_MAX_CHILDREN]:
         try:
-            child = from_folder(Path(address)) if record.folder is not None else reader.read_summary(address)
+            child = from_folder(Path(address)) if in_folder else from_mlflow(reader.store, address, with_points=False)
         except (UserError, OSError) as error:  # A damaged run of the same folder is not this run's problem.
             found.ignored.append(str(error))
             continue
@@ -193,11 +193,10 @@ def _children_in_folder(found: Lineage, record: RunRecord) -> Iterator[str]:
             yield str(folder)
 
 
-def _children_in_mlflow(record: RunRecord, reader: RunReader) -> Iterator[str]:
+def _children_in_mlflow(record: RunRecord, reader: RunReader) -> Iterable[str]:
     assert record.run_id is not None
     found = (reader.store.runs_with_tag(tag, record.run_id) for tag in _PARENT_TAGS)
-    for run_id in dict.fromkeys(itertools.chain.from_iterable(found)):
-        yield f"mlflow:{run_id}"
+    return dict.fromkeys(itertools.chain.from_iterable(found))
 
 
 # ---------------------------------------------------------------------- boxes
@@ -218,7 +217,7 @@ def _run_box(record: RunRecord, is_subject: bool = False, used: WeightsOrigin | 
     """used: what the run below began with, which is shown instead of the last score: that may be of later weights."""
     data = record.dataset("training")
     lines = [record.name, _KINDS.get(record.kind, record.kind)]
-    lines += [text for text in (record.model, _data_line(data) if data else "") if text]
+    lines += [text for text in (record.model, f"{data.name} {data.digest[:16]}".strip() if data else "") if text]
     if used is not None:
         lines += _used_lines(used)
     elif record.last_score is not None:
@@ -226,10 +225,6 @@ def _run_box(record: RunRecord, is_subject: bool = False, used: WeightsOrigin | 
     if record.status not in ("finished", ""):
         lines.append(record.status)
     return GraphNode(_key(record), "run", lines, is_subject)
-
-
-def _data_line(data: DatasetFacts) -> str:
-    return f"{data.name} {data.digest[:16]}".strip()
 
 
 def _add_data(found: Lineage, record: RunRecord) -> None:

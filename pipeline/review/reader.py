@@ -238,7 +238,7 @@ class StoredFiles:
 def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     """The record of an MLflow run. store: a `ReadingStore`. Raises UserError for a run that does not exist.
 
-    with_points: read all points of the metrics; otherwise each metric has its last value only, at step 0.
+    with_points: read all points of the metrics; otherwise each metric has its last value only, at step 0, which is one request.
     """
     stored: StoredRun = store.read_run(run_id)
     points: dict[str, list[tuple[int, float, int]]] = {}
@@ -393,10 +393,6 @@ class RunReader:
     def store(self) -> Any:
         self._store = self._store or self._open()
         return self._store
-
-    def read_summary(self, address: str) -> RunRecord:
-        """The record of an MLflow run with the last value of each metric only, which is one request."""
-        return from_mlflow(self.store, run_id_in(address) or address, with_points=False)
 
     def read(self, address: str) -> RunRecord:
         """Raises UserError in one line for an address that is no run, and for a damaged run."""

@@ -295,9 +295,6 @@ class RunRecord:
         found = measured | {name: name for name in logged}
         return {own: name for own, name in found.items() if own not in ("top1", "top5", "loss")}
 
-    def further_series(self, key: str) -> Series:
-        return self.metrics[self.further[key]]
-
     def of_split(self, name: str) -> Series | None:
         """A metric of the held-out split by its name without the split, such as "top1"."""
         return self.metrics.get(f"{self.split}_{name}")

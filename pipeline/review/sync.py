@@ -62,7 +62,8 @@ def send(folder: Path, uri: str = "") -> str:
     settings = _settings(folder)
     for refused in page.refused(saved.facts.artifacts):
         print(f"{folder}: not sent: {refused}")
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or _last_uri(folder) or default_uri(folder.parent)
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or next(reversed(read_states(folder / STATE_FILE)[0]), "")
+    uri = uri or default_uri(folder.parent)
     if "***" in uri:
         raise UserError(f"{folder} was sent to {uri}, whose password is not kept: give uri=... or MLFLOW_TRACKING_URI.")
 
@@ -101,8 +102,3 @@ def _settings(folder: Path) -> RunConfig | None:
         path_inside(folder, "config.json")
         return read_settings(folder)
     return None
-
-
-def _last_uri(folder: Path) -> str:
-    states, _ = read_states(folder / STATE_FILE)
-    return next(reversed(states), "")

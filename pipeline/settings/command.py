@@ -133,10 +133,8 @@ def mistakes_in_one_line() -> Iterator[None]:
 
 def fields_help(cls: type) -> str:
     """Lists every setting with type, range, default and meaning, for `--help`."""
-    lines = [
-        "settings (in the file as nested YAML, on the command line as section.field=value; ~ begins a path in the home folder):"
-    ]
-    return "\n".join([*lines, listed(cls)])
+    how = "in the file as nested YAML, on the command line as section.field=value; ~ begins a path in the home folder"
+    return f"settings ({how}):\n{listed(cls)}"
 
 
 def listed(cls: type, prefix: str = "", on_change: OnChange = "result") -> str:

@@ -76,19 +76,13 @@ class DrawingProcess:
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(_ROOT)}
         with open(self.folder / PAGE / LOG, "ab") as log:
-            return subprocess.Popen(
-                [*self.command, *arguments],
-                cwd=_ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            command, quiet = [*self.command, *arguments], subprocess.DEVNULL
+            return subprocess.Popen(command, cwd=_ROOT, env=environment, stdin=quiet, stdout=log, stderr=log)
 
     def _is_drawing(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def _kill(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self._is_drawing():
             self._process.kill()
             self._process.wait()

@@ -197,16 +197,18 @@ def _start_tracker(context: RunContext, start: _StartingPoint, training: Trainin
     """Write what the run folder shows beside the metrics, and begin to record. Rank 0 only."""
     config, plan, ranks, folder = context.config, context.plan, context.ranks, context.folder
     prepared, model = context.prepared, start.model
-    page = PageFolder(folder)
-    origin = start.origin if start.resumed is None else _saved_origin(page)
+    page, saved = PageFolder(folder), None
+    with contextlib.suppress(UserError):  # There are none before the first start.
+        saved = page.read_facts().facts
+    # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
+    origin = start.origin if start.resumed is None else saved.origin if saved else None
     facts = run_facts(
         start.config, plan, model, prepared.dataset, prepared.split, prepared.evaluation, ranks.device, origin
     )
     facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
-    if not facts.parents:
-        with contextlib.suppress(UserError):
-            facts = replace(facts, parents=page.read_facts().facts.parents)
+    if saved and not facts.parents:
+        facts = replace(facts, parents=saved.parents)
     write_settings(config, folder)
     write_text(folder / "deepspeed.json", json.dumps(training.engine.settings, indent=1))
     write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
@@ -216,13 +218,6 @@ def _start_tracker(context: RunContext, start: _StartingPoint, training: Trainin
         config.track, Path(config.out), folder, facts, start.state.step,
         find_models=partial(logged_models, start.checkpoints),
     )  # fmt: skip
-
-
-def _saved_origin(page: PageFolder) -> WeightsOrigin | None:
-    """The weights that a run began with, as its first start found them; None for a run of an earlier version."""
-    with contextlib.suppress(UserError):
-        return page.read_facts().facts.origin
-    return None
 
 
 def write_settings(config: RunConfig, folder: Path) -> None:

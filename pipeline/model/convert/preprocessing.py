@@ -22,7 +22,8 @@ HALF = (0.5, 0.5, 0.5)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _MAX_SIDE = 2**16
 Size = int | list[int] | dict[str, int | None]
-Three = tuple[float, float, float]
+_Mean = Annotated[float, Limits(-1000, 1000)]
+_Std = Annotated[float, Limits(1e-4, 1000)]  # It is divided by.
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class _Processor:
     do_rescale: bool | None = None
     rescale_factor: float | None = None
     do_normalize: bool | None = None
-    image_mean: Three | None = None
-    image_std: Three | None = None
+    image_mean: tuple[_Mean, _Mean, _Mean] | None = None
+    image_std: tuple[_Std, _Std, _Std] | None = None
     size: Size | None = None
     crop_size: Size | None = None
     resample: Annotated[int, Limits(0, 5)] | None = None  # Pillow's filters
@@ -55,10 +56,10 @@ class _Pretrained:
     """The fields of `pretrained_cfg` in timm's config.json that are read."""
 
     input_size: tuple[int, int, int] | None = None
-    crop_pct: float | None = None
+    crop_pct: Annotated[float, Limits(0.05, 2)] | None = None
     crop_mode: str | None = None
-    mean: Three | None = None
-    std: Three | None = None
+    mean: tuple[_Mean, _Mean, _Mean] | None = None
+    std: tuple[_Std, _Std, _Std] | None = None
 
 
 class Preprocessing(NamedTuple):
@@ -79,7 +80,7 @@ def from_huggingface(processor: Json) -> Preprocessing:
     factor = 1.0 if found.do_rescale is False else factor
     if not abs(factor * 255 - 1) <= 1e-3:
         raise UserError(f"its images are scaled by {factor:g}; only 1/255 is supported.")
-    mean, std = _statistics(where, "image_", found.image_mean or HALF, found.image_std or HALF)
+    mean, std = found.image_mean or HALF, found.image_std or HALF
     if found.do_normalize is False:
         mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     size = 224 if found.size is None else found.size
@@ -103,11 +104,10 @@ def from_timm(cfg: Json) -> Preprocessing:
     view: dict[str, Any] = {"resize_filter": "antialias", "image_size": side}
     if (found.crop_mode or "center") == "center":
         share = 0.875 if found.crop_pct is None else found.crop_pct
-        _in_range(where, "crop_pct", share, 0.05, 2)
         view |= {"eval_crop": "center", "eval_resize": int(side / share)}
     else:
         view |= {"eval_crop": "resize"}
-    return Preprocessing(view, *_statistics(where, "", found.mean or IMAGENET_MEAN, found.std or IMAGENET_STD))
+    return Preprocessing(view, found.mean or IMAGENET_MEAN, found.std or IMAGENET_STD)
 
 
 def to_huggingface(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
@@ -165,18 +165,5 @@ def _check_size(where: str, name: str, size: Size | None) -> None:
         raise UserError(f"{where}: {name} = [] must be a size in pixels.")
     sides = list(size.values()) if isinstance(size, dict) else size if isinstance(size, list) else [size]
     for side in sides:
-        if side is not None:
-            _in_range(where, name, side, 1, _MAX_SIDE)
-
-
-def _statistics(where: str, prefix: str, mean: Three, std: Three) -> tuple[Three, Three]:
-    for value in mean:
-        _in_range(where, f"{prefix}mean", value, -1000, 1000)
-    for value in std:
-        _in_range(where, f"{prefix}std", value, 1e-4, 1000)  # They are divided by.
-    return mean, std
-
-
-def _in_range(where: str, name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise UserError(f"{where}: {name} = {json_record.quoted(value)} must be from {least:g} to {most:,g}.")
+        if side is not None and not 1 <= side <= _MAX_SIDE:
+            raise UserError(f"{where}: {name} = {json_record.quoted(side)} must be from 1 to {_MAX_SIDE:,}.")
