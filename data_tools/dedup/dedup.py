@@ -27,7 +27,7 @@ from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
-from pipeline.data.storage.atomic import replacing
+from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
 from pipeline.settings.commands.data import DedupConfig
 
@@ -72,12 +72,8 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     marks, pictures = _describe(searched, tests, nearest)
     report = _report(config, searched, tests, states, pairs, time.monotonic() - started)
     folder = searched.dataset.path / FOLDER
-    with replacing(folder / REPORT) as file:
-        file.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
-    (folder / SHEET).unlink(missing_ok=True)
-    if pictures:
-        with replacing(folder / SHEET) as file:
-            file.write(draw_pairs(pictures))
+    text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+    write_files(folder, {REPORT: text, SHEET: draw_pairs(pictures) if pictures else None})
     _print(report)
     if config.dry_run:
         print(

@@ -34,8 +34,8 @@ from pipeline.base.files import as_csv
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
-from pipeline.data.storage.atomic import read_bytes, replacing
-from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
+from pipeline.data.storage.atomic import read_bytes, replacing, write_files
+from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside, remove_tree
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.settings.commands.data import ShardConfig
@@ -106,9 +106,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
 
         finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
-        make_folder(out / PARTS)
-        with replacing(out / PARTS / PLAN) as file:
-            file.write(json.dumps(identity).encode())
+        write_files(out / PARTS, {PLAN: json.dumps(identity)})
         if not (out / SOURCE_TABLE).exists():
             save(listing, out / SOURCE_TABLE)
         for name, table in listing.extra_tables.items():
@@ -251,10 +249,7 @@ def _skipped_before(out: AnyPath) -> set[str]:
 
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:
     """Write a CSV file; without rows, remove it."""
-    path.unlink(missing_ok=True)
-    if rows:
-        with replacing(path) as file:
-            file.write(as_csv([header, *rows]))
+    write_files(path.parent, {path.name: as_csv([header, *rows]) if rows else None})
 
 
 def read_rows(part: AnyPath) -> pa.Table:

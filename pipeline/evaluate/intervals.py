@@ -19,11 +19,11 @@ class Interval:
     over: str
 
 
-def quantile(freedom: float = math.inf, confidence: float = 0.95) -> float:
-    """Half the width of a two-sided interval, in standard errors: Student's t; with infinite freedom, the normal distribution's."""
+def quantile(freedom: float = math.inf) -> float:
+    """Half the width of a two-sided 95 % interval, in standard errors: Student's t; with infinite freedom, the normal distribution's."""
     from scipy.special import stdtrit  # Imported here because it takes 0.2 s.
 
-    return float(stdtrit(freedom, (1 + confidence) / 2))
+    return float(stdtrit(freedom, 0.975))
 
 
 def sample_deviation(accuracies: Sequence[float]) -> float | None:

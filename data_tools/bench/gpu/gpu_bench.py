@@ -205,23 +205,19 @@ class GpuBench:
         if left < _LEAST_SECONDS:
             self._add(name, {"failed": "not measured: no time left"})
             return []
-        rows = list(self._recorded(name, work, arguments, min(seconds, left)))
-        failed = [row["failed"] for row in rows if "failed" in row]
-        if self.method == "fork" and any(name == "product" or text in why for why in failed for text in _BAD_FORK):
-            self.method = "spawn"
-            return self._apart(name, work, arguments, seconds)
-        return rows
-
-    def _recorded(
-        self, name: str, work: Callable[..., Iterator[Row]], arguments: tuple[Any, ...], seconds: float
-    ) -> Iterator[Row]:
-        for row in rows_apart(work, arguments, seconds, self.method):
+        rows = []
+        for row in rows_apart(work, arguments, min(seconds, left), self.method):
             if "machine" in row:
                 self.record.facts["machine"] = row["machine"]
             elif "losses" in row:
                 row["loss_difference"] = self.exactness.difference(self.record.rows, row)
             self._add(name, row)
-            yield row
+            rows.append(row)
+        failed = [row["failed"] for row in rows if "failed" in row]
+        if self.method == "fork" and any(name == "product" or text in why for why in failed for text in _BAD_FORK):
+            self.method = "spawn"
+            return self._apart(name, work, arguments, seconds)
+        return rows
 
     def _add(self, name: str, row: Row) -> None:
         self.record.add(name, **row)

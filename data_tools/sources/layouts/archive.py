@@ -1,6 +1,7 @@
 """Members of tars and zips, read in place by offset. Compressed tars are unpacked once, to a plain tar."""
 
 import bz2
+import contextlib
 import errno
 import gzip
 import hashlib
@@ -65,14 +66,28 @@ def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
     plain = staged_path(source, staging, ".tar")
     if plain.exists():
         return plain
-    try:
-        with Reading(source, "unpacked") as raw, COMPRESSED[kind](raw, "rb") as packed, replacing(plain) as file:
-            shutil.copyfileobj(packed, file, 2**20)
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # A disk error; errors of gzip and bz2 for bad data have no errno.
-        raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
+    with (
+        damage_named(source, EOFError, OSError, zlib.error, lzma.LZMAError),
+        Reading(source, "unpacked") as raw,
+        COMPRESSED[kind](raw, "rb") as packed,
+        replacing(plain) as file,
+    ):
+        shutil.copyfileobj(packed, file, 2**20)
     return plain
+
+
+@contextlib.contextmanager
+def damage_named(source: AnyPath, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn the errors that readers of a damaged file raise into a UserError; those of a disk or a store are raised unchanged."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        # Storage errors have an errno; EINVAL results from a damaged offset.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        raise UserError(f"{source} is damaged ({' '.join(str(error).split())[:200]}). Fetch it again.") from None
 
 
 def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
@@ -124,13 +139,8 @@ def walk_zip(source: AnyPath, collector: Collector) -> None:
 
 def zip_members(source: AnyPath) -> list[zipfile.ZipInfo]:
     """The members of a zip. Raises UserError for a damaged one."""
-    try:
-        with source.open("rb") as file, zipfile.ZipFile(file) as opened:
-            return opened.infolist()
-    except ZIP_ERRORS as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise  # A disk error; EINVAL comes from a damaged offset.
-        raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
+    with damage_named(source, *ZIP_ERRORS), source.open("rb") as file, zipfile.ZipFile(file) as opened:
+        return opened.infolist()
 
 
 def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:

@@ -74,21 +74,22 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
     members.sort()
     stems = [stem for stem, *_ in members]
     if config.val_labels.endswith(".json"):
-        labels, collector.classes = _read_real(config.val_labels, config.label_names, stems)
-        bare = sum(not wnids for wnids in labels.values())
+        numbers = _read_real(config.val_labels, stems)
+        labels, collector.classes = _named(numbers, config)
+        bare = sum(not of_image for of_image in numbers.values())
         collector.notes.append(
             f"left out {bare:,} of {counted(len(stems), 'image')}, which {config.val_labels} gives no class"
         )
     else:
         wnids = _read_wnids(config.val_labels, stems)
-        numbers = {stem: number for stem, wnid in wnids.items() if (number := whole_number(wnid)) is not None}
+        numbers = {stem: [number] for stem, wnid in wnids.items() if (number := whole_number(wnid)) is not None}
+        labels = {stem: [wnid] for stem, wnid in wnids.items()}
         if numbers and len(numbers) == len(wnids):
-            wnids, collector.classes = _by_name(numbers, config.val_labels, config.label_names)
+            labels, collector.classes = _named(numbers, config)
         elif config.label_names:
             raise UserError(
                 f"label_names = {config.label_names} names numbers, but val_labels = {config.val_labels} has names. Leave it out."
             )
-        labels = {stem: [wnid] for stem, wnid in wnids.items()}
     container = collector.add_container(path)
     for stem, name, offset, size in members:
         if labels[stem]:
@@ -96,19 +97,13 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
     return {wnid for wnids in labels.values() for wnid in wnids}
 
 
-def _read_real(val_labels: str, label_names: str, stems: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """(classes of each image, all classes in order) from real.json: a list of class numbers for each image, in order."""
-    if not label_names:
-        raise UserError(f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line.")
-    names = ClassNumbers(read_names(label_names, "label_names"))
+def _read_real(val_labels: str, stems: list[str]) -> dict[str, list[int]]:
+    """The class numbers of each image, from real.json: a list for each image, in order."""
     text = "\n".join(read_lines(val_labels, "val_labels"))
     numbers = json_record.parse(text, list[list[int]], f"val_labels = {val_labels}")
     if len(numbers) != len(stems):
         raise UserError(f"val_labels = {val_labels} must be a list of {len(stems):,} lists, one for each image.")
-    labels = {
-        stem: [names.name(n, f"{val_labels}, {stem}") for n in row] for stem, row in zip(stems, numbers, strict=True)
-    }
-    return labels, names.classes()
+    return dict(zip(stems, numbers, strict=True))
 
 
 def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
@@ -132,15 +127,18 @@ def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
     return {stem: wnids[stem] for stem in stems}
 
 
-def _by_name(numbers: dict[str, int], val_labels: str, label_names: str) -> tuple[dict[str, str], list[str]]:
-    """(class of each image, all classes in order) from lines 'filename number', as in Caffe's val.txt."""
-    if not label_names:
+def _named(numbers: dict[str, list[int]], config: ShardConfig) -> tuple[dict[str, list[str]], list[str]]:
+    """(classes of each image, all classes in order), where labels are numbers, as in real.json and Caffe's val.txt."""
+    if not config.label_names:
         raise UserError(
-            f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line, from number 0 on."
+            f"val_labels = {config.val_labels} has class numbers: label_names=FILE names the wnids, one a line, from number 0 on."
         )
-    names = ClassNumbers(read_names(label_names, "label_names"))
-    wnids = {stem: names.name(number, f"{val_labels}, {stem}") for stem, number in numbers.items()}
-    return wnids, names.classes()
+    names = ClassNumbers(read_names(config.label_names, "label_names"))
+    labels = {
+        stem: [names.name(number, f"{config.val_labels}, {stem}") for number in of_image]
+        for stem, of_image in numbers.items()
+    }
+    return labels, names.classes()
 
 
 def _by_number(numbers: list[str], val_labels: str) -> list[str]:

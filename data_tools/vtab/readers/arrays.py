@@ -4,7 +4,6 @@ Only requested images are read, block by block, so that memory does not grow wit
 """
 
 import contextlib
-import errno
 import gzip
 import math
 import zipfile
@@ -15,6 +14,7 @@ import h5py
 import numpy as np
 from scipy.io import loadmat
 
+from data_tools.sources.layouts.archive import damage_named
 from data_tools.sources.reader import PIXELS
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.readers import labels
@@ -71,25 +71,15 @@ def _of_mat(path: AnyPath) -> Pixels:
 
 def mat(path: AnyPath, name: str) -> np.ndarray:
     """Read an array of a MATLAB file. Raises UserError for a damaged file or a missing array."""
-    with _damage_named(str(path)), path.open("rb") as file:
+    with _damage_named(path), path.open("rb") as file:
         arrays = loadmat(file, variable_names=[name])
         if name not in arrays:
             raise ValueError(f"it has no array {name}")
         return arrays[name]
 
 
-@contextlib.contextmanager
-def _damage_named(what: str) -> Iterator[None]:
-    """Turn any exception of a reader of NumPy, MATLAB or HDF5 files into a UserError; storage errors are raised unchanged."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # The readers raise exceptions of any kind.
-        # Storage errors have an errno; EINVAL results from a damaged offset.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
-        raise UserError(f"{what} is damaged ({' '.join(str(error).split())[:200]}). Fetch it again.") from None
+def _damage_named(path: AnyPath) -> contextlib.AbstractContextManager[None]:
+    return damage_named(path, Exception)  # The readers of NumPy, MATLAB and HDF5 files raise exceptions of any kind.
 
 
 def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
@@ -128,7 +118,7 @@ def dsprites(files: DatasetFiles, task: Task) -> Original:
 
 @contextlib.contextmanager
 def _hdf5(path: AnyPath) -> Iterator[h5py.File]:
-    with _damage_named(str(path)), path.open("rb") as file, h5py.File(file, "r") as opened:
+    with _damage_named(path), path.open("rb") as file, h5py.File(file, "r") as opened:
         yield opened
 
 
@@ -147,14 +137,14 @@ def _of_hdf5(path: AnyPath, name: str) -> Pixels:
 
 
 def _npz(path: AnyPath, name: str) -> np.ndarray:
-    with _damage_named(str(path)), path.open("rb") as file, np.load(file) as arrays:
+    with _damage_named(path), path.open("rb") as file, np.load(file) as arrays:
         return arrays[name]
 
 
 def _of_npz(path: AnyPath, name: str) -> Pixels:
     def read(rows: np.ndarray) -> Iterator[np.ndarray]:
         with (
-            _damage_named(str(path)),
+            _damage_named(path),
             path.open("rb") as file,
             zipfile.ZipFile(file) as arrays,
             arrays.open(f"{name}.npy") as array,
@@ -203,7 +193,7 @@ def _norb(files: DatasetFiles, name: str) -> Iterator[tuple[IO[bytes], str]]:
     if place is None:
         raise files.missing(f"{name}.gz")
     path = files.folder / place.name
-    with _damage_named(str(path)), path.open("rb") as raw:
+    with _damage_named(path), path.open("rb") as raw:
         yield (gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw), str(path)  # type: ignore[misc]
 
 

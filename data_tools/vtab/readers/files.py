@@ -1,6 +1,5 @@
 """The files of a source data set: in its folder, and in its archives, from which they are read without unpacking."""
 
-import errno
 import functools
 import hashlib
 import tarfile
@@ -57,15 +56,9 @@ class DatasetFiles:
         self.unchecked = [file.name for file in dataset.files if not file.sha256 or file.name not in self._own]
         self._places: dict[str, FileLocation] = {}
         for path in archives:
-            try:
+            with archive.damage_named(path, tarfile.TarError, *archive.ZIP_ERRORS):
                 for place in self._members(path):
                     self._places.setdefault(place.name, place)
-            except UserError:
-                raise
-            except (tarfile.TarError, *archive.ZIP_ERRORS) as error:
-                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                    raise  # A storage error; EINVAL results from a damaged offset.
-                raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
         for name, (_, size) in self._own.items():
             self._places.setdefault(name, FileLocation(name, "", 0, size))
 

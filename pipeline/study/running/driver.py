@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -26,7 +26,6 @@ from pipeline.base.words import counted
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import LostError, RunJobs, run_here
 from pipeline.settings.commands.study import StudyConfig
-from pipeline.settings.run import TrackConfig
 from pipeline.study.results import State, StudyResults, keep_earlier, read_results, write_results
 from pipeline.study.running.cell_run import Ends, StoppedError, StudyJob, result_of, run_job, vtab_caveats
 from pipeline.study.running.cells import Study, StudyCell, open_study
@@ -34,24 +33,20 @@ from pipeline.study.running.cost import estimate, plan_table, refuse_too_long
 from pipeline.study.running.slurm import write_script
 from pipeline.transfer.sweep_progress import SweepProgress
 
+if TYPE_CHECKING:  # Not imported without MLflow.
+    from pipeline.study.running.study_page import StudyPage
+
 _SPENT = "spent.json"
 _TO_RUN = ("not run", "failed", "damaged")
 # Least time between two reports of an unfinished study, each of which draws figures.
 _REPORT_SECONDS = 60.0
 
 
-class Page(Protocol):
-    """Where a study is shown while it runs: MLflow."""
-
-    def tracking(self, track: TrackConfig) -> TrackConfig: ...
-    def reported(self, results: StudyResults, sentences: Sequence[str], files: Sequence[Path]) -> None: ...
-
-
 def run(
     config: StudyConfig,
     run_jobs: RunJobs = run_here,
     at_a_time: int = 1,
-    show: Callable[[Study], AbstractContextManager[Page] | None] = lambda study: None,
+    show: Callable[[Study], AbstractContextManager["StudyPage"] | None] = lambda study: None,
 ) -> StudyResults | None:
     """Run a study in its folder, locked by the caller, and write its report. Returns None if only a plan or a script was asked for.
 
@@ -94,7 +89,7 @@ def run(
     return results
 
 
-def _report(study: Study, ends: Ends, page: Page | None) -> tuple[StudyResults, list[str]]:
+def _report(study: Study, ends: Ends, page: "StudyPage | None") -> tuple[StudyResults, list[str]]:
     """Write results.json and the report of what is done by now. Returns (results, the answer in sentences)."""
     from pipeline.study.report.report import write_report  # Late: Matplotlib.
 
@@ -152,7 +147,7 @@ def _run_one(study: Study, name: str) -> None:
 
 
 def _run_cells(
-    study: Study, ends: dict[str, tuple[State, str]], run_jobs: RunJobs, at_a_time: int, page: Page | None
+    study: Study, ends: dict[str, tuple[State, str]], run_jobs: RunJobs, at_a_time: int, page: "StudyPage | None"
 ) -> None:
     """Run what is not done. ends: gets how cells ended that failed, or diverged before they had a run."""
     results = read_cells(study, ends)

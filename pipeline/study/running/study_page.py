@@ -24,9 +24,6 @@ class StudyPage(ParentPage):
             for child in (cell.run, *cell.finetunes, *([cell.trunk] if cell.trunk else [])):
                 self.has_run(child.folder)
 
-    def __enter__(self) -> "StudyPage":
-        return self
-
     def reported(self, results: StudyResults, sentences: Sequence[str], files: Sequence[Path]) -> None:
         """The report is written. sentences: its answer. files: of the report; its pictures become figures."""
         states = Counter(cell.state for cell in results.cells)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import replacing
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
+from pipeline.data.storage.atomic import write_files
 from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.mlflow.refusals import one_line, warn
 from pipeline.monitor.mlflow.state import sent_to
@@ -277,7 +277,4 @@ def link_below(uri: str, folders: Iterable[Path], parent: str) -> None:
 
 def write_figures(folder: Path, pictures: Mapping[str, bytes]) -> None:
     """Replace figures of a sweep, grid or study, which its sender uploads. pictures: file name -> PNG."""
-    (folder / PAGE / FIGURES).mkdir(parents=True, exist_ok=True)
-    for name, content in pictures.items():
-        with replacing(folder / PAGE / FIGURES / name) as file:
-            file.write(content)
+    write_files(folder / PAGE / FIGURES, pictures)

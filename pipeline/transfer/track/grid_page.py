@@ -30,9 +30,6 @@ class GridPage(ParentPage):
         self.chosen: float | None = None
         self._split = settings.data.eval_split
 
-    def __enter__(self) -> "GridPage":
-        return self
-
     def ended(self, folder: Path) -> None:
         """A run has ended; `tried`, `runs` and `chosen` are up to date."""
         self.has_run(folder)

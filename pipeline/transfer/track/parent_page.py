@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.monitor.mlflow.refusals import one_line, warn
@@ -49,6 +50,9 @@ class ParentPage:
         self._folders: dict[Path, None] = {}
         self._tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), out, folder, facts)
         self._parent, self._wait = "", _WAIT
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

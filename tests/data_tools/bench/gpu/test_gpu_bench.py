@@ -165,21 +165,18 @@ def test_the_rest_is_measured_after_failures_and_the_budget_ends_it(
     config = GpuBenchConfig(device="cpu", json=str(file), seconds=3600, only=["step"], candidate_seconds=0.05)
     bench = gpu.GpuBench(config, record := BenchRecord("gpu", config))
     bench.method = "spawn"  # A process that has computed cannot be forked: OpenMP's threads would be missing.
-    for setup in (Setup(), Setup(attention="cudnn"), Setup(graph=True), Setup(fused_optimizer=True)):
+    for setup in (Setup(graph=True), Setup()):
         bench._step(bench.cases[0], setup)
         assert json.loads(file.read_text())["rows"] == json.loads(json.dumps(record.rows)), "written at once"
     bench.deadline = time.monotonic()
     bench._step(bench.cases[0], Setup(channels_last=True))
     failed = [row.get("failed", "") for row in record.rows]
-    assert failed[0] == failed[3] == ""
-    assert "RuntimeError" in failed[1]
-    assert failed[2] == "ValueError: a CUDA graph needs a GPU"
-    assert failed[4] == "not measured: no time left"
+    assert failed == ["ValueError: a CUDA graph needs a GPU", "", "not measured: no time left"]
     assert bench._apart("shards", rows_then, ("raise",), 1.0) == [], "not wanted"
     write_report(record, bench.exactness)
     said = capsys.readouterr().out
     assert "fastest exact step: " in said
-    assert said.count("failed: ") == 3
+    assert said.count("failed: ") == 2
 
 
 @pytest.mark.slow
