@@ -10,10 +10,10 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
-from pipeline.settings.bench import GpuBenchConfig, ModelBenchConfig
 from pipeline.settings.command import main
-from pipeline.settings.data import BenchConfig
-from pipeline.settings.operate import TrackingBenchConfig, TrainBenchConfig
+from pipeline.settings.commands.bench import GpuBenchConfig, ModelBenchConfig
+from pipeline.settings.commands.data import BenchConfig
+from pipeline.settings.commands.operate import TrackingBenchConfig, TrainBenchConfig
 from pipeline.settings.run import DataConfig
 
 
@@ -54,12 +54,6 @@ def bench_tracking(config: TrackingBenchConfig) -> None:
     record.finish()
 
 
-def bench_gpu(config: GpuBenchConfig) -> None:
-    from data_tools.bench.gpu.gpu_bench import run  # Late: imports torch.
-
-    run(config)
-
-
 def bench_model(config: ModelBenchConfig) -> None:
     from data_tools.bench.record import BenchRecord
     from data_tools.bench.training.model_speed import run  # Late: imports torch.
@@ -72,7 +66,7 @@ if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:
     del sys.argv[1]
     main(
         GpuBenchConfig,
-        bench_gpu,
+        "data_tools.bench.gpu.gpu_bench",
         """
         Measure how fast one GPU trains, and which settings are the fastest that keep the loss and repeat bit for bit: eager and
         compiled, attention backends, fused optimizer, CUDA graphs, batch sizes; the engine, from real shards; other projects.

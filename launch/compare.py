@@ -10,19 +10,12 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.reports import CompareConfig
-
-
-def compare(config: CompareConfig) -> None:
-    from pipeline.review.compare import run  # Late: --help needs no torch.
-
-    run(config)
-
+from pipeline.settings.commands.reports import CompareConfig
 
 if __name__ == "__main__":
     main(
         CompareConfig,
-        compare,
+        "pipeline.review.compare",
         """
         Compare any number of runs, also of different data, models and kinds: what can be compared and what not; curves against
         steps, images seen and FLOPs; scores at equal budgets; which differences are more than noise; settings, data and code that

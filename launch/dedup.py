@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.data import DedupConfig
+from pipeline.settings.commands.data import DedupConfig
 
 ABOUT = """
 Mark images of a data set that are near copies of test images, so that training excludes them.
@@ -30,12 +30,5 @@ After an interruption, run the same command again. Shards are read once, also fo
 1 KB per image), and searched once, also for another max_distance (dedup/search). The data sets in against are only read.
 """
 
-
-def dedup(config: DedupConfig) -> None:
-    from data_tools.dedup.dedup import run  # Late: --help and mistakes in the settings need no pyarrow.
-
-    run(config)
-
-
 if __name__ == "__main__":
-    main(DedupConfig, dedup, ABOUT)
+    main(DedupConfig, "data_tools.dedup.dedup", ABOUT)

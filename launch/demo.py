@@ -21,10 +21,10 @@ from data_tools.demo import make_digits, make_shapes
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.command import main
-from pipeline.settings.data import ShardConfig
-from pipeline.settings.reports import RunReportConfig
+from pipeline.settings.commands.data import ShardConfig
+from pipeline.settings.commands.reports import RunReportConfig
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.schema import setting
-from pipeline.settings.weights import ScoreConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,19 +10,12 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.weights import ScoreConfig
-
-
-def evaluate(config: ScoreConfig) -> None:
-    from pipeline.evaluate.report import run  # Late: --help and mistakes in the settings need no torch.
-
-    run(config)
-
+from pipeline.settings.commands.weights import ScoreConfig
 
 if __name__ == "__main__":
     main(
         ScoreConfig,
-        evaluate,
+        "pipeline.evaluate.report",
         """
         Score weights on a split of a data set: top-1, top-5 and loss; precision, recall and F1 of each class; a confusion
         matrix; few-shot linear and kNN accuracy of the features. Runs in one process, on a GPU or a CPU.

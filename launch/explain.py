@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.weights import ExplainConfig
+from pipeline.settings.commands.weights import ExplainConfig
 
 
 def explain(config: ExplainConfig) -> None:

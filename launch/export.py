@@ -10,19 +10,12 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.weights import ExportConfig
-
-
-def export(config: ExportConfig) -> None:
-    from pipeline.evaluate.export import run  # Late: --help and mistakes in the settings need no torch.
-
-    run(config)
-
+from pipeline.settings.commands.weights import ExportConfig
 
 if __name__ == "__main__":
     main(
         ExportConfig,
-        export,
+        "pipeline.evaluate.export",
         """
         Convert weights to the format of timm, Hugging Face's transformers, the official .npz, ONNX or torch.export, or from
         these to our .safetensors. If the other library is installed, it reads the result, and both models compute logits

@@ -10,19 +10,12 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.weights import FeaturesConfig
-
-
-def features(config: FeaturesConfig) -> None:
-    from pipeline.explain.features import run  # Late: --help and mistakes in the settings need no torch.
-
-    run(config)
-
+from pipeline.settings.commands.weights import FeaturesConfig
 
 if __name__ == "__main__":
     main(
         FeaturesConfig,
-        features,
+        "pipeline.explain.features",
         """
         Write the features of images as Parquet: the vector that the head reads, or would read, of any weights, with a head or
         without. Images are files, folders, tars or a data set, preprocessed exactly as for launch/evaluate.py. With

@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.reports import GridConfig
+from pipeline.settings.commands.reports import GridConfig
 from pipeline.transfer.grid import run
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ guard(__name__)
 
 from pipeline.lifecycle import host_check
 from pipeline.settings.command import main
-from pipeline.settings.operate import HostsConfig
+from pipeline.settings.commands.operate import HostsConfig
 
 if __name__ == "__main__":
     main(

@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.data import IndexConfig
+from pipeline.settings.commands.data import IndexConfig
 
 ABOUT = """
 Index existing WebDataset shards in place: write a manifest, so that they can be used as a data set. Tars are neither copied
@@ -29,12 +29,5 @@ finished manifest, it checks that no tar has changed. To shuffle, resize, merge 
 launch/shard.py layout=webdataset.
 """
 
-
-def index(config: IndexConfig) -> None:
-    from data_tools.sharding.index import run  # Late: --help and mistakes in the settings need no pyarrow.
-
-    run(config)
-
-
 if __name__ == "__main__":
-    main(IndexConfig, index, ABOUT)
+    main(IndexConfig, "data_tools.sharding.index", ABOUT)

@@ -10,19 +10,12 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.operate import PlanConfig
-
-
-def plan(config: PlanConfig) -> None:
-    from pipeline.estimate.forecast_text import run  # Late: --help and mistakes in the settings need no torch.
-
-    run(config)
-
+from pipeline.settings.commands.operate import PlanConfig
 
 if __name__ == "__main__":
     main(
         PlanConfig,
-        plan,
+        "pipeline.estimate.forecast_text",
         """
         Estimate a run: steps, memory per rank at each ZeRO stage, time on 1 to 128 nodes, checkpoints, data reading, hours and
         cost. Takes seconds on a CPU. It refuses what training would refuse.

@@ -10,19 +10,12 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.weights import PredictConfig
-
-
-def predict(config: PredictConfig) -> None:
-    from pipeline.evaluate.predict import run  # Late: --help and mistakes in the settings need no torch.
-
-    run(config)
-
+from pipeline.settings.commands.weights import PredictConfig
 
 if __name__ == "__main__":
     main(
         PredictConfig,
-        predict,
+        "pipeline.evaluate.predict",
         """
         Predict the most likely classes of images, with probabilities, from files, folders, tars or a data set. Images are
         preprocessed exactly as for launch/evaluate.py. Runs in one process, on a GPU or a CPU.

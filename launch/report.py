@@ -10,19 +10,12 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.reports import RunReportConfig
-
-
-def report(config: RunReportConfig) -> None:
-    from pipeline.review.report import run  # Late: --help needs no torch.
-
-    run(config)
-
+from pipeline.settings.commands.reports import RunReportConfig
 
 if __name__ == "__main__":
     main(
         RunReportConfig,
-        report,
+        "pipeline.review.report",
         """
         Report one run on one self-contained HTML page: where it came from and what came from it; the plan beside what was measured;
         scores with 95 % intervals; curves; warnings; settings that differ from the defaults; data, code and environment; where the

@@ -11,7 +11,7 @@ guard(__name__)
 
 from pipeline.lifecycle.samples import run
 from pipeline.settings.command import main
-from pipeline.settings.operate import SamplesConfig
+from pipeline.settings.commands.operate import SamplesConfig
 
 if __name__ == "__main__":
     main(

@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 ABOUT = """
 Shard raw images into a data set: tars that WebDataset can read, and a manifest for random access.
@@ -41,12 +41,5 @@ byte. On a finished data set, it checks every shard and writes damaged or missin
 Unreadable images are skipped and listed in skipped.csv; above a share of max_bad_share the job stops.
 """
 
-
-def shard(config: ShardConfig) -> None:
-    from data_tools.sharding.shard import run  # Late: --help and mistakes in the settings need no pyarrow.
-
-    run(config)
-
-
 if __name__ == "__main__":
-    main(ShardConfig, shard, ABOUT)
+    main(ShardConfig, "data_tools.sharding.shard", ABOUT)

@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.data import StatsConfig
+from pipeline.settings.commands.data import StatsConfig
 
 
 def stats(config: StatsConfig) -> None:

@@ -14,7 +14,7 @@ guard(__name__)
 
 from pipeline.base.errors import UserError
 from pipeline.settings.command import main
-from pipeline.settings.study import StudyConfig
+from pipeline.settings.commands.study import StudyConfig
 
 if TYPE_CHECKING:
     from pipeline.ray_tasks import RunJobs
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 ABOUT = """
 Ask the ViT paper's questions of your own images: how much data is enough (Figures 3 and 4), which model is best for a compute
-budget and what would a larger one give (Figure 5), what does a part of the model contribute (Table 8, Figure 8)?
+budget and what would a larger one give (Figure 5), what does a part of the model contribute (Table 8, Figure 8)? And what
+are weights that were pre-trained without labels worth, when few labels are known?
 
 Each combination of model, data size, length and seed is a cell: an ordinary pre-training run, in a folder of its own, then
 its scores. The report has figures, fitted power laws with their uncertainty, and predictions where the fits support them.
@@ -49,7 +50,7 @@ def study(config: StudyConfig) -> None:
     from pipeline.transfer.child_run import make_child
 
     folder = Path(str(shared_path("out", config.out))) / config.name
-    shared_path("data.path", make_child("study", config.run, [*config.settings, "name=study"]).config.data.path)
+    shared_path("data.path", make_child("study", config.run, config.base).config.data.path)
     if config.plan or config.cell:
         run(config)
         return

@@ -12,7 +12,7 @@ guard(__name__)
 
 from pipeline.lifecycle.supervise import supervise
 from pipeline.settings.command import main
-from pipeline.settings.operate import SuperviseConfig
+from pipeline.settings.commands.operate import SuperviseConfig
 
 if __name__ == "__main__":
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)

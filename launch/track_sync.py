@@ -10,19 +10,12 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.reports import SyncConfig
-
-
-def track_sync(config: SyncConfig) -> None:
-    from pipeline.review.sync import run  # Late: --help needs no torch.
-
-    run(config)
-
+from pipeline.settings.commands.reports import SyncConfig
 
 if __name__ == "__main__":
     main(
         SyncConfig,
-        track_sync,
+        "pipeline.review.sync",
         """
         Send to MLflow what it lacks of finished, stopped or killed runs: metrics, figures, settings, logged models, how they ended.
 

@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.data import VerifyConfig
+from pipeline.settings.commands.data import VerifyConfig
 
 
 def verify(config: VerifyConfig) -> None:

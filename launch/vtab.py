@@ -14,7 +14,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.transfer import VtabConfig
+from pipeline.settings.commands.transfer import VtabConfig
 
 ABOUT = """
 Score weights on VTAB-1k: on each of 19 tasks, adapt them to 1,000 training images and test them, by a published protocol.

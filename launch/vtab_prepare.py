@@ -10,7 +10,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.data import VtabPrepareConfig
+from pipeline.settings.commands.data import VtabPrepareConfig
 
 ABOUT = """
 Prepare VTAB-1k's 19 tasks, as many as have their files: one data set per task, with the splits train800, val200,
@@ -34,12 +34,5 @@ docs/vtab.md lists the files; missing files are reported with their URL.
 After an interruption, run the same command again.
 """
 
-
-def prepare(config: VtabPrepareConfig) -> None:
-    from data_tools.vtab.prepare import run  # Late: --help and mistakes in the settings need no pyarrow.
-
-    run(config)
-
-
 if __name__ == "__main__":
-    main(VtabPrepareConfig, prepare, ABOUT, flag="prove")
+    main(VtabPrepareConfig, "data_tools.vtab.prepare", ABOUT, flag="prove")

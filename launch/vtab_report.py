@@ -10,19 +10,12 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.reports import VtabReportConfig
-
-
-def report(config: VtabReportConfig) -> None:
-    from pipeline.transfer.report import run  # Late: --help needs no Matplotlib.
-
-    run(config)
-
+from pipeline.settings.commands.reports import VtabReportConfig
 
 if __name__ == "__main__":
     main(
         VtabReportConfig,
-        report,
+        "pipeline.transfer.report",
         """
         Report a sweep of launch/vtab.py: accuracy on VTAB-1k's 19 tasks with 95 % intervals, and the means of its three groups
         and of all tasks, beside those of the ViT paper and of other sweeps.

@@ -9,10 +9,10 @@ import pytest
 from cluster import readme_commands
 
 from pipeline.settings.command import read_settings
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
+from pipeline.settings.commands.transfer import VtabConfig
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import RunConfig
-from pipeline.settings.transfer import VtabConfig
-from pipeline.settings.weights import ScoreConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -47,7 +47,7 @@ def test_an_augmentation_is_a_setting_and_its_code_and_older_sweeps_are_continue
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
     code = f"""
 from pipeline.settings import schema
-from pipeline.settings.transfer import VtabConfig
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer.sweep import protocol_sha256
 for given in ([], ["protocol.augment.grayscale=0.5"]):
     config = schema.load(VtabConfig, {str(ROOT / "configs/vtab/peft_224.yaml")!r}, ["weights=any", *given])

@@ -34,21 +34,21 @@ def write_raw(source: Path, folder: Path, images: int) -> list[tuple[Path, int]]
     return written
 
 
-def write_generated(folder: Path, images: int, height: int = 375, width: int = 500, quality: int = 90) -> None:
-    """Write `images` JPEGs of blurred noise into a folder; by default as many pixels as ImageNet's, and about as many bytes."""
+def write_generated(folder: Path, images: int) -> None:
+    """Write `images` JPEGs of blurred noise into a folder, each with as many pixels as ImageNet's, and about as many bytes."""
     folder.mkdir(parents=True)
     for number in range(images):
         rng = np.random.default_rng(number)
-        coarse = rng.integers(0, 256, (height // 6, width // 6, 3), np.uint8)
-        pixels = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
-        (folder / f"{number:04d}.jpg").write_bytes(simplejpeg.encode_jpeg(pixels, quality=quality))
+        coarse = rng.integers(0, 256, (375 // 6, 500 // 6, 3), np.uint8)
+        pixels = cv2.resize(coarse, (500, 375), interpolation=cv2.INTER_CUBIC)
+        (folder / f"{number:04d}.jpg").write_bytes(simplejpeg.encode_jpeg(pixels, quality=90))
 
 
-def noise_batch(size: int, image_size: int, num_classes: int = NUM_CLASSES) -> Batch:
+def noise_batch(size: int, image_size: int) -> Batch:
     """A batch of noise: the time of a step does not depend on the images."""
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))
-    labels = torch.from_numpy(rng.integers(0, num_classes, (size, 1)))
+    labels = torch.from_numpy(rng.integers(0, NUM_CLASSES, (size, 1)))
     return Batch((images[None],), labels, torch.ones(size, dtype=torch.bool), np.arange(size), np.zeros(size, np.int64))
 
 

@@ -17,7 +17,7 @@ import torch
 from pipeline.base import files
 from pipeline.monitor.run_page import RunFacts, hide_passwords
 from pipeline.monitor.tracking import send_report
-from pipeline.settings.bench import RecordConfig
+from pipeline.settings.commands.bench import RecordConfig
 
 Row = Mapping[str, Any]
 _FILE = "bench.json"

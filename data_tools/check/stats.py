@@ -1,7 +1,5 @@
 """Statistics of a data set from its manifest: counts, sizes, formats, class mix; optionally a contact sheet."""
 
-import csv
-import io
 import json
 import time
 from collections.abc import Sequence
@@ -17,13 +15,14 @@ from data_tools.progress import data_size
 from data_tools.sources.listing import printable
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
+from pipeline.base.files import as_csv
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath
 from pipeline.process.outputs import try_output
-from pipeline.settings.data import StatsConfig
+from pipeline.settings.commands.data import StatsConfig
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
@@ -140,7 +139,7 @@ def _total_classes(counts: dict[str, SplitCounts]) -> np.ndarray:
 
 def _class_table(counts: dict[str, SplitCounts], names: Sequence[str]) -> bytes:
     columns = [of_split.classes.tolist() for of_split in counts.values()]
-    return _csv([("class", *counts), *zip(names, *columns, strict=True)])
+    return as_csv([("class", *counts), *zip(names, *columns, strict=True)])
 
 
 def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequence[str]) -> bytes:
@@ -150,13 +149,7 @@ def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequ
          f"{m.largest_share:.4f}", f"{m.distance:.4f}", f"{m.excess:.3f}")
         for s, m in zip(shards, mixes, strict=True)
     ]  # fmt: skip
-    return _csv([header, *rows])
-
-
-def _csv(rows: Sequence[Sequence[Any]]) -> bytes:
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()
+    return as_csv([header, *rows])
 
 
 def metrics(stats: dict[str, Any]) -> dict[str, float]:
@@ -175,7 +168,8 @@ def metrics(stats: dict[str, Any]) -> dict[str, float]:
 
 
 def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
-    print(f"{stats['data']}: {counted(stats['num_classes'], 'class')}, fingerprint {stats['fingerprint']}")
+    classes_or_none = counted(stats["num_classes"], "class") if stats["num_classes"] else "images without labels"
+    print(f"{stats['data']}: {classes_or_none}, fingerprint {stats['fingerprint']}")
     for name, of in stats["splits"].items():
         classes, shards = of["classes"], of["shards"]
         formats = ", ".join(f"{n:,} {ext}" for ext, n in of["formats"].items())
@@ -183,12 +177,13 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
         empty = f"; {classes['empty']:,} without any: {', '.join(map(printable, classes['first_empty'][:3]))}" * bool(
             classes["empty"]
         )
-        print(
-            f"    images of a class   {classes['min']:,} to {classes['max']:,}, median {classes['median']:,.0f}, "
-            f"imbalance {classes['imbalance']:,.1f}{empty}"
-            if classes["max"]
-            else "    no image has a label"
-        )
+        if stats["num_classes"]:
+            print(
+                f"    images of a class   {classes['min']:,} to {classes['max']:,}, median {classes['median']:,.0f}, "
+                f"imbalance {classes['imbalance']:,.1f}{empty}"
+                if classes["max"]
+                else "    no image has a label"
+            )
         if classes["max"] and of["labels_per_sample"].keys() != {"1"}:
             print("    labels of an image  " + ", ".join(f"{c:,} x {n}" for n, c in of["labels_per_sample"].items()))
         for text, key in (("short side, px", "short_side"), ("width / height", "aspect_ratio"), ("bytes", "bytes_per_image")):  # fmt: skip
@@ -198,9 +193,12 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
                     f"    {text:<19} {q['min']} to {q['max']}, median {q['median']}, nine in ten {q['p5']} to {q['p95']}"
                 )
         if shards["count"]:
-            print(
-                f"    {counted(shards['count'], 'shard')} of {shards['samples_min']:,} to {counted(shards['samples_max'], 'image')}; class mix "
-                f"{shards['mix_excess_median']:.2f} times as uneven as chance, at most {shards['mix_excess_max']:.2f} "
+            mix = (
+                f"; class mix {shards['mix_excess_median']:.2f} times as uneven as chance, at most {shards['mix_excess_max']:.2f} "
                 f"({shards['mix_worst']})"
+            )
+            print(
+                f"    {counted(shards['count'], 'shard')} of {shards['samples_min']:,} to {counted(shards['samples_max'], 'image')}"
+                + mix * bool(stats["num_classes"])
             )
     print(f"counted in {duration(stats['seconds'])}: {out / STATS}, and tables and pictures beside it")

@@ -32,7 +32,7 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.settings.data import VerifyConfig
+from pipeline.settings.commands.data import VerifyConfig
 
 LIST = "damaged"
 REPORT, DETAILS = "report.json", "damage.csv"

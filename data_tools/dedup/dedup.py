@@ -26,11 +26,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
-from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
+from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
-from pipeline.data.storage.parquet import open_parquet
-from pipeline.settings.data import DedupConfig
+from pipeline.settings.commands.data import DedupConfig
 
 LIST, FOLDER, REPORT, SHEET = "test_copies", "dedup", "report.json", "pairs.png"
 THUMBNAILS, SEARCH, TESTS = "thumbnails", "search", "tests.npz"
@@ -239,20 +238,9 @@ def _describe(
 
 
 def _manifest_rows(part: ComparedSplit, rows: np.ndarray) -> pa.Table:
-    """Returns key, offset, size and shard of some rows of a split, in the given order. Reads only the row groups that hold them."""
-    samples = part.dataset.info["samples"]
-    start = sum(samples[name] for name in part.dataset.splits[: part.dataset.splits.index(part.split)])
-    file = open_parquet(part.dataset.path / SAMPLES_FILE)
-    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
-    groups = np.searchsorted(ends, start + rows, side="right")
-    columns = ["key", "offset", "size", "shard"]
-    tables, order = [file.schema_arrow.empty_table().select(columns)], [np.empty(0, np.int64)]
-    for group in np.unique(groups).tolist():
-        chosen = np.flatnonzero(groups == group)
-        table = file.read_row_group(group, columns=columns)
-        tables.append(table.take(pa.array((start + rows)[chosen] - (ends[group] - len(table)))))
-        order.append(chosen)
-    return pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order), kind="stable")))
+    """Returns key, offset, size and shard of some rows of a split, in the given order."""
+    table = part.dataset.table(part.split, verify=False)
+    return table.rows(rows, ["key", "offset", "size", "shard"])
 
 
 def _report(

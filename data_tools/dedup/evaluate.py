@@ -25,7 +25,7 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.command import mistakes_in_one_line
-from pipeline.settings.data import DedupConfig
+from pipeline.settings.commands.data import DedupConfig
 
 Plant = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 

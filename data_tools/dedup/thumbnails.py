@@ -11,12 +11,11 @@ import pyarrow as pa
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
 from pipeline.base import npz
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, Shard
+from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.decode import DecodeError, decode
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, fetched, to_path
 from pipeline.data.storage.content import HASH_BYTES, content_hash
-from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 
 FINE, PLAIN, BAD = range(3)
@@ -52,19 +51,21 @@ class Thumbnails:
 
 def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob]:
     """Yields one job per shard of a split. Excluded samples are included."""
-    rows = _rows_of_shards(dataset)
+    table = pa.concat_tables(dataset.table(split, verify=False).read(["offset", "size"]))
+    offsets, sizes = (column.to_numpy() for column in table.columns)
     first_row = 0
-    for shard, table in rows:
+    for shard in dataset.shards():
         if shard.split != split:
             continue
+        end = first_row + shard.samples
         yield ThumbnailJob(
             tar=str(dataset.shard_path(shard.name)),
             out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.{_FORMAT}.npz"),
             first_row=first_row,
-            offsets=table.column("offset").to_numpy(),
-            sizes=table.column("size").to_numpy(),
+            offsets=offsets[first_row:end],
+            sizes=sizes[first_row:end],
         )
-        first_row += shard.samples
+        first_row = end
 
 
 def make_thumbnails(job: ThumbnailJob) -> int:
@@ -144,15 +145,3 @@ def _load(job: ThumbnailJob, *names: str) -> list[np.ndarray]:
             f"{job.out} belongs to another shard than {job.tar}. Remove it, and run the same command again."
         )
     return found
-
-
-def _rows_of_shards(dataset: Dataset) -> Iterator[tuple[Shard, pa.Table]]:
-    """Yields every shard with its rows of the manifest, in bounded memory."""
-    batches = open_parquet(dataset.path / SAMPLES_FILE).iter_batches(columns=["offset", "size"])
-    schema = pa.schema([("offset", pa.int64()), ("size", pa.int64())])
-    waiting = pa.Table.from_batches([], schema)
-    for shard in dataset.shards():
-        while len(waiting) < shard.samples:
-            waiting = pa.concat_tables([waiting, pa.Table.from_batches([next(batches)], schema)])
-        yield shard, waiting.slice(0, shard.samples).combine_chunks()
-        waiting = waiting.slice(shard.samples)

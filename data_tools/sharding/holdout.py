@@ -10,7 +10,7 @@ from data_tools.sources import Listing
 from data_tools.sources.listing import TABLE
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 _BATCH = 2**18
 

@@ -13,7 +13,7 @@ from data_tools.vtab.readers.original import Original
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.settings.data import VtabPrepareConfig
+from pipeline.settings.commands.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
 
 _READERS: dict[str, Callable[[DatasetFiles, Task], Original]] = {

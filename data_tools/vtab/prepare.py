@@ -25,7 +25,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.settings.data import ShardConfig, VtabPrepareConfig
+from pipeline.settings.commands.data import ShardConfig, VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
 

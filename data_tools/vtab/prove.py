@@ -20,7 +20,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.bucket import remove_tree
-from pipeline.settings.data import VtabPrepareConfig
+from pipeline.settings.commands.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
 
 _STAGING = ".prove"

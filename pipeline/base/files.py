@@ -7,14 +7,16 @@ A reader of a replaced file sees the old content or the new, never a part: the n
 folder, which is then renamed or linked. A killed process leaves that hidden file behind, and nothing else.
 """
 
+import csv
 import errno
+import io
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -101,6 +103,19 @@ def as_bytes(text: str) -> bytes:
     In JSON that is the escape from which the same name is read back.
     """
     return text.encode(errors="backslashreplace")
+
+
+def as_csv(rows: Iterable[Sequence[Any]]) -> bytes:
+    """Rows as CSV, each with a line feed at its end."""
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return as_bytes(text.getvalue())
+
+
+def table_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Rows with the same keys as CSV; the keys are its header."""
+    header = list(rows[0]) if rows else []
+    return as_csv([header, *([row[name] for name in header] for row in rows)])
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:

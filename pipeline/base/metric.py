@@ -69,6 +69,9 @@ _KNOWN = {
     **dict.fromkeys(
         ("skipped_steps", "loss_spikes", "bad_samples", "storage_retries"), Metric("count", "lower", "health")
     ),
+    **dict.fromkeys(("collapse", "probe_collapse"), Metric("count", "lower", "health")),  # 1, at steps that show one.
+    "rankme": Metric("", "higher", "probe"),
+    "feature_std": Metric(group="probe"),
     **dict.fromkeys(("top1", "vtab_mean"), Metric("proportion", "higher")),
     "best_score": Metric("share", "higher"),  # Of a study.
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),

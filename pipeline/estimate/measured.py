@@ -9,7 +9,7 @@ from pipeline.estimate.cluster import Cluster, lay_out
 from pipeline.estimate.step_time import optimizer_bytes, passes
 from pipeline.model import Config, training_flops_per_image
 from pipeline.monitor.gpus import find_gpu
-from pipeline.settings.operate import PlanConfig
+from pipeline.settings.commands.operate import PlanConfig
 
 # Models whose arithmetic for an image differs by less are the same but for their heads.
 _SAME_MODEL = 0.05

@@ -20,7 +20,7 @@ from pipeline.estimate.activations import saved_bytes
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, Model, build, num_parameters
 from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig
-from pipeline.settings.run_sections import TrainPrecision
+from pipeline.settings.run_execution import TrainPrecision
 
 # Sizes in elements: DeepSpeed's defaults, which train/zero/engine.py sets explicitly.
 REDUCE_BUCKET = 500_000_000  # upper limit, see reduce_bucket

@@ -9,7 +9,7 @@ from pipeline.estimate.network import Network
 from pipeline.estimate.plan import cut_batch
 from pipeline.estimate.step_time import StepTime, step_time
 from pipeline.model import Config
-from pipeline.settings.operate import PlanConfig
+from pipeline.settings.commands.operate import PlanConfig
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Share of the smallest cluster's speed per GPU above which adding nodes is advised. A choice, not a finding.

@@ -15,7 +15,7 @@ from pipeline.estimate.operators import MATRICES, traffic
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters, training_flops_per_image
 from pipeline.monitor.gpus import Gpu, find_gpu
-from pipeline.settings.operate import PlanConfig
+from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import OptimizerConfig, RunConfig
 
 # A kernel that PyTorch launches without compiling takes the host at least so many seconds. A rule of thumb, not measured.

@@ -24,7 +24,7 @@ from pipeline.base.words import counted
 from pipeline.model import Config, Model, ResNet, ViTConfig, files
 from pipeline.model.convert.preprocessing import from_huggingface, from_timm
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.settings.weights import ExportConfig
+from pipeline.settings.commands.weights import ExportConfig
 
 NUM_IMAGES = 4
 Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)

@@ -27,9 +27,9 @@ from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
 from pipeline.process.start import keep_freed_memory
 from pipeline.settings import schema
+from pipeline.settings.commands.weights import WeightsConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
-from pipeline.settings.weights import WeightsConfig
 
 
 @dataclass(frozen=True)

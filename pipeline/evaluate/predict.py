@@ -18,7 +18,7 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.classify import Predictions, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.settings.weights import LookConfig, PredictConfig
+from pipeline.settings.commands.weights import LookConfig, PredictConfig
 
 # One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.
 TABLE = pa.schema(

@@ -1,7 +1,5 @@
 """Renders scores: report.md, per_class.csv, the confusion matrix as a figure, and lines for the terminal."""
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +7,6 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from pipeline.base.files import as_bytes
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, png
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
@@ -43,6 +40,11 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
             )
     if "knn" in scores:
         rows.append((f"accuracy of {scores['knn']['neighbours']} nearest neighbours", f"{scores['knn']['top1']:.2%}"))
+    if "spread" in scores:
+        found = scores["spread"]
+        most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
+        rows.append((f"RankMe of {images}, at most {most:,}", f"{found['rankme']:.4g}"))
+        rows.append(("standard deviation of their features", f"{found['feature_std']:.4g}"))
     rows.append(("images", f"{scores['num_samples']:,}"))
     if scores["num_unreadable"]:
         rows.append(("unreadable images (counted as wrong)", f"{scores['num_unreadable']:,}"))
@@ -136,16 +138,6 @@ def _classes(scores: dict[str, Any]) -> Iterator[Block]:
 
 def _class_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
-
-
-# ---------------------------------------------------------------------- files
-def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Rows with the same keys as CSV; the keys are its header."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return as_bytes(buffer.getvalue())
 
 
 # ---------------------------------------------------------------------- the confusion matrix

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import table_csv
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.atomic import write_files
@@ -18,13 +19,14 @@ from pipeline.evaluate import architecture, render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
-from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics
+from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics, spread_rows
+from pipeline.evaluate.probes.rankme import spread
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
-from pipeline.settings.weights import ScoreConfig
+from pipeline.settings.commands.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
 # Keys of the scores that MLflow shows as parameters.
@@ -41,10 +43,14 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     # ---------------------------------------------------------------------- the data and the weights
     config = with_local_weights(config)
     dataset = open_dataset(config.data)
+    dataset.refuse_without_labels(
+        "data",
+        "Scores need some: name any data set with labels (classify=false for one of other classes). Without: launch/features.py.",
+    )
     split = dataset.split(config.split, config.exclude)
     if not len(split):
         raise UserError(f"{config.data}: split {config.split!r} has no images.")
-    train = _train_split(config, dataset) if config.probes else None
+    train = _train_split(config, dataset) if config.reads_labels else None
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
     origin = find_origin(file) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)))
@@ -78,10 +84,13 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         picture = render.draw_confusion(true, predicted, dataset.class_names)
     if features is not None and train is not None:
         scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
+    if features is not None and config.rankme_images:
+        rows = spread_rows(config, len(split))
+        scores["spread"] = spread(Features(features.values[rows], features.readable[rows], {}))
 
     # ---------------------------------------------------------------------- the files
     files = {
-        "per_class.csv": render.table_csv(scores["per_class"]) if predictions else None,
+        "per_class.csv": table_csv(scores["per_class"]) if predictions else None,
         "confusion.png": picture,
         "report.md": render.page(scores, picture),
         "scores.json": json.dumps(scores, indent=1, ensure_ascii=False),
@@ -104,7 +113,7 @@ def _send(
     data = dataset.path.name
     known = ("top1", "top5", "loss", "num_samples", "num_unreadable", "macro_precision", "macro_recall", "macro_f1")
     metrics = {f"{split.name}_{name}": float(scores[name]) for name in known if scores.get(name) is not None}
-    probed = probe_metrics(scores, data) if "fewshot" in scores else {}
+    probed = probe_metrics(scores, data)
     score, scored_on = f"{split.name}_top1", f"{data}:{split.name}"
     if score not in metrics and probed:  # Features alone: the first probe, as "5shot pets:test".
         score = next(iter(probed))

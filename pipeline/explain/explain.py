@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
+from pipeline.base.files import table_csv
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
@@ -25,15 +26,14 @@ from pipeline.evaluate.classify import outcomes
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
 from pipeline.evaluate.predict import open_images, predict_all
 from pipeline.evaluate.probes.features import requests
-from pipeline.evaluate.render import table_csv
 from pipeline.explain import figures, galleries
 from pipeline.explain.attention import compute_attention, concatenate, patch_distances
 from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.monitor.mlflow.weights import with_local_weights
+from pipeline.settings.commands.weights import DRAWINGS, ExplainConfig, LookConfig
 from pipeline.settings.quantities import whole_number
-from pipeline.settings.weights import DRAWINGS, ExplainConfig, LookConfig
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}

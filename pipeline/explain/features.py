@@ -20,7 +20,7 @@ from pipeline.evaluate.probes.features import Features, extract
 from pipeline.explain import figures, galleries
 from pipeline.explain.explain import read_images
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.settings.weights import FeaturesConfig
+from pipeline.settings.commands.weights import FeaturesConfig
 
 # Images whose features are in memory at a time, about.
 _PART = 8192

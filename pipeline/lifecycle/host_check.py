@@ -29,7 +29,7 @@ from pipeline.base.files import replacing
 from pipeline.base.words import counted
 from pipeline.lifecycle.hosts import read_hostfile, ssh_options
 from pipeline.settings import schema
-from pipeline.settings.operate import HostsConfig
+from pipeline.settings.commands.operate import HostsConfig
 from pipeline.settings.run import LaunchConfig, RunConfig
 
 _ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher reads it from its working directory.

@@ -15,12 +15,14 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.locks import FileLock
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
 
 # Exit code of a stopped run: everything is committed, and the same command resumes it (EX_TEMPFAIL in sysexits.h).
 RESUME = 75
@@ -132,6 +134,12 @@ def read_status(path: Path, name: str = "status.json") -> Status | None:
         return json_record.read(path / name, Status)
     except (OSError, UserError):
         return None
+
+
+def read_settings(path: Path) -> RunConfig:
+    """Read config.json. Raises FileNotFoundError, and UserError for a damaged file."""
+    file = path / "config.json"
+    return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
 
 
 def read_end(path: Path) -> Status | None:

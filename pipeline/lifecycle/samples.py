@@ -1,7 +1,5 @@
 """Lists the samples of a step, or the steps of a sample. Computed from the order alone, for past and future steps."""
 
-import csv
-import io
 import math
 import sys
 from pathlib import Path
@@ -9,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import as_bytes
+from pipeline.base.files import table_csv
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.data.dataset.manifest import Dataset, open_dataset
@@ -20,9 +17,10 @@ from pipeline.data.dataset.subset import run_splits
 from pipeline.data.loading.order import SampleOrder, batch_of_step, step_of_batch
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.lifecycle.run_folder import read_settings
 from pipeline.settings import schema
 from pipeline.settings.changes import Fact, differences
-from pipeline.settings.operate import SamplesConfig
+from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
 
 _TILE = 96
@@ -72,16 +70,10 @@ def _newest_state(path: Path) -> State | None:
     if (path / "state.json").exists():
         return read_state(path)
     folder: AnyPath = path / "checkpoints"
-    if (path / "config.json").exists() and (config := _planned(path)).checkpoint.folder:
+    if (path / "config.json").exists() and (config := read_settings(path)).checkpoint.folder:
         folder = checkpoint_folder(config)
     committed = Checkpoints(folder).candidates()
     return read_state(committed[0]) if committed else None
-
-
-def _planned(path: Path) -> RunConfig:
-    """Read the settings in a run folder's config.json."""
-    file = path / "config.json"
-    return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
 
 
 def _settings(path: Path, state: State | None) -> RunConfig:
@@ -98,7 +90,7 @@ def _settings(path: Path, state: State | None) -> RunConfig:
         return schema.build(RunConfig, tree, str(path))
     if path.is_dir():
         try:
-            return _planned(path)
+            return read_settings(path)
         except FileNotFoundError:
             raise UserError(f"{path} is not a run folder: it has neither checkpoints nor config.json.") from None
     return schema.load(RunConfig, path)
@@ -153,12 +145,8 @@ def _of_sample(
 
 def _show(table: list[dict[str, Any]], file: str) -> None:
     if file:
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, list(table[0]) if table else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
         with replacing(Path(file)) as out:
-            out.write(as_bytes(text.getvalue()))
+            out.write(table_csv(table))
         return
     lines = [list(table[0]), *(list(map(str, row.values())) for row in table)] if table else []
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

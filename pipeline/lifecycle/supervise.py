@@ -34,7 +34,7 @@ from pipeline.lifecycle.stop import BY_FILE, BY_LAUNCHER, BY_LIMIT
 from pipeline.process.outputs import try_outputs
 from pipeline.process.start import check_program
 from pipeline.settings.command import read_settings
-from pipeline.settings.operate import SuperviseConfig
+from pipeline.settings.commands.operate import SuperviseConfig
 from pipeline.settings.run import RunConfig
 
 Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]

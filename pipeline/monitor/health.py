@@ -1,4 +1,4 @@
-"""Health of a run: loss spikes, and ranks that are slower than the others. Hangs: watchdog.py."""
+"""Health of a run: loss spikes, collapsed features, and ranks that are slower than the others. Hangs: watchdog.py."""
 
 import math
 import statistics
@@ -114,6 +114,28 @@ class SpikePolicy:
         self.num_spikes += 1
         self._found.append(Spike(step, loss, score))
         return False
+
+
+class CollapseReports:
+    """Says once that something shows a collapse, and once more when it does not any longer.
+
+    first: the first line said since this start, "" for none; for the end of the run.
+    """
+
+    def __init__(self) -> None:
+        self.first = ""
+        self._collapsed: set[str] = set()
+
+    def changed(self, source: str, step: int, found: str) -> list[str]:
+        """Lines for the log. source: what was looked at, such as "probe". found: what has collapsed; "" for nothing."""
+        if bool(found) == (source in self._collapsed):
+            return []
+        self._collapsed ^= {source}
+        if not found:
+            return [f"step {step:,}: the {source} shows no collapse any longer"]
+        line = f"step {step:,}: collapse: {found}"
+        self.first = self.first or line
+        return [line]
 
 
 def stragglers(seconds: Sequence[float], ratio: float) -> dict[int, float]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -18,6 +18,9 @@ from pipeline.base.json_record import Count, Limits
 from pipeline.base.metric import GROUPS, Metric, as_tag, metric_of
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 from pipeline.settings.run_sections import OBJECTIVES
+
+if TYPE_CHECKING:
+    from pipeline.data.dataset.manifest import Dataset
 
 # Tag of a run or an experiment: its description, Markdown.
 NOTE = "mlflow.note.content"
@@ -86,6 +89,12 @@ class DatasetFacts:
     num_classes: Count
     context: str
     notes: dict[str, str] = field(default_factory=dict)
+
+
+def split_facts(name: str, dataset: "Dataset", split: str, context: str) -> DatasetFacts:
+    """A whole split of a data set. name: that MLflow shows."""
+    num_samples = dataset.info["samples"][split]
+    return DatasetFacts(name, str(dataset.path), dataset.fingerprint, split, num_samples, dataset.num_classes, context)
 
 
 def dataset_name(facts: DatasetFacts) -> str:
@@ -202,9 +211,11 @@ class RunFacts:
         tags |= {f"{relation}_run_id": run_id for relation, run_id in self.parents.items()}
         return {name: hide_passwords(text) for name, text in tags.items() if text}
 
-    def tags_at_end(self, outcome: str, description: str, result: str) -> dict[str, str]:
+    def tags_at_end(self, outcome: str, description: str, result: str, collapse: str = "") -> dict[str, str]:
         """How the run ended, and its description with the result after the first paragraph. Both are Markdown."""
         tags = {"outcome": outcome[:500]}
+        if collapse:
+            tags["collapse"] = collapse[:500]
         if result:
             first, _, rest = description.partition("\n\n")  # The page shows the beginning, and more on request.
             tags[NOTE] = "\n\n".join(part for part in (first, result, rest) if part)
@@ -312,13 +323,6 @@ def installed_packages() -> list[str]:
     """NAME==VERSION of each installed package, as `pip freeze` lists them, from the names of their folders: that takes no time."""
     folders = {found.name.removesuffix(".dist-info") for path in sys.path for found in Path(path).glob("*.dist-info")}
     return sorted((folder.replace("-", "==", 1) for folder in folders), key=str.lower)
-
-
-def git_revision() -> str:
-    """Commit of the working tree, with '+changes' if it differs, or 'unknown' outside of git."""
-    tags = source_tags()
-    changes = "+changes" if tags.get("mlflow.source.git.dirty") == "true" else ""
-    return tags.get("mlflow.source.git.commit", "unknown") + changes
 
 
 def _relative(program: str) -> str:

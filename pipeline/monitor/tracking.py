@@ -66,13 +66,16 @@ class Tracker:
         self._file = open_to_append(self.path)
         return notes
 
-    def finish(self, status: str, in_a_hurry: bool = False, outcome: str = "", result: str = "") -> None:
+    def finish(
+        self, status: str, in_a_hurry: bool = False, outcome: str = "", result: str = "", collapse: str = ""
+    ) -> None:
         """Send the rest, and end the MLflow run as FINISHED, FAILED or KILLED. Waits at most 30 s, in a hurry 5 s.
 
-        outcome: how the run ended, in words, for its tag; by default the status. result: Markdown for its description.
+        outcome: how the run ended, in words, for its tag; by default the status. result: Markdown for its description. collapse:
+        what was said of one, for a tag.
         """
         description = describe(self._facts.description, self._page.starts())
-        end = End(status, self._facts.tags_at_end(outcome or status.lower(), description, result))
+        end = End(status, self._facts.tags_at_end(outcome or status.lower(), description, result, collapse))
         self._page.end(end)
         if self._enabled:
             self._sender.end(end, in_a_hurry)

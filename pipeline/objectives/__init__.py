@@ -18,10 +18,11 @@ from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.model import Config, Model, build
 from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Objective
+from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.command import listed
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OBJECTIVES
-from pipeline.settings.schema import to_dict
+from pipeline.settings.schema import flatten, to_dict
 
 
 def kind(loss: str) -> type[Objective]:
@@ -32,9 +33,9 @@ def kind(loss: str) -> type[Objective]:
 
 def metrics(config: RunConfig) -> dict[str, dict[str, Metric]]:
     """What each evaluator of a run measures, the most telling first: evaluator -> name in metrics.jsonl -> metric."""
-    measured = kind(config.train.loss).metrics(config)
-    counts = dict.fromkeys(("num_samples", "num_unreadable"), Metric("count")) if measured else {}
     split = config.data.evaluated_split
+    measured = kind(config.train.loss).metrics(config) if split else {}
+    counts = dict.fromkeys(("num_samples", "num_unreadable"), Metric("count")) if measured else {}
     return {
         "scores": {f"{split}_{name}": replace(metric, group="eval") for name, metric in (measured | counts).items()},
         "probe": config.probe.metrics(config.probe.prefix) if config.probe.every.amount else {},
@@ -52,6 +53,8 @@ def best_from(config: RunConfig) -> str:
     }
     if best and best not in rankable:
         possible = f"must be one of {', '.join(rankable)}" if rankable else "must be empty: nothing is measured"
+        if not config.data.evaluated_split:
+            possible += "; data.dev_share=0.01 would hold out images to measure it on"
         raise UserError(f"checkpoint.best = {quoted(best)} {possible}.")
     return rankable.get(best, "")
 
@@ -60,6 +63,16 @@ def check(config: RunConfig) -> None:
     """Raise UserError for settings that do not fit the run's objective."""
     kind(config.train.loss).check(config)
     best_from(config)
+
+
+def check_labels(config: RunConfig, num_classes: int) -> None:
+    """Raise UserError if the run's objective learns labels and the data set, of num_classes classes, has none."""
+    if not num_classes and kind(config.train.loss).reads_labels:
+        others = [loss for loss in OBJECTIVES if not kind(loss).reads_labels]
+        raise UserError(
+            f"train.loss = {config.train.loss} learns labels, and this data set has none (0 classes). Use an objective that needs "
+            f"none (train.loss={' | '.join(others)}), or a data set with labels."
+        )
 
 
 def create(config: RunConfig, backbone: Model) -> Objective:
@@ -87,9 +100,14 @@ def describe_groups(config: RunConfig, model: Config, num_steps: int) -> list[st
         return optimizers.describe_groups(create(config, build(model)), config.optimizer, num_steps)
 
 
-def settings_of(config: RunConfig) -> dict[str, Any]:
-    """All settings of a run's objective, with those that are not given, as plain values."""
-    return to_dict(kind(config.train.loss).settings(config))
+def flat_settings(config: RunConfig) -> dict[str, Any]:
+    """All settings of a run by dotted name, with those of its objective that are not given."""
+    return flatten(to_dict(config) | {"objective": to_dict(kind(config.train.loss).settings(config))})
+
+
+def facts(loss: str) -> dict[str, Fact]:
+    """What a change of each of these means, for a value of `train.loss`."""
+    return {**facts_of(RunConfig), **facts_of(kind(loss).Settings, "objective.", "run")}
 
 
 def settings_help(arguments: Sequence[str]) -> str:
@@ -115,5 +133,6 @@ def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> C
 
     num_classes: of the data set. covered: whether patches must cover all pixels.
     """
+    check_labels(config, num_classes)
     check(config)
     return kind(config.train.loss).new_backbone(config, num_classes, covered)

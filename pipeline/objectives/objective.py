@@ -12,7 +12,7 @@ Shapes: B batch, V views of a group, H height, W width.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -186,6 +186,13 @@ class Objective(nn.Module):
 
     def after_step(self) -> None:
         """Called on all ranks after a step that was not skipped; updates the small state. Collective."""
+
+    def collapse(self, values: Mapping[str, float]) -> str:
+        """Returns what has collapsed and which setting to change, as one sentence, if a log line shows it; else "".
+
+        values: "loss" and what `loss` returned, means over the ranks. It is said when it begins, not at each line.
+        """
+        return ""
 
     # ------------------------------------------------------------------ parameters
     def frozen_steps(self, num_steps: int) -> dict[str, int]:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from pipeline.base.words import counted
 from pipeline.objectives.objective import BACKBONE, Objective, trained_parameters
-from pipeline.settings.run_sections import EngineConfig, OptimizerConfig, ScheduleConfig
+from pipeline.settings.run_execution import EngineConfig
+from pipeline.settings.run_sections import OptimizerConfig, ScheduleConfig
 
 
 def is_fused(config: EngineConfig, device: torch.device) -> bool:

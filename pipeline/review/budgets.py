@@ -1,24 +1,26 @@
 """Runs side by side: curves against steps, images seen and FLOPs, and scores at equal budgets of these."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from pipeline.base.page import png
-from pipeline.base.words import counted
+from pipeline.base.page import PngImage, png
 from pipeline.evaluate.render import shorten
-from pipeline.review.record import RunRecord, Score, Series
+from pipeline.review.record import RunRecord, Score, Series, title_of
+from pipeline.review.statistics import MAX_NAMED, Records, by_loss, in_seeds, listed, seed_groups
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart; more runs differ by the style of their lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":", "-.")
 _MAX_NAME = 36
-# Window of the running mean of training losses, as a share of the run; shorter series are drawn as they are.
-_SMOOTH, _SMOOTH_FROM = 0.02, 100
+# Window of the running mean of a series, as a share of the run; shorter series are drawn as they are.
+_SMOOTH, SMOOTH_FROM = 0.02, 100
 # With more runs, only the running means of training losses are drawn.
 _MAX_RAW = 8
 
@@ -81,6 +83,55 @@ def in_units(amount: float, axis: Axis) -> str:
 
 
 # ---------------------------------------------------------------------- figures
+def curves(records: Records) -> list[PngImage]:
+    """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log beside."""
+    losses = by_loss(records)
+    loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
+    evaluated = {name: _evaluated_images(record) for name, record in records.items()}
+    accuracies = {name: f"Top-1 accuracy on {images}" for name, images in evaluated.items()}
+    evaluation = {name: f"Loss on {images}{loss_of.get(name, '')}" for name, images in evaluated.items()}
+    training = {name: f"Training loss{loss_of.get(name, '')}" for name in records}
+    return [
+        *_curves(records, "accuracy", accuracies, lambda r: r.of_split("top1"), percent=True),
+        *_curves(records, "held_out_loss", evaluation, lambda r: r.of_split("loss")),
+        *_curves(records, "training_loss", training, lambda r: r.metrics.get("loss"), smooth=True),
+        *_further_curves(records, evaluated),
+    ]
+
+
+def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[PngImage]:
+    """evaluated: run -> on which images."""
+    for key in dict.fromkeys(key for record in records.values() for key in record.further):
+        found = {run: record for run, record in records.items() if key in record.further}
+        title = title_of(key).capitalize()
+        about = {run: title if r.further[key] == key else f"{title} on {evaluated[run]}" for run, r in found.items()}
+        percent = all(record.metric(record.further[key]).is_share for record in found.values())
+        file = f"metric_{key.replace('/', '_')}"
+        yield from _curves(found, file, about, partial(RunRecord.further_series, key=key), percent=percent, smooth=True)
+
+
+def _evaluated_images(record: RunRecord) -> str:
+    """On which images a run is evaluated: those of the split that it trains on are not held out."""
+    train = record.dataset("training")
+    trained = train.split if train else str(record.settings.get("data.train_split", "train"))
+    return "training images" if record.split == trained else "held-out images"
+
+
+def _curves(
+    records: Records, file: str, about: Mapping[str, str], choose: Callable[[RunRecord], Series | None], **how: bool
+) -> Iterator[PngImage]:
+    """A figure of one metric for each thing that it measures. about: of each run, what the metric measures."""
+    seeds = seed_groups(records)
+    number = 0
+    for title in dict.fromkeys(about.values()):
+        runs = {name: record for name, record in records.items() if about[name] == title}
+        if content := draw_curves(runs, title, choose, seeds=seeds, **how):
+            number += 1
+            of = "each run" if len(runs) == len(records) else listed(list(runs), MAX_NAMED)
+            name = f"{file}.png" if number == 1 else f"{file}_{number}.png"
+            yield PngImage(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
+
+
 def draw_curves(
     records: Mapping[str, RunRecord], title: str, choose: Callable[[RunRecord], Series | None], percent: bool = False,
     smooth: bool = False, seeds: Sequence[Sequence[str]] = (),
@@ -109,46 +160,50 @@ def draw_curves(
                 amounts = axis.amounts(records[name], chosen[name].steps)
                 label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
                 if axis.per_step(records[name]):
-                    _draw_line(axes, amounts, values, look, label, smooth, len(chosen) <= _MAX_RAW)
-        axes.set_xlabel(axis.name)
+                    draw_line(axes, amounts, values, look, label, smooth, len(chosen) <= _MAX_RAW)
+        finish(axes, axis.name)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())
-        axes.grid(color="0.9")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.02)
         if number == 1:
             axes.set_ylabel("%" if percent else "")
             lines = axes.get_legend_handles_labels()
     figure.suptitle(title)
     if legend_rows:
-        legend = figure.legend(*lines, loc="outside lower center", ncols=min(4, len(groups)), frameon=False, fontsize=9)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        add_legend(figure, *lines, loc="outside lower center", ncols=min(4, len(groups)), fontsize=9)
     return png(figure)
 
 
-def in_seeds(names: Sequence[str]) -> str:
-    """What runs that differ in their seed only are called: the first one's name, and their number."""
-    return names[0] if len(names) == 1 else f"{names[0]} ({counted(len(names), 'seed')})"
+def finish(axes: Axes, x: str) -> None:
+    """Give axes the look of all curves. x: what they are drawn against."""
+    axes.set_xlabel(x)
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
 
 
-def _draw_line(
-    axes: Axes,
-    amounts: np.ndarray,
-    values: np.ndarray,
-    look: dict[str, str],
-    label: str | None,
-    smooth: bool,
-    raw: bool,
-) -> None:
-    values = np.where(np.isfinite(values), values, np.nan)
-    if smooth and len(values) >= _SMOOTH_FROM:
+def add_legend(to: Axes | Figure, *lines: Any, **look: Any) -> None:
+    """A legend without a frame, in which names of runs are not read as formulas."""
+    for text in to.legend(*lines, frameon=False, **look).get_texts():
+        text.set_parse_math(False)
+
+
+def draw_line(
+    axes: Axes, amounts: np.ndarray, values: np.ndarray, look: dict[str, str], label: str | None, smooth: bool = True, raw: bool = True
+) -> None:  # fmt: skip
+    """Draw values, non-finite ones as gaps. smooth: of a long series draw the running mean; raw: and the values, faintly."""
+    values = finite(values)
+    if smooth and len(values) >= SMOOTH_FROM:
         if raw:
             axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
         values = running_mean(values)
     marker = "o" if len(values) <= 40 else None
     axes.plot(amounts, values, **look, marker=marker, markersize=3.5, linewidth=1.4, label=label)  # type: ignore[arg-type]
+
+
+def finite(values: np.ndarray) -> np.ndarray:
+    """The values, NaN for infinite ones."""
+    return np.where(np.isfinite(values), values, np.nan)
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:

@@ -2,15 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import table_csv
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
@@ -18,9 +18,9 @@ from pipeline.evaluate import render
 from pipeline.monitor.run_page import DatasetFacts
 from pipeline.process.outputs import try_output
 from pipeline.review import rescore
-from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, draw_curves, in_units
+from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
 from pipeline.review.reader import RunReader, open_store
-from pipeline.review.record import RunRecord, Score, Series, title_of
+from pipeline.review.record import RunRecord, Score
 from pipeline.review.statistics import (
     LEVEL,
     MAX_NAMED,
@@ -30,16 +30,14 @@ from pipeline.review.statistics import (
     Pair,
     Records,
     by_evaluation,
-    by_loss,
     comparable,
     contenders,
     in_words,
     listed,
     pairs_of,
     scored_on,
-    seed_groups,
 )
-from pipeline.settings.reports import CompareConfig
+from pipeline.settings.commands.reports import CompareConfig
 
 # With more runs, a table has no column for each: it lists the runs of each value.
 _MAX_COLUMNS = 6
@@ -82,9 +80,9 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
         **{picture.name: picture.png for picture in pictures},
         "report.md": markdown(title, blocks).encode(),
         "report.html": single_file(title, blocks).encode(),
-        "table.csv": render.table_csv([table_row(name, record) for name, record in records.items()]),
-        "pairs.csv": render.table_csv(pairs) if pairs else None,
-        "per_class.csv": render.table_csv(rescore.class_rows(scores)) if scores else None,
+        "table.csv": table_csv([table_row(name, record) for name, record in records.items()]),
+        "pairs.csv": table_csv(pairs) if pairs else None,
+        "per_class.csv": table_csv(rescore.class_rows(scores)) if scores else None,
     }
     write_files(folder, files)
     for line in summary(records):
@@ -327,55 +325,6 @@ def _order(score: Score | None) -> float:
     if score is None:
         return math.inf
     return -score.metric.sign * score.value
-
-
-def curves(records: Records) -> list[PngImage]:
-    """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log beside."""
-    losses = by_loss(records)
-    loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
-    evaluated = {name: _evaluated_images(record) for name, record in records.items()}
-    accuracies = {name: f"Top-1 accuracy on {images}" for name, images in evaluated.items()}
-    evaluation = {name: f"Loss on {images}{loss_of.get(name, '')}" for name, images in evaluated.items()}
-    training = {name: f"Training loss{loss_of.get(name, '')}" for name in records}
-    return [
-        *_curves(records, "accuracy", accuracies, lambda r: r.of_split("top1"), percent=True),
-        *_curves(records, "held_out_loss", evaluation, lambda r: r.of_split("loss")),
-        *_curves(records, "training_loss", training, lambda r: r.metrics.get("loss"), smooth=True),
-        *_further_curves(records, evaluated),
-    ]
-
-
-def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[PngImage]:
-    """evaluated: run -> on which images."""
-    for key in dict.fromkeys(key for record in records.values() for key in record.further):
-        found = {run: record for run, record in records.items() if key in record.further}
-        title = title_of(key).capitalize()
-        about = {run: title if r.further[key] == key else f"{title} on {evaluated[run]}" for run, r in found.items()}
-        percent = all(record.metric(record.further[key]).is_share for record in found.values())
-        file = f"metric_{key.replace('/', '_')}"
-        yield from _curves(found, file, about, partial(RunRecord.further_series, key=key), percent=percent, smooth=True)
-
-
-def _evaluated_images(record: RunRecord) -> str:
-    """On which images a run is evaluated: those of the split that it trains on are not held out."""
-    train = record.dataset("training")
-    trained = train.split if train else str(record.settings.get("data.train_split", "train"))
-    return "training images" if record.split == trained else "held-out images"
-
-
-def _curves(
-    records: Records, file: str, about: Mapping[str, str], choose: Callable[[RunRecord], Series | None], **how: bool
-) -> Iterator[PngImage]:
-    """A figure of one metric for each thing that it measures. about: of each run, what the metric measures."""
-    seeds = seed_groups(records)
-    number = 0
-    for title in dict.fromkeys(about.values()):
-        runs = {name: record for name, record in records.items() if about[name] == title}
-        if content := draw_curves(runs, title, choose, seeds=seeds, **how):
-            number += 1
-            of = "each run" if len(runs) == len(records) else listed(list(runs), MAX_NAMED)
-            name = f"{file}.png" if number == 1 else f"{file}_{number}.png"
-            yield PngImage(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
 
 
 # ---------------------------------------------------------------------- what differs

@@ -11,22 +11,21 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import replacing
+from pipeline.base.files import read_bytes, replacing
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.cache import Storage
+from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
+from pipeline.lifecycle.run_folder import read_settings
 from pipeline.monitor.page_folder import PAGE, PageFolder
-from pipeline.review.figures import draw_matrix, draw_run, draw_sheet, draw_worst, read_predictions
+from pipeline.review.figures import draw_run, draw_sheet, draw_worst
 from pipeline.review.reader import from_folder
-from pipeline.review.record import PREDICTIONS, RunRecord
+from pipeline.review.record import PREDICTIONS, RunRecord, parse_predictions
 from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
-from pipeline.settings.weights import ExplainConfig
+from pipeline.settings.commands.weights import ExplainConfig
 
 FIGURES = Path(PAGE) / "figures"
 _MAX_OTHERS = 20
@@ -86,19 +85,21 @@ def _newest_first(folder: Path) -> float:
 
 
 def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
-    found = read_predictions(folder / PAGE / PREDICTIONS)
-    config = _config(folder)
+    file = folder / PAGE / PREDICTIONS
+    found = parse_predictions(read_bytes(file), str(file), "probability")
+    config = read_settings(folder)
     data = config.data
     dataset = open_dataset(data.path, Storage.create(data.retry_minutes, data.cache, data.cache_gb))
     _, split = run_splits(dataset, data, config.seed)
+    assert split is not None, "there are predictions of it"
     found.check(len(split), dataset.num_classes)
-    yield draw_matrix(found, dataset.class_names)
+    yield draw_confusion(found.true, found.predicted, dataset.class_names)
     yield draw_worst(found, dataset.class_names)
     yield draw_sheet(found, dataset.class_names, split, config)
 
 
 def _of_weights(folder: Path) -> Iterator[bytes | None]:
-    data = _config(folder).data
+    data = read_settings(folder).data
     with tempfile.TemporaryDirectory() as out:
         settings = [
             f"weights={folder}", f"images=[{data.path}]", f"split={data.eval_split}", "draw=[attention,positions]", f"out={out}",
@@ -108,11 +109,6 @@ def _of_weights(folder: Path) -> Iterator[bytes | None]:
         for name in ("attention", "positions"):
             file = Path(out) / f"{name}.png"
             yield file.read_bytes() if file.exists() else None
-
-
-def _config(folder: Path) -> RunConfig:
-    file = folder / "config.json"
-    return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
 """Figures of one run: its curves, and from its last evaluation the confusion matrix, the worst classes and a sheet of predictions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.base.errors import UserError
-from pipeline.base.files import read_bytes
 from pipeline.base.page import png
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
@@ -17,15 +13,13 @@ from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.views import eval_view
 from pipeline.evaluate.classify import per_class
 from pipeline.evaluate.probes.features import requests
-from pipeline.evaluate.render import draw_confusion, shorten
+from pipeline.evaluate.render import shorten
 from pipeline.explain import galleries
 from pipeline.explain.figures import png as gallery_png
-from pipeline.review.budgets import COLOURS, running_mean
-from pipeline.review.record import RunRecord, Series, parse_predictions, title_of
+from pipeline.review.budgets import COLOURS, SMOOTH_FROM, add_legend, draw_line, finish, finite, running_mean
+from pipeline.review.record import LastPredictions, RunRecord, Series, title_of
 from pipeline.settings.run import RunConfig
 
-# A longer series is drawn as its running mean, with its points in the background.
-_SMOOTH_FROM = 100
 # Metric -> part of a step, in the order in which they follow each other.
 _PARTS = {"data_wait": "data", **{f"time_{part}": part for part in ("forward", "backward", "optimizer", "checkpoint")}}
 _PERCENTILES = (0.5, 99.5)
@@ -58,11 +52,11 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
         axes = figure.add_subplot(rows, 2, number)
         _draw_others(axes, [series for series in grey if series is not None and len(series)], scale)
         _draw_lines(axes, lines, scale)
-        _finish(axes, title, "step")
+        _finish(axes, title)
     if shares:
         axes = figure.add_subplot(rows, 2, num_panels)
         _draw_shares(axes, shares)
-        _finish(axes, "where the time goes, % of training time", "step")
+        _finish(axes, "where the time goes, % of training time")
     return png(figure)
 
 
@@ -80,7 +74,8 @@ def _present(lines: dict[str, Series | None]) -> dict[str, Series]:
 
 def _draw_others(axes: Axes, others: Sequence[Series], scale: float) -> None:
     for number, series in enumerate(others):
-        values = _smooth(scale * _finite(series.values))
+        values = scale * finite(series.values)
+        values = running_mean(values) if len(values) >= SMOOTH_FROM else values
         axes.plot(
             series.steps, values, color="0.8", linewidth=1, label=None if number else f"other runs ({len(others)})"
         )
@@ -88,16 +83,10 @@ def _draw_others(axes: Axes, others: Sequence[Series], scale: float) -> None:
 
 def _draw_lines(axes: Axes, lines: dict[str, Series], scale: float) -> None:
     for place, (label, series) in enumerate(lines.items()):
-        values, colour = scale * _finite(series.values), COLOURS[place % len(COLOURS)]
-        if len(series) >= _SMOOTH_FROM:
-            axes.plot(series.steps, values, color=colour, alpha=0.25, linewidth=0.8)
-        marker = "o" if len(series) <= 40 else None
-        axes.plot(
-            series.steps, _smooth(values), color=colour, marker=marker, markersize=3.5, linewidth=1.4, label=label
-        )
+        draw_line(axes, series.steps, scale * series.values, {"color": COLOURS[place % len(COLOURS)]}, label)
     # One spike of a loss would flatten the rest of the curve.
     points = np.concatenate([scale * series.values[np.isfinite(series.values)] for series in lines.values()])
-    if len(points) >= _SMOOTH_FROM:
+    if len(points) >= SMOOTH_FROM:
         low, high = np.percentile(points, _PERCENTILES)
         if high > low and points.max() > high + 2 * (high - low):
             axes.set_ylim(low - 0.05 * (high - low), high + 0.2 * (high - low))
@@ -105,63 +94,21 @@ def _draw_lines(axes: Axes, lines: dict[str, Series], scale: float) -> None:
 
 def _draw_shares(axes: Axes, shares: dict[str, Series]) -> None:
     steps = next(iter(shares.values())).steps
-    values = [100 * np.interp(steps, series.steps, _finite(series.values)) for series in shares.values()]
+    values = [100 * np.interp(steps, series.steps, finite(series.values)) for series in shares.values()]
     axes.stackplot(steps, values, labels=list(shares), colors=COLOURS[: len(shares)], alpha=0.85)
     axes.set_ylim(0, 100)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True, frameon=False, fontsize=8)
 
 
-def _finish(axes: Axes, title: str, x: str) -> None:
+def _finish(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=10)
-    axes.set_xlabel(x)
-    axes.grid(color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.02)
+    finish(axes, "step")
     axes.set_xlim(left=0)
     if axes.get_legend() is None and len(axes.get_legend_handles_labels()[0]) > 1:
-        for text in axes.legend(frameon=False, fontsize=8).get_texts():
-            text.set_parse_math(False)
-
-
-def _smooth(values: np.ndarray) -> np.ndarray:
-    return running_mean(values) if len(values) >= _SMOOTH_FROM else values
-
-
-def _finite(values: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(values), values, np.nan)
+        add_legend(axes, fontsize=8)
 
 
 # ---------------------------------------------------------------------- the last evaluation
-@dataclass(frozen=True)
-class LastPredictions:
-    """Content of predictions.npz: of the first images of the evaluated split. All (n,).
-
-    rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. probability: float32.
-    """
-
-    rows: np.ndarray
-    true: np.ndarray
-    predicted: np.ndarray
-    probability: np.ndarray
-
-    def check(self, num_images: int, num_classes: int) -> None:
-        """Raise UserError unless these can be predictions on such data."""
-        if (
-            self.rows.max(initial=-1) >= num_images
-            or max(p.max(initial=-1) for p in (self.true, self.predicted)) >= num_classes
-        ):
-            raise UserError(
-                f"predictions.npz is damaged, or of other data: it has images beyond {num_images:,}, or classes beyond "
-                f"{num_classes:,}."
-            )
-
-
-def read_predictions(file: Path) -> LastPredictions:
-    """Raises FileNotFoundError, and UserError for a damaged file."""
-    return LastPredictions(**parse_predictions(read_bytes(file), str(file), "probability"))
-
-
 def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
     """PNG of the classes with the lowest recall; None if no class has an image."""
     of_class = per_class(found.true, found.predicted, len(names))
@@ -192,11 +139,6 @@ def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
     return png(figure)
-
-
-def draw_matrix(found: LastPredictions, names: list[str]) -> bytes:
-    """PNG of the confusion matrix."""
-    return draw_confusion(found.true, found.predicted, names)
 
 
 def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: RunConfig) -> bytes | None:

@@ -6,13 +6,11 @@ makes the record from either, and both give the same record.
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from pipeline import model as models
 from pipeline.base import json_record
@@ -62,6 +60,8 @@ _READ = (
     METRICS_FILE,
     *(f"{PAGE}/{n}" for n in _OF_PAGE),
 )
+# What only the results.json of one kind of run has.
+_KIND_BY_RESULT = {"protocol": "vtab", "trials": "grid", "question": "study"}
 _MAX_STARTS = 100_000
 _MAX_FLOPS = 1e30
 
@@ -164,12 +164,11 @@ def from_folder(folder: Path) -> RunRecord:
         parents = {f"{relation}_run_id": parent for relation, parent in facts.parents.items()}
         origin = facts.origin.tags() if facts.origin else {}
         tags = {"kind": facts.kind, "mlflow.note.content": facts.description, **parents, **facts.tags, **origin, **tags}
-    record = _assemble(files, folder.resolve().name, str(folder), facts, tags, {}, metrics)
-    parameters = record.parameters if facts else _from_checkpoint(folder, record.parameters)
-    return _complete(
-        record, folder=folder, run_id=run_id_of(folder), status=word, outcome=tags.get("outcome", outcome or word),
-        parameters=parameters, num_damaged=num_damaged, ignored=(*record.ignored, *ignored),
-        declared=facts.metrics if facts else {},
+    return _record(
+        files, folder.resolve().name, str(folder), facts, tags, facts.parameters if facts else _from_checkpoint(folder), metrics,
+        datasets=facts.datasets if facts else (), ignored=ignored, parents=facts.parents if facts else {},
+        origin=facts.origin if facts else origin_in(tags), folder=folder, run_id=run_id_of(folder), status=word,
+        outcome=tags.get("outcome", outcome or word), num_damaged=num_damaged, declared=facts.metrics if facts else {},
     )  # fmt: skip
 
 
@@ -198,27 +197,19 @@ def _all_series(
             odd = next(value for _, value, _ in found if not metric.can_be(value))
             impossible.append(f"{len(found) - len(possible):,} points of {name} are ignored, which cannot be {odd:.6g}")
         if possible:
-            metrics[name] = series(possible)
+            metrics[name] = Series.of(possible)
     return metrics, impossible
 
 
-def series(points: list[tuple[int, float, int]]) -> Series:
-    """points: (step, value, milliseconds since 1970). Of the points of one step, the last counts."""
-    steps = np.fromiter((point[0] for point in points), np.int64, len(points))
-    last = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
-    values = np.fromiter((point[1] for point in points), np.float64, len(points))
-    times = np.fromiter((point[2] for point in points), np.float64, len(points))
-    return Series(steps[last], values[last], times[last] / 1000)
-
-
-def _from_checkpoint(folder: Path, parameters: dict[str, str]) -> dict[str, str]:
-    """Adds what the newest checkpoint of an earlier version's run says: fingerprint, classes, ranks, exclusions."""
+def _from_checkpoint(folder: Path) -> dict[str, Any]:
+    """What the newest checkpoint of an earlier version's run says: fingerprint, classes, ranks, exclusions."""
     with contextlib.suppress(UserError):
         for path in Checkpoints(folder / "checkpoints").candidates()[:1]:
             identity = read_state(path).identity
-            names = [name for name in ("fingerprint", "classes", "ranks", "excluded") if name in identity]
-            return {**parameters, **{name: str(identity[name]) for name in names}}
-    return parameters
+            return {
+                name: identity[name] for name in ("fingerprint", "classes", "ranks", "excluded") if name in identity
+            }
+    return {}
 
 
 # ---------------------------------------------------------------------- from MLflow
@@ -268,24 +259,23 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
         for name, text in stored.tags.items()
         if name not in ("mlflow.runName", "run_folder", "progress", SCORE, METRICS_TAG)
     }
-    record = _assemble(files, stored.name, f"mlflow:{stored.run_id}", None, tags, stored.parameters, metrics)
     word = _STATUS.get(stored.status, stored.status.lower())
     outcome = tags.get("outcome", word)
     parents = {name.removesuffix("_run_id"): text for name, text in tags.items() if name.endswith("_run_id")}
-    return _complete(
-        record, run_id=stored.run_id, datasets=stored.datasets or record.datasets, parents=parents, outcome=outcome,
-        status="diverged" if outcome.startswith("diverged") else word, ignored=(*record.ignored, *impossible),
-        declared=declared,
+    return _record(
+        files, stored.name, f"mlflow:{stored.run_id}", None, tags, stored.parameters, metrics, datasets=stored.datasets,
+        ignored=impossible, parents=parents, origin=origin_in(tags), run_id=stored.run_id, outcome=outcome,
+        status="diverged" if outcome.startswith("diverged") else word, declared=declared,
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- from both
-def _assemble(
-    files: RunFiles, name: str, address: str, facts: RunFacts | None, tags: Mapping[str, str],
-    parameters: Mapping[str, Any], metrics: dict[str, Series],
+def _record(
+    files: RunFiles, name: str, address: str, facts: RunFacts | None, tags: Mapping[str, str], parameters: Mapping[str, Any],
+    metrics: dict[str, Series], *, datasets: Sequence[DatasetFacts], ignored: Sequence[str], **known: Any,
 ) -> RunRecord:  # fmt: skip
-    """The part of a record that follows from files, tags and parameters."""
-    parameters = {key: str(value) for key, value in (facts.parameters if facts else parameters).items()}
+    """The record, with what follows from files, tags and parameters. datasets: without any, made from settings and parameters."""
+    parameters = {key: str(value) for key, value in parameters.items()}
     results = _results(files)
     starts, num_cut = parse_starts(files.read("starts.jsonl") or b"")
     config = _config(files)
@@ -297,44 +287,31 @@ def _assemble(
     if built:
         settings = {key: value for key, value in settings.items() if not key.startswith("model.")} | built
     settings = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in settings.items()}
-    kind = (
-        "vtab"
-        if "protocol" in results
-        else "grid"
-        if "trials" in results
-        else "study"
-        if "question" in results
-        else "pretrain"
-    )
-    if kind == "pretrain" and settings.get("init.weights"):
-        kind = "finetune"
+    kinds = [kind for name, kind in _KIND_BY_RESULT.items() if name in results]
+    kind = kinds[0] if kinds else "finetune" if settings.get("init.weights") else "pretrain"
     planned = facts.steps if facts and facts.steps else as_count(parameters.get("steps"))
     if config is not None and not planned and str(config.train.length).endswith("steps"):
         planned = config.train.length.steps(1, config.train.global_batch)
-    return RunRecord(
+    record = RunRecord(
         facts.name if facts else config.name if config else str(results.get("name") or name),
         tags.get("kind", kind), address, files, settings=settings, has_all_settings=config is not None,
-        parameters=parameters, metrics=metrics, tags=dict(tags), datasets=facts.datasets if facts else (),
-        parents=facts.parents if facts else {}, origin=facts.origin if facts else origin_in(tags), steps=planned,
+        parameters=parameters, metrics=metrics, tags=dict(tags), datasets=tuple(datasets), steps=planned,
         images_per_step=as_count(settings.get("train.global_batch")),
         flops_per_image=flops or max(0.0, as_number(parameters.get("gflops_per_image"))) * 1e9,
         starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,
-        ignored=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
+        ignored=(*[f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored"] * bool(num_cut), *ignored), **known,
     )  # fmt: skip
-
-
-def _complete(record: RunRecord, **known: Any) -> RunRecord:
-    """The record with more fields, and with data sets made from settings and parameters if none are known."""
-    values = {**vars(record), **known}
-    settings, parameters = record.settings, values["parameters"]
-    if not values["datasets"] and settings.get("data.path"):
-        path, digest = str(settings["data.path"]), parameters.get("fingerprint", "")
-        classes, samples = (as_count(parameters.get(name)) for name in ("classes", "samples"))
-        train = DatasetFacts(Path(path).name, path, digest, str(settings.get("data.train_split", "train")), samples, classes,
-                             "training")  # fmt: skip
-        held_out = DatasetFacts(Path(path).name, path, digest, record.split, 0, classes, "evaluation")
-        values["datasets"] = (train, held_out)
-    return RunRecord(**{name: values[name] for name in RunRecord.__dataclass_fields__})
+    if datasets or not settings.get("data.path"):
+        return record
+    path, digest = str(settings["data.path"]), parameters.get("fingerprint", "")
+    classes, samples = (as_count(parameters.get(name)) for name in ("classes", "samples"))
+    splits = [(str(settings.get("data.train_split", "train")), samples, "training")]
+    if record.split or "data.eval_split" not in settings:
+        splits.append((record.split, 0, "evaluation"))
+    made = [
+        DatasetFacts(Path(path).name, path, digest, split, count, classes, context) for split, count, context in splits
+    ]
+    return replace(record, datasets=tuple(made))
 
 
 def _config(files: RunFiles) -> RunConfig | None:

@@ -3,6 +3,7 @@
 Metrics have the names of metrics.jsonl: the groups by which MLflow shows them are taken off.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,14 @@ class Series:
     values: np.ndarray
     times: np.ndarray
 
+    @classmethod
+    def of(cls, points: Sequence[tuple[int, float, int]]) -> "Series":
+        """points: (step, value, milliseconds since 1970). Of the points of one step, the last counts."""
+        steps = np.array([step for step, _, _ in points], np.int64)
+        last = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
+        values, times = (np.array([point[place] for point in points], np.float64)[last] for place in (1, 2))
+        return cls(steps[last], values, times / 1000)
+
     def __len__(self) -> int:
         return len(self.steps)
 
@@ -65,12 +74,31 @@ def as_count(text: object) -> int:
     return int(number) if number >= 0 and number == int(number) else 0
 
 
-def parse_predictions(content: bytes, where: str, *more: str) -> dict[str, np.ndarray]:
-    """The arrays of predictions.npz, of the first n images of the evaluated split: rows, true, predicted, and `more`, all (n,).
+@dataclass(frozen=True)
+class LastPredictions:
+    """Content of predictions.npz: of the first n images of the evaluated split. All (n,).
 
-    rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. probability: float32. Raises
-    UserError for a damaged file.
+    rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. probability: float32, empty if
+    it was not read.
     """
+
+    rows: np.ndarray
+    true: np.ndarray
+    predicted: np.ndarray
+    probability: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+
+    def check(self, num_images: int, num_classes: int) -> None:
+        """Raise UserError unless these can be predictions on such data."""
+        largest = max(labels.max(initial=-1) for labels in (self.true, self.predicted))
+        if self.rows.max(initial=-1) >= num_images or largest >= num_classes:
+            raise UserError(
+                f"predictions.npz is damaged, or of other data: it has images beyond {num_images:,}, or classes beyond "
+                f"{num_classes:,}."
+            )
+
+
+def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions:
+    """The content of predictions.npz, with the probability if `more` names it. Raises UserError for a damaged file."""
     try:
         found = npz.read_arrays(content, where, ("rows", "true", "predicted", *more), _MAX_PREDICTIONS)
     except UserError as error:
@@ -82,7 +110,7 @@ def parse_predictions(content: bytes, where: str, *more: str) -> dict[str, np.nd
         raise UserError(f"{where} is damaged: its arrays have other types.")
     if len(rows) and (rows.min() < 0 or min(array.min() for array in labels) < -1):
         raise UserError(f"{where} is damaged: it has rows or labels below 0.")
-    return found
+    return LastPredictions(**found)
 
 
 @dataclass(frozen=True)
@@ -168,12 +196,12 @@ class RunRecord:
         return [*lines, *self.ignored, *([unread] if unread else [])]
 
     @property
-    def predictions(self) -> dict[str, np.ndarray] | None:
-        """What the last evaluation predicted, see `parse_predictions`; None if that is not at hand, or damaged (see `problems`)."""
+    def predictions(self) -> LastPredictions | None:
+        """What the last evaluation predicted; None if that is not at hand, or damaged (see `problems`)."""
         return self._read_predictions[0]
 
     @cached_property
-    def _read_predictions(self) -> tuple[dict[str, np.ndarray] | None, str]:
+    def _read_predictions(self) -> tuple[LastPredictions | None, str]:
         try:
             content = self.files.read(PREDICTIONS)
             return (parse_predictions(content, PREDICTIONS), "") if content is not None else (None, "")

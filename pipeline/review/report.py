@@ -12,6 +12,7 @@ from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.evaluate.intervals import of_samples
+from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import PREDICTED_SPEED
@@ -23,9 +24,8 @@ from pipeline.review.figures import draw_run
 from pipeline.review.reader import RunReader, open_store
 from pipeline.review.record import RunRecord, Score, Series, as_number, best_of, title_of
 from pipeline.settings import changes
-from pipeline.settings.reports import RunReportConfig
+from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
-from pipeline.train.logged_models import logged_models
 from pipeline.transfer import grid
 from pipeline.transfer.report import caveats, origin, score_table
 

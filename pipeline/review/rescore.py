@@ -10,8 +10,8 @@ from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate import render, report
 from pipeline.review.record import RunRecord
 from pipeline.settings import schema
-from pipeline.settings.reports import CompareConfig
-from pipeline.settings.weights import ScoreConfig
+from pipeline.settings.commands.reports import CompareConfig
+from pipeline.settings.commands.weights import ScoreConfig
 
 _OF_CLASS = ("precision", "recall", "f1")
 _MAX_LISTED = 30

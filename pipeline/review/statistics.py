@@ -4,16 +4,17 @@ Three kinds of noise: which images are in the test set (two proportions), the sa
 the seed of training (Student's t over seeds). The first two say nothing about the seed.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import of_samples, quantile
-from pipeline.review.budgets import in_seeds
 from pipeline.review.record import RunRecord, as_number
 
 PROPORTIONS = "two proportions, over test images"
@@ -136,6 +137,7 @@ def in_words(difference: ScoreDifference, corrected: float) -> str:
 
 # ---------------------------------------------------------------------- runs
 Records = Mapping[str, RunRecord]
+V = TypeVar("V", bound=Hashable)
 # Settings that do not change what is trained, beside the seed.
 _NOT_OF_THE_RESULT = (
     "name",
@@ -203,9 +205,7 @@ def contenders(records: Records) -> list[Contender]:
 
 def seed_groups(records: Records) -> list[tuple[str, ...]]:
     """The names of runs that differ in nothing but their seed, together; other runs alone."""
-    same: dict[Hashable, list[str]] = {}
-    for name, record in records.items():
-        same.setdefault(_but_the_seed(record) or name, []).append(name)
+    same = _by_value(records, lambda record: _but_the_seed(record) or id(record))
     groups = list[tuple[str, ...]]()
     for names in same.values():
         is_repeated = len({records[name].settings.get("seed") for name in names}) < len(names)
@@ -218,18 +218,17 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
     """All pairs that can be tested: with a number of images, or several seeds."""
     predictions = {contender.names: _right(contender) for contender in found}
     tested = []
-    for i, first in enumerate(found):
-        for second in found[i + 1 :]:
-            ours, theirs = predictions[first.names], predictions[second.names]
-            if len(first.values) + len(second.values) > 2:
-                difference = of_seeds(first.values, second.values)
-            elif ours is not None and theirs is not None and np.array_equal(ours[0], theirs[0]):
-                difference = of_same_images(ours[1], theirs[1])
-            elif first.num_samples and second.num_samples:
-                difference = of_proportions(first.mean, first.num_samples, second.mean, second.num_samples)
-            else:
-                continue
-            tested.append((first, second, difference))
+    for first, second in itertools.combinations(found, 2):
+        ours, theirs = predictions[first.names], predictions[second.names]
+        if len(first.values) + len(second.values) > 2:
+            difference = of_seeds(first.values, second.values)
+        elif ours is not None and theirs is not None and np.array_equal(ours[0], theirs[0]):
+            difference = of_same_images(ours[1], theirs[1])
+        elif first.num_samples and second.num_samples:
+            difference = of_proportions(first.mean, first.num_samples, second.mean, second.num_samples)
+        else:
+            continue
+        tested.append((first, second, difference))
     corrected = holm([difference.p for _, _, difference in tested])
     return [Pair(*pair, p) for pair, p in zip(tested, corrected, strict=True)]
 
@@ -250,26 +249,23 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray] | None:
     """
     record, score = contender.records[0], contender.records[0].last_score
     found = record.predictions
-    if len(contender.records) > 1 or score is None or found is None or not len(found["rows"]):
+    if len(contender.records) > 1 or score is None or found is None or not len(found.rows):
         return None
-    right = found["predicted"] == found["true"]
+    right = found.predicted == found.true
     is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
-    return (np.stack([found["rows"], found["true"]]), right) if is_of_score else None
+    return (np.stack([found.rows, found.true]), right) if is_of_score else None
 
 
 # ---------------------------------------------------------------------- what can be compared
 def by_evaluation(records: Records) -> dict[Hashable, list[str]]:
     """The names of the runs that were scored by the same measure on the same images; runs without a score are left out."""
-    groups: dict[Hashable, list[str]] = {}
-    for name, record in records.items():
-        if record.last_score is not None:
-            groups.setdefault(_measure(record), []).append(name)
-    return groups
+    return _by_value(records, _measure)
 
 
 def _measure(record: RunRecord) -> Hashable:
     score = record.last_score
-    assert score is not None
+    if score is None:
+        return None
     if record.kind == "vtab":
         protocol = record.results.get("protocol", {}).get("sha256") or record.tags.get("protocol_sha256", "")
         return ("VTAB-1k", score.name, protocol)
@@ -312,7 +308,6 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
             "equal budgets compare what the same amount of training gave."
         )
     sizes = _by_value(records, lambda r: str(r.settings.get("model.image_size", "")))
-    sizes.pop("", None)
     if len(sizes) > 1:
         yield f"They read images at different sizes ({', '.join(f'{size} px' for size in sizes)}); the score is of each model at its own."
     if unfinished := [f"{n} ({r.outcome})" for n, r in records.items() if r.status not in ("finished", "")]:
@@ -321,14 +316,13 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
 
 def by_loss(records: Records) -> dict[str, list[str]]:
     """The names of the runs whose losses can be compared, by the loss; runs whose settings are unknown are left out."""
-    losses = _by_value(records, lambda record: _loss_of(record) if record.settings else "")
-    losses.pop("", None)
-    return losses
 
+    def loss(record: RunRecord) -> str:
+        smoothing = as_number(record.settings.get("train.label_smoothing"))
+        smoothed = f", label smoothing {smoothing:g}" if smoothing else ""
+        return f"{record.settings.get('train.loss', 'unknown')}{smoothed}" if record.settings else ""
 
-def _loss_of(record: RunRecord) -> str:
-    smoothing = as_number(record.settings.get("train.label_smoothing"))
-    return f"{record.settings.get('train.loss', 'unknown')}{f', label smoothing {smoothing:g}' if smoothing else ''}"
+    return _by_value(records, loss)
 
 
 def scored_on(record: RunRecord) -> str:
@@ -343,11 +337,18 @@ def scored_on(record: RunRecord) -> str:
     return f"{name}, split {split}{count}{fingerprint}{', by ' + score.name if not score.is_accuracy else ''}"
 
 
-def _by_value(records: Records, value: Callable[[RunRecord], str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _by_value(records: Records, value: Callable[[RunRecord], V]) -> dict[V, list[str]]:
+    """The names of the runs of each value, without those that have none."""
+    found: dict[V, list[str]] = {}
     for name, record in records.items():
-        found.setdefault(value(record), []).append(name)
+        if of_run := value(record):
+            found.setdefault(of_run, []).append(name)
     return found
+
+
+def in_seeds(names: Sequence[str]) -> str:
+    """What runs that differ in their seed only are called: the first one's name, and their number."""
+    return names[0] if len(names) == 1 else f"{names[0]} ({counted(len(names), 'seed')})"
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -1,14 +1,15 @@
 """Sends run folders to MLflow after the fact: what a run could not send, or all of it to another store."""
 
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import path_inside
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
-from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_status
+from pipeline.lifecycle.logged_models import logged_models
+from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_settings, read_status
 from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.sender import FolderInUseError
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
@@ -16,10 +17,8 @@ from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import PAGE, End, PageFolder
 from pipeline.monitor.run_page import ModelFacts, hide_passwords
 from pipeline.monitor.tracking import default_uri, make_sender
-from pipeline.settings import schema
-from pipeline.settings.reports import SyncConfig
+from pipeline.settings.commands.reports import SyncConfig
 from pipeline.settings.run import RunConfig, TrackConfig
-from pipeline.train.logged_models import logged_models
 
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
 
@@ -98,11 +97,10 @@ def _end_without_word(folder: Path) -> End:
 
 def _settings(folder: Path) -> RunConfig | None:
     """The settings of a training run; None for a report."""
-    file = folder / "config.json"
-    try:
-        return schema.build(RunConfig, json_record.read(path_inside(folder, file.name), dict), str(file))
-    except FileNotFoundError:
-        return None
+    with contextlib.suppress(FileNotFoundError):
+        path_inside(folder, "config.json")
+        return read_settings(folder)
+    return None
 
 
 def _last_uri(folder: Path) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import gc
+import importlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +36,13 @@ _SIGPIPE_CODE = 141
 
 
 def main(
-    cls: type[T], function: Callable[[T], object], about: str, subject: str = "", flag: str = "",
+    cls: type[T], function: Callable[[T], object] | str, about: str, subject: str = "", flag: str = "",
     more_help: Callable[[Sequence[str]], str] | None = None,
 ) -> None:  # fmt: skip
     """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
 
+    function: or the name of a module whose function `run` is called. It is imported only then: `--help` and mistakes in the
+        settings need no torch, pyarrow or Matplotlib.
     about: description of the command, shown by `--help` above the fields of `cls`.
     subject: a setting that may be given as the first argument without its name, as `bench.py data` for what=data.
     flag: a setting that may also be given as an option, as `--cluster 8x8xH100` for cluster=8x8xH100, or `--prove` for
@@ -54,7 +57,10 @@ def main(
             settings = read_settings(cls, sys.argv[1:], about, subject, flag)
             if rank() == 0:
                 try_outputs(settings)
-            function(settings)
+            run: Callable[[T], object] = (
+                importlib.import_module(function).run if isinstance(function, str) else function
+            )
+            run(settings)
             sys.stdout.flush()  # Here, where a closed pipe is handled without a traceback.
     finally:
         gc.freeze()  # The interpreter would look for garbage among all of torch's objects before it exits, for a second.

@@ -4,10 +4,9 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pipeline.base.errors import UserError
-from pipeline.settings.schema import setting
 
 # Upper limits of settings, far above sensible values: a larger number is a mistake and would overflow somewhere.
 MAX_SIDE = 16_384
@@ -26,15 +25,6 @@ def whole_number(text: str, most: int = 10**18) -> int | None:
     """
     number = int(text) if re.fullmatch("[0-9]{1,19}", text) else None
     return None if number is None or number > most else number
-
-
-def kernel_setting() -> Any:
-    """The setting `kernel`, one for all commands that read weights."""
-    return setting(
-        None,
-        "Resampling of position embeddings to another image size: as the official code (zoom), Hugging Face and DINOv2 (bicubic) or "
-        "timm (bicubic_antialias). null is as the project of the weights.",
-    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The settings of a run, whose sections are in run_sections.py, and the checks that cross several of them.
+"""The settings of a run, whose sections are in run_sections.py and run_execution.py, and the checks that cross several of them.
 
 `--help` of launch/pretrain.py prints every field; `configs/` holds the shipped files. Checks that need the data set or the
 number of ranks are in `pipeline/estimate/plan.py`, those of an objective with the objective.
@@ -12,24 +12,27 @@ from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import MAX_SEED
-from pipeline.settings.run_sections import (
-    AugmentConfig,
+from pipeline.settings.run_execution import (
     CheckpointConfig,
-    DataConfig,
     EngineConfig,
     EvaluateConfig,
     HealthConfig,
     InitConfig,
     LaunchConfig,
-    ModelConfig,
-    OptimizerConfig,
     ProfileConfig,
     RunProbeConfig,
-    RunScheduleConfig,
     TrackConfig,
+)
+from pipeline.settings.run_sections import (
+    AugmentConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunScheduleConfig,
     TrainConfig,
 )
-from pipeline.settings.schema import FOLDER_NAME, REQUIRED, setting
+from pipeline.settings.schema import setting
+from pipeline.settings.shared import result_name
 
 # Settings of each training crop; they are ignored, and so refused, with another one.
 _CROP_SETTINGS = {
@@ -45,15 +48,7 @@ _CROP_SETTINGS = {
 class RunConfig:
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
-    name: str = setting(
-        REQUIRED,
-        "Name of the run; its folder is <out>/<name>",
-        form=FOLDER_NAME,
-        output="folder",
-        within="out",
-        holds="run",
-        on_change="nothing",
-    )
+    name: str = result_name("Name of the run; its folder is <out>/<name>", "run", on_change="nothing")
     out: str = setting("runs", "Folder that holds all runs.", output="folder", on_change="nothing")
     seed: int = setting(0, "Seed of all random numbers.", min=0, max=MAX_SEED, on_change="run")
     model: ModelConfig = setting(ModelConfig, "", on_change="run")
@@ -142,7 +137,7 @@ class RunConfig:
             self.probe.check_splits("probe.", self.probe.split)
             if not self.probe.probes:
                 raise UserError(
-                    f"probe.every = {self.probe.every} with probe.shots=0 and probe.neighbours=0: set one of them."
+                    f"probe.every = {self.probe.every} with probe.shots=0, probe.neighbours=0 and probe.rankme_images=0: set one of them."
                 )
 
     def _check_health_and_time(self) -> None:

@@ -1,29 +1,25 @@
-"""The sections of a run's settings: model, data, augmentation, training and so on. `run.py` puts them together."""
+"""The sections of a run's settings that say what is trained: model, data, augmentation, length, optimizer, schedule. `run.py` has them all."""
 
 from dataclasses import dataclass, make_dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pipeline.architecture.config import OPTIONS, Kernel
+from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.base.metric import Metric
 from pipeline.settings.quantities import (
     MAX_BATCH,
     MAX_SIDE,
     MAX_THREADS,
-    MINUTES_PER_YEAR,
     ImageSize,
     Length,
     Limit,
-    kernel_setting,
 )
-from pipeline.settings.schema import REQUIRED, TRACKING_URI, setting
+from pipeline.settings.schema import REQUIRED, setting
+from pipeline.settings.shared import minutes
 
 T = TypeVar("T")
 
 Precision = Literal["fp32", "bf16"]
-TrainPrecision = Literal["fp32", "bf16", "fp16"]
 # What a run learns: value of train.loss -> file and class of pipeline/objectives/.
 OBJECTIVES = {
     "softmax": "classification:Classification",
@@ -81,15 +77,14 @@ class DataConfig:
     cache_gb: float = setting(
         200.0, "Maximum size of data.cache in GB; least recently read shards are removed.", above=0, on_change="nothing"
     )
-    retry_minutes: float = setting(
+    retry_minutes: float = minutes(
         10.0,
         "Minutes for which a failed bucket request is retried before the run stops; the watchdog allows such a wait.",
-        min=0,
-        max=MINUTES_PER_YEAR,
-        on_change="nothing",
     )
     train_split: str = setting("train", "Split to train on.", on_change="run")
-    eval_split: str = setting("val", "Split to evaluate on.")
+    eval_split: str = setting(
+        "val", "Split to evaluate on; empty is none, and so is val if the data set has no labels and no such split."
+    )
     exclude: str = setting("all", "Lists of excluded samples (exclude/*.parquet): all, none, or names with commas.")
     limit: Limit = setting(
         Limit.parse("100%"),
@@ -125,7 +120,7 @@ class DataConfig:
 
     @property
     def evaluated_split(self) -> str:
-        """Name of the split that the run is evaluated on; the prefix of its metrics."""
+        """Name of the split that the run is evaluated on, "" for none; the prefix of its metrics."""
         return "dev" if self.dev_share else self.eval_split
 
 
@@ -221,12 +216,9 @@ class TrainConfig:
     max_skipped_steps: int = setting(
         20, "Steps skipped for non-finite gradients above which the run stops.", min=0, on_change="comparison"
     )
-    stop_after_minutes: float = setting(
+    stop_after_minutes: float = minutes(
         0.0,
         "Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0 is none.",
-        min=0,
-        max=MINUTES_PER_YEAR,
-        on_change="nothing",
     )
 
 
@@ -306,203 +298,3 @@ class RunScheduleConfig(ScheduleConfig):
         super().check(prefix)
         if self.cooldown.amount and self.decay != "constant":
             raise UserError(f"{prefix}cooldown = {self.cooldown} needs {prefix}decay=constant, and it is {self.decay}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    zero_stage: Literal[0, 1, 2, 3] = setting(
-        1, "DeepSpeed ZeRO stage: 1 shards the optimizer's state over ranks, 2 also gradients, 3 also parameters."
-    )
-    precision: TrainPrecision = setting(
-        "bf16",
-        "Precision of weights and activations; master weights and moments are fp32. fp16, for older GPUs, scales the loss.",
-        on_change="result",
-    )
-    offload: bool = setting(False, "Keep the optimizer's state and update in host memory: less GPU memory, but slower.")
-    compile: bool = setting(False, "torch.compile the model: minutes at the start, but faster on a GPU.")
-    fused: bool | None = setting(
-        None,
-        "Update all weights in one kernel, which rounds some of them otherwise than several do. null: on a GPU, unless offload is set.",
-    )
-    activation_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, 1/3 slower.")
-    deterministic: bool = setting(
-        True,
-        "On a GPU, use kernels that give the same bits each time: a resumed run then equals an uninterrupted one bit for bit. "
-        "A CPU always does.",
-    )
-    peak_tflops: float = setting(
-        0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", min=0, on_change="nothing"
-    )
-    timeout_minutes: float = setting(
-        10.0,
-        "Timeout of a collective call, after which the run fails.",
-        above=0,
-        max=MINUTES_PER_YEAR,
-        on_change="nothing",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
-    every: Length = setting(Length.parse("5%"), "Interval between evaluations; the last step always has one.", above=0)
-    batch: int = setting(64, "Images per forward pass of one rank.", min=1, max=MAX_BATCH)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeConfig:
-    """Scores of features without training: few-shot linear accuracy and k-nearest-neighbour accuracy."""
-
-    train_split: str = setting("train", "Split that few-shot images and neighbours are chosen from.")
-    shots: list[int] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0 is none.", min=0)
-    shots_seeds: int = setting(3, "Random choices of few-shot images; the score is their mean.", min=1, max=1_000)
-    l2: list[float] = setting(
-        [1024.0],
-        "Strengths of the few-shot ridge regression (2^10 in big_vision); each is reported.",
-        above=0,
-        min_items=1,
-    )
-    neighbours: int = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0 is none.", min=0)
-    temperature: float = setting(0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", above=0)
-    neighbour_images: int = setting(50_000, "kNN: number of random training images to search; 0 is all.", min=0)
-
-    @property
-    def probes(self) -> bool:
-        return any(self.shots) or self.neighbours > 0
-
-    def metrics(self, prefix: str) -> dict[str, Metric]:
-        """What these probes measure: prefix_5shot, prefix_5shot_std, prefix_20nn; with several strengths prefix_5shot_l2_1024."""
-        several = len(self.l2) > 1
-        shots = sorted({*self.shots} - {0})
-        names = [f"{prefix}_{n}shot" + (f"_l2_{l2:g}" if several else "") for n in shots for l2 in self.l2]
-        spread = [f"{name}_std" for name in names] if self.shots_seeds > 1 else []
-        names += [f"{prefix}_{self.neighbours}nn"] if self.neighbours else []
-        return dict.fromkeys(names, Metric("share", "higher", "probe")) | dict.fromkeys(spread, Metric(group="probe"))
-
-    def check_splits(self, prefix: str, split: str) -> None:
-        """Raise UserError if probes would be tested on their training split. prefix: of the settings' names."""
-        if self.probes and self.train_split == split:
-            raise UserError(
-                f"{prefix}train_split = {prefix}split = {split}: features would be tested on what they are fitted to. "
-                f"Use another {prefix}train_split, or {prefix}shots=0 {prefix}neighbours=0."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunProbeConfig(ProbeConfig):
-    every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
-    data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.", path=True)
-    split: str = setting("val", "Split that probes are tested on.")
-
-    @property
-    def prefix(self) -> str:
-        """The beginning of the names of its metrics: the data set's name, or the split of the run's own data."""
-        if not self.data:
-            return self.split
-        return self.data.rstrip("/").rpartition("/")[2] if "://" in self.data else Path(self.data).resolve().name
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    every: Length = setting(Length.parse("2%"), "Interval between checkpoints; the last step always has one.", above=0)
-    keep: int = setting(2, "Number of newest checkpoints that are kept.", min=1)
-    keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0 is none.")
-    best: str = setting(
-        "",
-        "Metric of an evaluation or a probe (val_top1, val_loss, val_20nn) whose best checkpoint is kept permanently; empty is none.",
-    )
-    folder: str = setting(
-        "",
-        "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
-        output="folder",
-    )
-    wait_minutes: float = setting(
-        30.0,
-        "Minutes for which the watchdog lets training wait for a checkpoint to be committed, at the next one or at the end, or to be "
-        "read when the run goes back to it; data.retry_minutes more if it is in a bucket.",
-        min=0,
-        max=MINUTES_PER_YEAR,
-        on_change="nothing",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class HealthConfig:
-    on_spike: Literal["warn", "skip", "rollback"] = setting(
-        "warn",
-        "When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss "
-        "before its backward pass (skip); or return to the last checkpoint and skip the data up to the spike (rollback).",
-        renamed={"say": "warn"},
-    )
-    spike_sigma: float = setting(6.0, "A spike is this many standard deviations above the recent mean.", above=0)
-    spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)
-    max_rollbacks: int = setting(
-        3, "With on_spike=rollback: number of rollbacks after which the run stops.", min=0, on_change="comparison"
-    )
-    hang_minutes: float = setting(
-        5.0,
-        "Minutes without progress after which the run reports the rank, host and line of code that it waits for, and "
-        "ends; 0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint "
-        "(checkpoint.wait_minutes). Must be below engine.timeout_minutes.",
-        min=0,
-        max=MINUTES_PER_YEAR,
-        on_change="nothing",
-    )
-    straggler_ratio: float = setting(
-        1.5,
-        "Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is never.",
-        min=0,
-        on_change="nothing",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    trace_step: int = setting(
-        0, "First step of a torch.profiler trace of rank 0, kept in the run's folder and MLflow; 0 is none.", min=0
-    )
-    trace_steps: int = setting(3, "Number of steps in the trace.", min=1, max=100_000)
-    communication: bool = setting(False, "Time collective calls as well; they then no longer overlap with computation.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class InitConfig:
-    weights: str | None = setting(
-        None,
-        "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md).",
-        path=True,
-    )
-    new_head: bool = setting(True, "With init.weights: replace the head by a zero-initialised linear layer.")
-    kernel: Kernel | None = kernel_setting()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackConfig:
-    enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
-    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.", form=TRACKING_URI)
-    experiment: str = setting("vit", "MLflow experiment.")
-    figures: bool = setting(
-        True,
-        "Draw curves, confusions, predictions and attention at evaluations, in a process of low priority (docs/reviewing.md).",
-    )
-    parent_run: str = setting(
-        "", "ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty is none."
-    )
-    register: str = setting(
-        "",
-        "Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and last; "
-        "empty is none.",
-    )
-    upload_weights: bool = setting(
-        False,
-        "Upload the weights of these checkpoints to MLflow as well (fp32: 1.2 GB for ViT-L); else their path is recorded.",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    env: str = setting(
-        "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR",
-        "Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or "
-        "NAME=value. Put secrets into the environment, because settings are displayed.",
-        command=True,
-    )

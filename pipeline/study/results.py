@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pipeline.base import json_record
 from pipeline.base.files import write_text
 from pipeline.base.json_record import Count, Limits, Share
+from pipeline.settings.commands.study import Question
 
 RESULTS_FILE = "results.json"
-Question = Literal["data_size", "scaling", "ablation"]
 # damaged: its run has ended, and what its files say cannot be used.
 State = Literal["done", "diverged", "failed", "damaged", "not run"]
 
@@ -62,6 +62,11 @@ class StudyResults:
     image_size: int
     cells: list[CellResult]
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def counts_images(self) -> bool:
+        """Whether its cells are compared by their number of training images; else by compute."""
+        return self.question in ("data_size", "labels")
 
     @property
     def done(self) -> list[CellResult]:

@@ -20,7 +20,9 @@ from pipeline.data.loading.loader import BadBudget, Batch
 from pipeline.evaluate.classify import ClassificationScores, Predictions, predict, score
 from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import probe_metrics
+from pipeline.evaluate.probes.rankme import collapse
 from pipeline.evaluate.split_reader import SplitReader
+from pipeline.settings.run_execution import SPREAD
 from pipeline.train.training_run import Monitoring, RunContext
 
 if TYPE_CHECKING:
@@ -29,12 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A result. metrics: for metrics.jsonl. content: of the evaluator's file. line: for the log. predictions: of classes."""
+    """A result. metrics: for metrics.jsonl. content: of the evaluator's file. line: for the log. predictions: of classes.
+
+    collapse: what it shows to have collapsed, "" for nothing.
+    """
 
     metrics: dict[str, float]
     content: dict[str, Any]
     line: str
     predictions: Predictions | None = None
+    collapse: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ class Evaluator:
             declared = objectives.metrics(self.context.config)[self.name][best]
             self.saver.mark_best(step, best, found.metrics[best], declared.better == "lower")
         self.context.console.say(f"step {step:,}: {found.line}")
+        for line in self.monitoring.collapses.changed(self.name, step, found.collapse):
+            self.context.console.say(line)
         if self.monitoring.tracker:
             self.monitoring.tracker.log(step, found.metrics)
             write_text(self.context.folder / self.file, json.dumps({"step": step, **found.content}))
@@ -95,6 +103,7 @@ class SplitEvaluator(Evaluator):
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         config, split = self.context.config, self.context.prepared.evaluation
+        assert split is not None, "objectives.metrics has no scores without a held-out split"
 
         def forward(images: Tensor) -> Tensor:
             self.monitoring.watchdog.at(step, "evaluation")
@@ -121,7 +130,7 @@ class SplitEvaluator(Evaluator):
 
 
 class ProbeEvaluator(Evaluator):
-    """Measures few-shot and nearest-neighbour accuracy of the backbone's features."""
+    """Measures few-shot and nearest-neighbour accuracy of the backbone's features, and their RankMe."""
 
     name = "probe"
     file = "probe.json"
@@ -140,7 +149,11 @@ class ProbeEvaluator(Evaluator):
 
         scores = probe.scores(features, self.context.ranks, self.context.stop)
         metrics = probe_metrics(scores, self.context.config.probe.prefix)
-        return Evaluation(metrics, scores, ", ".join(f"{name} {value:.2%}" for name, value in metrics.items()))
+        line = ", ".join(f"{name} {value:{'.4g' if name in SPREAD else '.2%'}}" for name, value in metrics.items())
+        # Classes may well collapse to a few directions: of two classes, one is enough.
+        is_judged = "spread" in scores and not self.engine.objective.reads_labels
+        found = collapse(scores["spread"]) if is_judged else ""
+        return Evaluation(metrics | ({"probe_collapse": 1} if found else {}), scores, line, collapse=found)
 
 
 EVALUATORS: dict[str, type[Evaluator]] = {kind.name: kind for kind in (SplitEvaluator, ProbeEvaluator)}

@@ -17,7 +17,7 @@ from pipeline.model import Model
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
-from pipeline.settings import changes, schema
+from pipeline.settings import changes
 from pipeline.settings.changes import Fact
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import OnChange
@@ -65,9 +65,7 @@ def find_checkpoint_on_all_ranks(
 def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
     state = read_state(path)
-    known = {**changes.facts_of(RunConfig), **_FACTS}
-    if "train.loss" in now:
-        known |= changes.facts_of(objectives.kind(now["train.loss"]).Settings, "objective.", "run")
+    known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
     changed = changes.differences(state.identity, now, known)
 
     def listed(least: OnChange) -> str:
@@ -109,17 +107,18 @@ def go_back_on_all_ranks(
     return None
 
 
-def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split) -> dict[str, Any]:
+def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split | None) -> dict[str, Any]:
     """Settings by dotted name, data and number of ranks, which identify a run. Saved with each checkpoint."""
+    splits = [split, evaluation] if evaluation else [split]
     return {
-        **schema.flatten(schema.to_dict(config) | {"objective": objectives.settings_of(config)}),
+        **objectives.flat_settings(config),
         "track.uri": hide_passwords(config.track.uri),
         "fingerprint": dataset.fingerprint,
         "classes": dataset.num_classes,
         "ranks": plan.world_size,
         "excluded": split.excluded,
-        "evaluation_excluded": evaluation.excluded,
-        **{f"left_out.{s.name}.{name}": n for s in (split, evaluation) for name, n in s.excluded_by.items()},
+        "evaluation_excluded": evaluation.excluded if evaluation else NOTHING_EXCLUDED,
+        **{f"left_out.{s.name}.{name}": n for s in splits for name, n in s.excluded_by.items()},
     }
 
 

@@ -20,11 +20,12 @@ from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, com
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.estimate.memory import refuse_too_large
 from pipeline.evaluate import architecture
+from pipeline.lifecycle.logged_models import logged_models
 from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.model.files import find_file
-from pipeline.monitor.health import SlowRanks, SpikePolicy
+from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
@@ -45,7 +46,6 @@ from pipeline.train.drawing import DrawingProcess
 from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
 from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
-from pipeline.train.logged_models import logged_models
 from pipeline.train.run_counts import RunCounts
 from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
@@ -81,7 +81,8 @@ def _connect_on_all_ranks(config: RunConfig, stop: Stop, prepared: Prepared) -> 
     console.say(f"{config.name}: {plan.describe()}")
     if not stop.folder.is_locked:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
-    for line in plan.notes(config) + prepared.split.notes() + prepared.evaluation.notes():
+    held_out = prepared.evaluation.notes() if prepared.evaluation else []
+    for line in plan.notes(config) + prepared.split.notes() + held_out:
         console.say(line)
     longest_wait = max(config.data.retry_minutes, commit_minutes(config))
     start_ranks(ranks, config.engine.timeout_minutes, longest_wait)
@@ -167,7 +168,7 @@ def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, t
     flops = objectives.training_flops(config, start.model.config)
     console.say(
         f"{models.num_parameters(start.model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
-        f"{counted(dataset.num_classes, 'class')}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
+        f"{counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
     if config.profile.communication:
         engine.count_communication()
@@ -184,6 +185,7 @@ def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, t
         trace=Trace(trace_step, config.profile.trace_steps, folder / "trace.json", ranks.device),
         spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
         slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
+        collapses=CollapseReports(),
         counts=RunCounts(state.counts, dataset.storage.retry, ranks),
         watchdog=Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, context.stop.record_failure),
         tracker=tracker,

@@ -21,7 +21,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batch_of_step, skip_batches
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
-from pipeline.monitor.health import SlowRanks, SpikePolicy
+from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter, Trace
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
@@ -98,6 +98,7 @@ class Monitoring:
     trace: Trace
     spikes: SpikePolicy
     slow_ranks: SlowRanks
+    collapses: CollapseReports
     counts: RunCounts
     watchdog: Watchdog
     tracker: Tracker | None
@@ -196,10 +197,14 @@ class TrainingRun:
             "bad_samples": num_bad, "storage_retries": counts.storage_retries, **saver.read(),
             **monitoring.host_meter.read_on_all_ranks(),
         }  # fmt: skip
+        collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})
+        if collapse:
+            metrics["collapse"] = 1
         declared = engine.objective.values(context.config)
         shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
         context.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch, shown))
-        for line in monitoring.slow_ranks.changed(meter.own_seconds):
+        lines = monitoring.collapses.changed("loss", progress.step, collapse)
+        for line in lines + monitoring.slow_ranks.changed(meter.own_seconds):
             context.console.say(line)
         if monitoring.tracker:
             monitoring.tracker.log(progress.step, metrics)
@@ -291,7 +296,9 @@ class TrainingRun:
         if monitoring.drawing:
             monitoring.drawing.end(last=status == "FINISHED" and self.progress.step > self.progress.start)
         if monitoring.tracker:
-            monitoring.tracker.finish(status, in_a_hurry, outcome, self._result(status, outcome))
+            monitoring.tracker.finish(
+                status, in_a_hurry, outcome, self._result(status, outcome), monitoring.collapses.first
+            )
         waits.say_with(None)  # The console was this run's.
 
     def _result(self, status: str, outcome: str) -> str:
@@ -316,6 +323,7 @@ class TrainingRun:
             "storage retries": run_counts.storage_retries,
         }
         warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
+        warnings += [self.monitoring.collapses.first.rstrip(".")] * bool(self.monitoring.collapses.first)
         until = "" if is_known else ", up to the last log line"
         warned = (
             f"Warnings: {', '.join(warnings)}{until}."

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.lifecycle.run_folder import Status
+from pipeline.lifecycle.run_folder import Status, read_settings
 from pipeline.process.start import check_program, dying_with_parent
 from pipeline.settings import changes, schema
 from pipeline.settings.run import RunConfig, TrackConfig
@@ -160,7 +160,7 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         if status.status not in ("finished", "diverged"):
             return None, ""
         # Built, so that settings which did not exist then have their defaults.
-        config = schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
+        config = read_settings(run.folder)
     except FileNotFoundError as error:
         # Without settings, nothing was begun.
         return None, f"{error.filename or error} is missing." if file.exists() or (
@@ -168,15 +168,19 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         ).exists() else ""
     except UserError as error:
         return None, str(error)
+    from pipeline import objectives  # Late: imports torch.
+
     then, now = (_by_name(settings) for settings in (config, run.config))
-    if other := changes.differences(then, now, changes.facts_of(RunConfig), "comparison"):
+    if other := changes.differences(then, now, objectives.facts(run.config.train.loss), "comparison"):
         return None, f"{run.folder} was trained with other settings: {'; '.join(map(str, other))}."
     return status, ""
 
 
 def _by_name(config: RunConfig) -> dict[str, Any]:
     """The settings by dotted name. Weights of a run beside it are named by their place there, as both move together."""
-    flat = schema.flatten(schema.to_dict(config))
+    from pipeline import objectives  # Late: imports torch.
+
+    flat = objectives.flat_settings(config)
     weights = flat["init.weights"]
     if weights and "://" not in weights and Path(weights).is_relative_to(config.out):
         flat["init.weights"] = f"beside it: {Path(weights).relative_to(config.out)}"

@@ -26,8 +26,8 @@ from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.process.outputs import try_output
 from pipeline.settings import schema
-from pipeline.settings.reports import GridConfig
-from pipeline.settings.weights import ScoreConfig
+from pipeline.settings.commands.reports import GridConfig
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.transfer.child_run import (
     ChildRun,
     make_child,
@@ -183,6 +183,7 @@ def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
     """Returns the data set of the runs. Raises UserError for splits and data sets that would fail in the final runs, after days."""
     settings, seed = trial.config.data, trial.config.seed
     dataset = open_dataset(settings.path)
+    dataset.refuse_without_labels("data.path", "Fine-tuning needs some.")
     for share in (config.dev_share, 0.0):
         run_splits(dataset, replace(settings, dev_share=share), seed)
     for data in config.also:

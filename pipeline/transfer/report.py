@@ -1,11 +1,10 @@
 """The report of VTAB-1k sweeps beside the paper's scores: Markdown, HTML, CSV, bar charts, and an MLflow run."""
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.files import as_csv
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
@@ -14,7 +13,7 @@ from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import try_output
 from pipeline.settings import schema
-from pipeline.settings.reports import VtabReportConfig
+from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.transfer import charts
 from pipeline.transfer.published import PAPER, PROTOCOL, RESNET, SOURCE
 from pipeline.transfer.score_table import (
@@ -49,7 +48,7 @@ def run(config: VtabReportConfig) -> list[Column]:
         **pictures,
         "report.md": markdown(title, blocks),
         "report.html": single_file(title, blocks),
-        "scores.csv": scores_csv(table),
+        "scores.csv": as_csv(_scores(table)),
     }
     write_files(folder, files)
     for line in summary(table[0]):
@@ -166,21 +165,18 @@ def origin(column: Column) -> Iterator[Block]:
     yield Table(header, rows)
 
 
-def scores_csv(table: Sequence[Column]) -> str:
-    """CSV with a row for each task and mean of each column, in per cent; unknown values are empty."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
+def _scores(table: Sequence[Column]) -> Iterator[tuple[Any, ...]]:
+    """Rows of scores.csv, with a row for each task and mean of each column, in per cent; unknown values are empty."""
     header = ("model", "kind", "name", "group", "accuracy", "low", "high", "interval", "seeds", "test_images")
-    writer.writerow((*header, "published_files"))
+    yield (*header, "published_files")
     for column in table:
         for task in TASKS:
             if score := column.tasks.get(task.name):
                 values = (*_csv_values(score), int(task.name not in column.unpublished))
-                writer.writerow((column.name, "task", task.name, task.group, *values))
+                yield (column.name, "task", task.name, task.group, *values)
         for name, score in column.means.items():
             values = (*_csv_values(score), int(not set(members()[name]) & set(column.unpublished)))
-            writer.writerow((column.name, "mean", "all" if name == OVERALL else name, "", *values))
-    return buffer.getvalue()
+            yield (column.name, "mean", "all" if name == OVERALL else name, "", *values)
 
 
 def for_mlflow(column: Column) -> tuple[dict[str, float], dict[str, str]]:

@@ -20,7 +20,7 @@ from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
 from pipeline.model import files
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, facts_of
-from pipeline.settings.transfer import ProtocolConfig, VtabConfig
+from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Setting, VtabCell, view_of, warmup_steps
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
@@ -302,3 +302,14 @@ def cell_name(cell: VtabCell) -> str:
         return f"{cell.task.name}-probe"
     setting, length = cell.setting, str(cell.setting.length).replace(" ", "_")
     return f"{cell.task.name}-{cell.stage}-lr{setting.lr!r}-wd{setting.weight_decay!r}-{length}-seed{cell.seed}"
+
+
+def score_row(cell: VtabCell, outcome: Outcome, val_accuracy: float | None = None) -> dict[str, Any]:
+    """A row of results.json. val_accuracy: of the setting chosen; a probe's outcome has its own."""
+    setting = cell.setting
+    return {
+        "task": cell.task.name, "seed": cell.seed, "accuracy": outcome["accuracy"], "num_test": outcome["num_images"],
+        "learning_rate": setting.lr if setting else None, "weight_decay": setting.weight_decay if setting else None,
+        "steps": outcome["steps"], "val_accuracy": outcome.get("val_accuracy", val_accuracy),
+        **{name: outcome[name] for name in ("l2", "neighbours") if name in outcome},
+    }  # fmt: skip

@@ -25,9 +25,18 @@ from pipeline.evaluate.loaded_model import output_folder
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
-from pipeline.settings.transfer import VtabConfig
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words, read_results, unpublished_warning
-from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
+from pipeline.transfer.sweep import (
+    Outcome,
+    Sweep,
+    cell_name,
+    open_sweep,
+    protocol_sha256,
+    protocol_title,
+    score_row,
+    settings_of,
+)
 from pipeline.transfer.sweep_progress import SweepProgress
 from pipeline.transfer.track.children import Pace
 from pipeline.transfer.track.sweep_page import SweepPage
@@ -70,7 +79,7 @@ def run(
         _run(sweep, finals, outcomes, failed, progress, page, run_jobs)
 
         # ------------------------------------------------------------------ results
-        scores = [_score(cell, outcomes[cell], chosen[cell.task.name][1]) for cell in finals if cell in outcomes]
+        scores = [score_row(cell, outcomes[cell], chosen[cell.task.name][1]) for cell in finals if cell in outcomes]
         failures = [
             {"task": cell.task.name, "cell": cell_name(cell), "seed": cell.seed, "reason": failed[cell]}
             for cell in [*searches, *finals] if cell in failed
@@ -142,17 +151,6 @@ def _header(sweep: Sweep, contamination: dict[str, int | None]) -> dict[str, Any
         "contamination": contamination,
         "unpublished": sweep.unpublished,
     }
-
-
-def _score(cell: VtabCell, outcome: dict[str, Any], val_accuracy: float | None) -> dict[str, Any]:
-    """A row of results.json. val_accuracy: of the setting chosen; a probe's outcome has its own."""
-    setting = cell.setting
-    return {
-        "task": cell.task.name, "seed": cell.seed, "accuracy": outcome["accuracy"], "num_test": outcome["num_images"],
-        "learning_rate": setting.lr if setting else None, "weight_decay": setting.weight_decay if setting else None,
-        "steps": outcome["steps"], "val_accuracy": outcome.get("val_accuracy", val_accuracy),
-        **{name: outcome[name] for name in ("l2", "neighbours") if name in outcome},
-    }  # fmt: skip
 
 
 def _with_earlier(results: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -44,9 +44,9 @@ from pipeline.objectives.classification import Classification
 from pipeline.objectives.objective import Inputs, Objective
 from pipeline.objectives.optimizers import learning_rate
 from pipeline.process.distributed import Ranks, use_exact_arithmetic
+from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import AugmentConfig, OptimizerConfig
-from pipeline.settings.transfer import ProtocolConfig, VtabConfig
 from pipeline.train.loop import training_step
 from pipeline.transfer.vtab_tasks import Task
 

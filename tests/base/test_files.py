@@ -15,8 +15,8 @@ from pipeline.estimate.measured import read_measured
 from pipeline.evaluate.predict import read_class_names
 from pipeline.lifecycle.hosts import read_hostfile
 from pipeline.settings import schema
-from pipeline.settings.operate import PlanConfig
-from pipeline.settings.weights import PredictConfig
+from pipeline.settings.commands.operate import PlanConfig
+from pipeline.settings.commands.weights import PredictConfig
 from pipeline.settings.yaml_reader import read_yaml
 
 

@@ -18,7 +18,7 @@ from data_tools.sharding import index, shard
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.settings.data import DedupConfig, IndexConfig, ShardConfig, VerifyConfig
+from pipeline.settings.commands.data import DedupConfig, IndexConfig, ShardConfig, VerifyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """

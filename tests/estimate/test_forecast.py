@@ -14,7 +14,7 @@ from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe, readers, run, to_dict
 from pipeline.estimate.memory import rank_memory
 from pipeline.settings import schema
-from pipeline.settings.operate import PlanConfig
+from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import RunConfig
 from pipeline.train import setup
 from pipeline.train.run import run_training

@@ -14,8 +14,8 @@ from pipeline.base.errors import UserError
 from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe
 from pipeline.settings import schema
-from pipeline.settings.bench import RecordConfig
-from pipeline.settings.operate import PlanConfig
+from pipeline.settings.commands.bench import RecordConfig
+from pipeline.settings.commands.operate import PlanConfig
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "pretrain" / "vit_l16_imagenet21k.yaml"
 GIVEN = ["samples=14.2e6", "classes=21841"]

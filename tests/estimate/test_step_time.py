@@ -24,7 +24,7 @@ from pipeline.estimate.step_time import (
 from pipeline.model import Config, configure, num_parameters, training_flops_per_image
 from pipeline.monitor.gpus import Gpu, find_gpu
 from pipeline.settings import schema
-from pipeline.settings.operate import PlanConfig
+from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import RunConfig
 
 REQUIRED = ["name=x", "data.path=x", "train.length=90 epochs", "model.name=ViT-L/16", "samples=14.2e6", "classes=1000"]

@@ -12,7 +12,7 @@ import torch
 from pipeline.base.errors import UserError
 from pipeline.evaluate import export
 from pipeline.model import create, load, resample_positions, save
-from pipeline.settings.weights import ExportConfig
+from pipeline.settings.commands.weights import ExportConfig
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tarfile
@@ -22,7 +21,7 @@ from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.adhoc_split import open_adhoc_split
 from pipeline.evaluate import predict
 from pipeline.settings import schema
-from pipeline.settings.weights import PredictConfig
+from pipeline.settings.commands.weights import PredictConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 8
@@ -61,9 +60,8 @@ def files_of(data: Dataset) -> list[bytes]:
 
 
 def test_table_of_a_data_set_is_what_the_model_says(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
-    command = runpy.run_path(str(ROOT / "launch" / "predict.py"))["predict"]
     settings = [f"weights={weights}", f"images={data.path}", "device=cpu", "top=2", f"out={tmp_path / 'table.csv'}"]
-    command(schema.load(PredictConfig, None, settings))
+    predict.run(schema.load(PredictConfig, None, settings))
     said = capsys.readouterr().out
     assert "val3  cannot be read: no image: begins with b'no image'" in said
     assert f"6 images, 1 of them unreadable. table: {tmp_path / 'table.csv'}" in said

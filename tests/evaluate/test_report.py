@@ -28,8 +28,8 @@ from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import TrackConfig
-from pipeline.settings.weights import ScoreConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE, K = 8, 6

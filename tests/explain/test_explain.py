@@ -17,7 +17,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.explain import explain, figures, galleries
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.settings import schema
-from pipeline.settings.weights import ExplainConfig
+from pipeline.settings.commands.weights import ExplainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 16

@@ -1,7 +1,6 @@
 """launch/features.py: the vectors are the model's own, for any place of images; similar images are those of numpy."""
 
 import io
-import runpy
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,8 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.explain import features
 from pipeline.settings import schema
-from pipeline.settings.weights import FeaturesConfig
+from pipeline.settings.commands.weights import FeaturesConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 SIDE, NUM_IMAGES, BAD = 8, 9, 4
 CLASSES = ["ant", "bee"]
 
@@ -62,8 +60,7 @@ def test_the_table_has_what_the_head_reads(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights, out = save(tmp_path / "random.pt", representation=True), tmp_path / "table.parquet"
-    command = runpy.run_path(str(ROOT / "launch" / "features.py"))["features"]
-    command(schema.load(FeaturesConfig, None, settings(weights, photos, out)))
+    features.run(schema.load(FeaturesConfig, None, settings(weights, photos, out)))
     said = capsys.readouterr().out
     assert "4.png  cannot be read: no image: begins with b'junk'" in said
     assert f"9 images, 1 of them unreadable, 32 features each. table: {out}" in said

@@ -34,7 +34,7 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.retry import StorageError
 from pipeline.settings.command import mistakes_in_one_line
-from pipeline.settings.data import ShardConfig, VerifyConfig
+from pipeline.settings.commands.data import ShardConfig, VerifyConfig
 from pipeline.settings.run import AugmentConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from raw_images import jpeg
 
 from data_tools.sources import list_source
 from pipeline.base.errors import UserError
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 NUM_TABLES = 500
 SEED = 27

@@ -20,18 +20,18 @@ import pytest
 from review_runs import write_run
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import table_csv
 from pipeline.base.page import markdown, single_file
 from pipeline.checkpoint.store import Checkpoints
-from pipeline.evaluate.render import table_csv
+from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.metrics_file import read_metrics, repair
 from pipeline.monitor.page_folder import PageFolder, describe
-from pipeline.review import compare, report, sync
+from pipeline.review import budgets, compare, report, sync
 from pipeline.review.reader import RunReader, from_folder
 from pipeline.review.record import parse_predictions
 from pipeline.study.report import report as study_report
 from pipeline.study.report.answers import answer
 from pipeline.study.results import CellResult, StudyResults, read_results
-from pipeline.train.logged_models import logged_models
 from pipeline.transfer import report as sweep_report
 from pipeline.transfer.score_table import columns
 from pipeline.transfer.vtab_tasks import TASKS
@@ -101,7 +101,7 @@ class Pages:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number = 0
-        for module, name in ((report, "draw_run"), (compare, "draw_curves")):
+        for module, name in ((report, "draw_run"), (budgets, "draw_curves")):
             monkeypatch.setattr(module, name, self._sometimes(getattr(module, name)))
 
     def _sometimes(self, draw: Callable[..., bytes | None]) -> Callable[..., bytes | None]:
@@ -121,7 +121,7 @@ class Pages:
         self.number += 1
         records = compare.named([from_folder(folder) for folder in folders])
         groups = compare.groups_of(records)
-        blocks = list(compare.page(records, groups, compare.curves(records)))
+        blocks = list(compare.page(records, groups, budgets.curves(records)))
         single_file("x", blocks).encode()
         table_csv([compare.table_row(name, record) for name, record in records.items()])
         assert "/" not in compare.folder_name(list(records))

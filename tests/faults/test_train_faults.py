@@ -24,7 +24,7 @@ from pipeline.monitor.run_page import metric_name
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
-from pipeline.settings.operate import SamplesConfig
+from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
 

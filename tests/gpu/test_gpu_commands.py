@@ -13,8 +13,8 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.evaluate import export, predict
 from pipeline.explain import explain
 from pipeline.settings import schema
-from pipeline.settings.transfer import VtabConfig
-from pipeline.settings.weights import ExplainConfig, ExportConfig, PredictConfig
+from pipeline.settings.commands.transfer import VtabConfig
+from pipeline.settings.commands.weights import ExplainConfig, ExportConfig, PredictConfig
 from pipeline.transfer.sweep import settings_of
 from pipeline.transfer.vtab_cell import SweepJob, VtabCell, run_cell
 from pipeline.transfer.vtab_tasks import TASKS

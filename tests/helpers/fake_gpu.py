@@ -132,9 +132,9 @@ def plain_step() -> dict[str, Any]:
     from pipeline.model import build, configure
     from pipeline.objectives import optimizers
     from pipeline.objectives.classification import Classification
+    from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
     from pipeline.settings.quantities import Length
     from pipeline.settings.run import OptimizerConfig
-    from pipeline.settings.transfer import ProtocolConfig, VtabConfig
     from pipeline.train.loop import training_step
     from pipeline.transfer.vtab_cell import _PlainTrainer
 

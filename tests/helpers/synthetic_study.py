@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from pipeline.study.results import CellResult, Question, StudyResults
+from pipeline.settings.commands.study import Question
+from pipeline.study.results import CellResult, StudyResults
 
 FLOOR, SCALE, EXPONENT = 0.1, 0.3, 0.3
 
@@ -22,7 +23,7 @@ def cell(
     name: str = "top1",
 ) -> CellResult:
     """A cell at x images or exaFLOPs; score None: without one."""
-    size, exaflops = (round(x), 0.01) if question == "data_size" else (50_000, x)
+    size, exaflops = (round(x), 0.01) if question in ("data_size", "labels") else (50_000, x)
     scores = {name: score} if score is not None else {}
     return CellResult(
         f"{model}-{x:g}-seed{seed}", model, family, 1_000_000, size, max(1, round(1000 * x)), 64_000, exaflops, seed,
@@ -80,3 +81,17 @@ def ablation(seeds: int = 3, noise: float = 0.003, score: str = "top1") -> Study
         for seed in range(seeds)
     ]
     return study("ablation", cells, score)
+
+
+def labels(seeds: int = 3, noise: float = 0.003) -> StudyResults:
+    """Weights gain 12 points with 500 labelled images, 6 with 5,000, and nothing with 50,000."""
+    generator = np.random.default_rng(6)
+    scratch = {500: 0.30, 5000: 0.55, 50_000: 0.80}
+    gains = {"scratch": (0.0, 0.0, 0.0), "mae": (0.05, 0.03, 0.0), "dino": (0.12, 0.06, 0.0)}
+    cells = [
+        cell(name, name, size, seed, float(mean + gain + noise * generator.standard_normal()), "labels")
+        for name, of_size in gains.items()
+        for (size, mean), gain in zip(scratch.items(), of_size, strict=True)
+        for seed in range(seeds)
+    ]
+    return study("labels", cells)

@@ -25,7 +25,7 @@ from PIL import Image
 from raw_images import encoded, write_folder, write_tar, write_zip
 
 from data_tools.vtab import split
-from pipeline.settings.data import VtabPrepareConfig
+from pipeline.settings.commands.data import VtabPrepareConfig
 
 # Samples are enough for splits of these sizes: the tests make the real ones, 800 and 200, smaller.
 NUM_TRAIN, NUM_VAL = 20, 5

@@ -1,7 +1,7 @@
 """A host with a slow network is told from one that was busy for a moment."""
 
 from pipeline.lifecycle.host_check import ask_all, problems
-from pipeline.settings.operate import HostsConfig
+from pipeline.settings.commands.operate import HostsConfig
 
 SLOTS = {"node1": 1, "node2": 1, "node3": 1}
 ANSWER = {

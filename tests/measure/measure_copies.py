@@ -30,7 +30,7 @@ from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.settings.data import DedupConfig
+from pipeline.settings.commands.data import DedupConfig
 
 THRESHOLDS = (0.05, 0.1, 0.12, 0.14, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4)
 BATCH = 4096

@@ -65,7 +65,8 @@ def profile(x: np.ndarray, errors: np.ndarray, at: float, noise: Noise | None = 
     fit = fitted(x, errors, noise)
     found = fit.expected(at)
     parameters = [(estimate.low, estimate.high) for estimate in (fit.floor, fit.scale, fit.exponent)]
-    return [*parameters, (found.mean_low, found.mean_high), (found.low, found.high)], fit.says_something
+    _, (low,), (high,) = fit.curve(np.array([at]))
+    return [*parameters, (low, high), (found.low, found.high)], not fit.why_not
 
 
 def bootstrap(redraw: Callable[..., Iterator[tuple[np.ndarray, np.ndarray]]]) -> Callable:
@@ -143,7 +144,7 @@ def called_better(design: Design, draws: int) -> float:
     is_called = []
     for draw in range(draws):
         fits = {name: fitted(*design.draw(LAWS["usual"], rng)[:2]) for name in "ab"}
-        if all(fit.says_something for fit in fits.values()):
+        if all(not fit.why_not for fit in fits.values()):
             best = compute_optimal(fits, design.next_size, seed=draw, draws=400)
             is_called.append(best.probability > 0.975)
     return float(np.mean(is_called))

@@ -31,7 +31,7 @@ from pipeline.lifecycle import samples
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
-from pipeline.settings.operate import SamplesConfig
+from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.quantities import Limit
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume

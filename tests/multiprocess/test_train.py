@@ -30,8 +30,8 @@ from pipeline.objectives.optimizers import learning_rate
 from pipeline.process.committed import read_checksums
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
+from pipeline.settings.commands.weights import WeightsConfig
 from pipeline.settings.run import AugmentConfig, RunConfig
-from pipeline.settings.weights import WeightsConfig
 from pipeline.train import resume
 
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")

@@ -16,7 +16,7 @@ from pipeline.evaluate.loaded_model import load_model
 from pipeline.model import MaskedViT, VisionTransformer, build, configure
 from pipeline.objectives.masked_patches import Masking
 from pipeline.objectives.objective import mean_of_valid
-from pipeline.settings.weights import WeightsConfig
+from pipeline.settings.commands.weights import WeightsConfig
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,9 @@ from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.settings import schema
-from pipeline.settings.data import VerifyConfig
+from pipeline.settings.commands.data import VerifyConfig
+from pipeline.settings.commands.weights import WeightsConfig
 from pipeline.settings.run import RunConfig
-from pipeline.settings.weights import WeightsConfig
 
 ARCHIVE = Path(__file__).with_name("made_2026-11-22.tar.xz")
 FINGERPRINT = "17839809249480c4"

@@ -11,8 +11,9 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.process.outputs import Holds, Output, kind_of, try_output, try_outputs
-from pipeline.settings import data, operate, reports, run, schema, study, transfer, weights
+from pipeline.settings import run, schema
 from pipeline.settings.command import main
+from pipeline.settings.commands import data, operate, reports, study, transfer, weights
 
 ROOT = Path(__file__).parents[2]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]

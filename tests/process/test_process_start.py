@@ -54,7 +54,7 @@ def test_ctrl_c_that_is_ignored_stays_so() -> None:
 def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
     script = (
         "import sys, time; from pipeline.process.start import guard; guard('__main__'); sys.argv = ['x', 'source=a', 'out=b']\n"
-        "from pipeline.settings.command import main; from pipeline.settings.data import ShardConfig\n"
+        "from pipeline.settings.command import main; from pipeline.settings.commands.data import ShardConfig\n"
         "def work(config):\n"
         "    try: print('ready', flush=True); time.sleep(20)\n"
         "    finally: print('tidied up')\n"

@@ -20,7 +20,7 @@ from pipeline.review import budgets, compare
 from pipeline.review.reader import from_folder
 from pipeline.review.statistics import STUDENT, by_evaluation
 from pipeline.settings import schema
-from pipeline.settings.reports import CompareConfig
+from pipeline.settings.commands.reports import CompareConfig
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.vtab_tasks import TASKS
 
@@ -203,7 +203,7 @@ def test_losses_that_cannot_be_compared_share_no_figure(tmp_path: Path) -> None:
     d = write_run(tmp_path / "d", "data.train_split=test", evaluations=evaluations, train_split="test")
 
     def drawn(*folders: Path) -> dict[str, str]:
-        pictures = compare.curves(compare.named([from_folder(folder) for folder in folders]))
+        pictures = budgets.curves(compare.named([from_folder(folder) for folder in folders]))
         return {picture.name: picture.about.partition(" against")[0] for picture in pictures}
 
     assert drawn(a, c) == {

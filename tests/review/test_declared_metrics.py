@@ -11,7 +11,7 @@ from pipeline.base.page import PngImage, Table, markdown
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.tracking import default_uri
-from pipeline.review import compare, report
+from pipeline.review import budgets, compare, report
 from pipeline.review.reader import RunReader, from_folder, from_mlflow
 from pipeline.review.record import RunRecord
 
@@ -63,7 +63,7 @@ def test_a_comparison_ranks_and_draws_them(runs: list[RunRecord]) -> None:
     )
     assert [row[0] for row in ranking.rows] == ["b", "a"]  # Lower is better.
     assert "more than noise" not in text  # Tests are of proportions of images.
-    assert [picture.name for picture in compare.curves(records)] == [
+    assert [picture.name for picture in budgets.curves(records)] == [
         "training_loss.png", "metric_alignment.png", "metric_kept.png", "metric_train_collapse_rank.png",
     ]  # fmt: skip
 

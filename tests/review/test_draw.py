@@ -17,14 +17,16 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate import report
 from pipeline.evaluate.classify import Predictions, label_table
+from pipeline.evaluate.render import draw_confusion
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.tracking import default_uri
 from pipeline.review.draw import draw, others
-from pipeline.review.figures import draw_matrix, draw_run, draw_worst, read_predictions
+from pipeline.review.figures import draw_run, draw_worst
 from pipeline.review.reader import from_folder
+from pipeline.review.record import parse_predictions
 from pipeline.settings import schema
-from pipeline.settings.weights import ScoreConfig
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train.drawing import DrawingProcess
 
 OF_EVALUATION = {"confusion.png", "worst_classes.png", "predictions.png"}
@@ -72,7 +74,7 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
 
 
 def test_kept_predictions_are_those_of_the_weights(trained: Path, dataset: Path, tmp_path: Path) -> None:
-    found = read_predictions(trained / "page" / "predictions.npz")
+    found = parse_predictions((trained / "page" / "predictions.npz").read_bytes(), "", "probability")
     overrides = [f"weights={trained}", f"data={dataset}", "shots=0", f"out={tmp_path}", "device=cpu"]
     scores = report.run(schema.load(ScoreConfig, None, overrides))
     assert len(found.rows) == scores["num_samples"]
@@ -127,8 +129,8 @@ def test_few_and_many_classes(num_classes: int, tmp_path: Path) -> None:
         file, rows=np.arange(3000), true=true, predicted=predicted, probability=rng.random(3000).astype(np.float32)
     )
     names = [f"class number {number} with $a_long name" for number in range(num_classes)]
-    found = read_predictions(file)
-    for content in (draw_matrix(found, names), draw_worst(found, names)):
+    found = parse_predictions(file.read_bytes(), str(file), "probability")
+    for content in (draw_confusion(found.true, found.predicted, names), draw_worst(found, names)):
         assert content is not None
         width, height = Image.open(io.BytesIO(content)).size
         assert 300 < width < 2000

@@ -20,7 +20,7 @@ from pipeline.monitor.tracking import default_uri
 from pipeline.review import lineage, report
 from pipeline.review.reader import RunReader, from_folder, from_mlflow, open_store
 from pipeline.settings import schema
-from pipeline.settings.reports import RunReportConfig
+from pipeline.settings.commands.reports import RunReportConfig
 
 
 def reader(out: Path) -> RunReader:

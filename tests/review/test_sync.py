@@ -20,7 +20,7 @@ from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.review.sync import run
 from pipeline.settings import schema
-from pipeline.settings.reports import SyncConfig
+from pipeline.settings.commands.reports import SyncConfig
 from pipeline.settings.run import TrackConfig
 
 FAST = SenderTimeouts(poll=0.05, retry=(0.05,), finish=0.5)

@@ -9,10 +9,10 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, decisive, differences, facts_of
+from pipeline.settings.commands.transfer import ProtocolConfig
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, RunConfig, TrainConfig
 from pipeline.settings.schema import setting
-from pipeline.settings.transfer import ProtocolConfig
 
 # The beginnings of names by which resuming, and grids and studies, knew settings before each said it itself.
 FIXED = (

@@ -1,5 +1,6 @@
 """How a command ends: one line and 2 for a mistake of the user, a traceback for one of ours."""
 
+import ast
 import errno
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.settings import command
 from pipeline.settings.command import main
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,7 +143,7 @@ def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path) -> None:
     for lines in (1, 100_000):
         script = (
             "import sys; sys.argv = ['x.py', 'source=a', 'out=b']; from pipeline.settings.command import main; "
-            "from pipeline.settings.data import ShardConfig; "
+            "from pipeline.settings.commands.data import ShardConfig; "
             f"main(ShardConfig, lambda config: [print('line') for _ in range({lines})], '')"
         )
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -209,3 +210,24 @@ def test_help_shows_percent_signs(capsys: pytest.CaptureFixture[str], monkeypatc
     printed = capsys.readouterr().out
     assert "About." in printed
     assert command.fields_help(ShardConfig).splitlines()[-1].strip() in printed
+
+
+def test_a_module_that_a_command_names_has_a_function_run_for_its_settings() -> None:
+    """Neither mypy nor an import checks a name that is a text."""
+    named = {}
+    for file in (ROOT / "launch").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            arguments = getattr(node, "args" if isinstance(node, ast.Call) else "elts", None) or [None]
+            match arguments:
+                case [ast.Name(settings), ast.Constant(str(module)), *_] if module.startswith(
+                    ("pipeline.", "data_tools.")
+                ):
+                    named[module] = settings
+    assert len(named) > 10
+    for module, settings in named.items():
+        written = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
+        (function,) = [node for node in written if isinstance(node, ast.FunctionDef) and node.name == "run"]
+        first, *others = function.args.args
+        assert isinstance(first.annotation, ast.Name), module
+        assert first.annotation.id == settings, module
+        assert len(others) <= len(function.args.defaults), module

@@ -11,7 +11,8 @@ import pytest
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.estimate.plan import make_plan
-from pipeline.settings import data, operate, reports, schema, study, transfer, weights
+from pipeline.settings import schema
+from pipeline.settings.commands import data, operate, reports, study, transfer, weights
 from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]

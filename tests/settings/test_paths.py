@@ -12,11 +12,12 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import checkpoint_folder
-from pipeline.settings import bench, data, operate, reports, run_sections, schema, study, transfer, weights
+from pipeline.settings import run_execution, run_sections, schema
+from pipeline.settings.commands import bench, data, operate, reports, study, transfer, weights
 from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
-MODULES = (bench, data, operate, reports, run_sections, study, transfer, weights)
+MODULES = (bench, data, operate, reports, run_execution, run_sections, study, transfer, weights)
 CLASSES = {
     c for module in MODULES for c in vars(module).values() if dataclasses.is_dataclass(c) and isinstance(c, type)
 }

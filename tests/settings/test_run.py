@@ -19,15 +19,15 @@ from pipeline.base.metric import Metric
 from pipeline.estimate.plan import make_plan
 from pipeline.model import ViTConfig
 from pipeline.objectives.optimizers import peak_rate
-from pipeline.settings import data as data_settings
-from pipeline.settings import operate as tools_settings
-from pipeline.settings import reports as suite_settings
 from pipeline.settings import run as settings
-from pipeline.settings import run_sections, schema
-from pipeline.settings import study as study_settings
-from pipeline.settings import transfer as transfer_settings
-from pipeline.settings import weights as weights_settings
-from pipeline.settings.data import IndexConfig, ShardConfig, VtabPrepareConfig
+from pipeline.settings import run_execution, run_sections, schema
+from pipeline.settings.commands import data as data_settings
+from pipeline.settings.commands import operate as tools_settings
+from pipeline.settings.commands import reports as suite_settings
+from pipeline.settings.commands import study as study_settings
+from pipeline.settings.commands import transfer as transfer_settings
+from pipeline.settings.commands import weights as weights_settings
+from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.settings.quantities import Length, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.grid import make_run
@@ -36,8 +36,8 @@ from pipeline.transfer.vtab_cell import warmup_steps
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {
-    **vars(run_sections), **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings), **vars(transfer_settings),
-    **vars(suite_settings), **vars(study_settings), "SplitChoice": run_sections.DataConfig,  # The protocol by which data/ reads it.
+    **vars(run_sections), **vars(run_execution), **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings),
+    **vars(transfer_settings), **vars(suite_settings), **vars(study_settings), "SplitChoice": run_sections.DataConfig,  # The protocol by which data/ reads it.
 }  # fmt: skip
 # Classes that hold settings: class -> (where, which).
 HOLDERS = {
@@ -202,7 +202,7 @@ def test_every_field_is_read_outside_of_config() -> None:
     found: set[tuple[type, str]] = {(run_sections.ModelConfig, field.name) for field in dataclasses.fields(ViTConfig)}
     for folder in ("pipeline", "data_tools", "launch"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path.parent.name != "settings":
+            if "settings" not in path.relative_to(ROOT).parts:
                 found |= reads_of(path.read_text())
     unread = [
         f"{cls.__name__}.{field}" for command in COMMANDS for cls, field in leaves(command) if (cls, field) not in found

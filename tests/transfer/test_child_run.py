@@ -10,9 +10,9 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
-from pipeline.settings.reports import GridConfig
+from pipeline.settings.commands.reports import GridConfig
+from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import RunConfig
-from pipeline.settings.study import StudyConfig
 from pipeline.transfer import child_run
 
 COMMAND = """

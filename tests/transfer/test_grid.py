@@ -20,8 +20,8 @@ from pipeline.data.dataset.subset import hold_out
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.review import compare
 from pipeline.settings import schema
+from pipeline.settings.commands.reports import CompareConfig, GridConfig
 from pipeline.settings.quantities import Limit
-from pipeline.settings.reports import CompareConfig, GridConfig
 from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun, read_outcome
 

@@ -15,7 +15,7 @@ from pipeline.lifecycle.run_folder import RESUME
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings import schema
-from pipeline.settings.reports import GridConfig
+from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.run import TrackConfig
 from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun

@@ -18,9 +18,9 @@ from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
-from pipeline.settings.reports import VtabReportConfig
+from pipeline.settings.commands.reports import VtabReportConfig
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.run import TrackConfig
-from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import report, vtab
 from pipeline.transfer.track.children import ChildSender, NestedRun, Pace
 from pipeline.transfer.track.sweep_page import tracking_uri

@@ -18,7 +18,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import remembering_train_view, train_view
 from pipeline.evaluate.probes import fewshot
 from pipeline.settings import schema
-from pipeline.settings.transfer import VtabConfig
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer.sweep import settings_of
 from pipeline.transfer.vtab_cell import SweepJob, VtabCell, finetune, reader, run_cell, train_model, view_of
 from pipeline.transfer.vtab_tasks import TASKS

@@ -17,7 +17,7 @@ from pipeline.evaluate import intervals
 from pipeline.review import report as run_report
 from pipeline.review.reader import from_folder
 from pipeline.settings import schema
-from pipeline.settings.reports import VtabReportConfig
+from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.transfer import report
 from pipeline.transfer.published import PAPER
 from pipeline.transfer.score_table import OVERALL, column_as_published, columns, members, read_results

@@ -16,8 +16,8 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
-from pipeline.settings.reports import VtabReportConfig
-from pipeline.settings.transfer import VtabConfig
+from pipeline.settings.commands.reports import VtabReportConfig
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer import report, vtab
 from pipeline.transfer.sweep import cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.track.sweep_page import _facts

@@ -19,7 +19,7 @@ from data_tools.bench.record import BenchRecord
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.data.loading.views import Views, train_views
-from pipeline.settings.data import BenchConfig
+from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.run import AugmentConfig
 
 SETTINGS = {

@@ -22,7 +22,7 @@ from pipeline.data.loading.loader import Loader, train_requests
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import ViewWriter, train_view
-from pipeline.settings.data import BenchConfig, ShardConfig
+from pipeline.settings.commands.data import BenchConfig, ShardConfig
 from pipeline.settings.run import AugmentConfig
 
 _SHORT = 256

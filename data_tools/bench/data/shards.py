@@ -21,7 +21,7 @@ from data_tools.sharding.shard import make_jobs, make_plan
 from data_tools.sharding.write_shard import PARTS, write_shard
 from data_tools.sources import list_source
 from pipeline.base.words import counted
-from pipeline.settings.data import BenchConfig, ShardConfig
+from pipeline.settings.commands.data import BenchConfig, ShardConfig
 
 _SHORT, _QUALITY, _PER_SHARD = 256, 95, 500
 _OURS = "pandas"  # Imported before timing, because pyarrow imports it, which takes half a second.

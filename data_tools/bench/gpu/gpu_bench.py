@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from data_tools.bench.apart import reason, rows_apart
+from data_tools.bench.apart import Row, reason, rows_apart
 from data_tools.bench.gpu import gpu_step
 from data_tools.bench.gpu.gpu_report import Exactness, write_report
 from data_tools.bench.gpu.gpu_step import ATTENTIONS, Case, Setup
@@ -26,12 +26,11 @@ from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.estimate.memory import rank_memory
-from pipeline.settings.bench import GpuBenchConfig
-from pipeline.settings.operate import TrainBenchConfig
+from pipeline.settings.commands.bench import GpuBenchConfig
+from pipeline.settings.commands.operate import TrainBenchConfig
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 
-Row = dict[str, Any]
 _MODELS = {"cuda": ["ViT-L/16@224", "ViT-H/14@224", "ViT-L/16@384", "ViT-B/16@224"], "cpu": ["ViT-mu/16@32"]}
 _MAX_TOKENS, _MAX_BATCH = 32_768, 16_384
 # A measurement is not begun with less time left, and that for the report is kept.
@@ -152,30 +151,21 @@ class GpuBench:
 
     def _from_shards(self, case: Case, best: Setup) -> None:
         """The engine on real shards of generated JPEGs, with a checkpoint in each round and few or many log lines."""
-        if not self._is_wanted("shards"):
-            return
-        with tempfile.TemporaryDirectory() as path:
-            self._from_shards_in(Path(path), case, best)
-
-    def _from_shards_in(self, folder: Path, case: Case, best: Setup) -> None:
-        rows = self._apart(
-            "shards made",
-            _make_shards,
-            (folder, _NUM_IMAGES if case.device == "cuda" else 8 * case.batch),
-            _PART_SECONDS,
-        )
-        if any("failed" in row for row in rows) or not rows:
-            return
+        num_images = _NUM_IMAGES if case.device == "cuda" else 8 * case.batch
         plain = self.exactness.milliseconds(self.record.rows, case, Setup()) or 200.0
         steps = max(2, round(3e3 * case.seconds / plain))
-        for log_every in (0, 1):
-            config = TrainBenchConfig(
-                model=case.model, image_size=case.pixels, batch=case.batch, precision="bf16", steps=steps, rounds=2,
-                data=str(folder / "shards"), decoders=self.config.decoders, log_every=log_every, compile=bool(best.compile),
-                peak_tflops=0.0 if self.config.device == "cuda" else 0.1,
-            )  # fmt: skip
-            name = f"shards {case.name}, batch {case.batch}, a log line every {counted(log_every or steps, 'step')}"
-            self._apart(name, _train_from_shards, (config,), _PART_SECONDS)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = self._apart("shards made", _make_shards, (Path(folder), num_images), _PART_SECONDS)
+            if any("failed" in row for row in rows) or not rows:
+                return
+            for log_every in (0, 1):
+                config = TrainBenchConfig(
+                    model=case.model, image_size=case.pixels, batch=case.batch, precision="bf16", steps=steps, rounds=2,
+                    data=f"{folder}/shards", decoders=self.config.decoders, log_every=log_every, compile=bool(best.compile),
+                    peak_tflops=0.0 if self.config.device == "cuda" else 0.1,
+                )  # fmt: skip
+                name = f"shards {case.name}, batch {case.batch}, a log line every {counted(log_every or steps, 'step')}"
+                self._apart(name, _train_from_shards, (config,), _PART_SECONDS)
 
     def _largest_batch(self, case: Case) -> None:
         """The largest micro-batch of the engine that fits, from the predicted one on: in steps of a tenth, then of a 40th."""
@@ -289,7 +279,7 @@ def _make_shards(folder: Path, images: int) -> Iterator[Row]:
     from data_tools.sharding.write_shard import PARTS, part_path, write_shard
     from data_tools.sources import list_source
     from pipeline.data.dataset.manifest import write_dataset
-    from pipeline.settings.data import ShardConfig
+    from pipeline.settings.commands.data import ShardConfig
 
     write_generated(folder / "distinct", _NUM_DISTINCT)
     files = write_raw(folder / "distinct", source := folder / "raw", images)

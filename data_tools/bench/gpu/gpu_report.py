@@ -1,18 +1,16 @@
 """What the rows of `bench.py gpu` say: which configurations are exact, which is the fastest, and the tables."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
+from data_tools.bench.apart import Row
 from data_tools.bench.gpu import roofline
 from data_tools.bench.gpu.gpu_step import Case, Setup
 from data_tools.bench.record import BenchRecord, markdown
 from pipeline.base.words import counted
 from pipeline.estimate.measured import Fastest
 from pipeline.model import training_flops_per_image
-from pipeline.monitor.gpus import find_gpu
-
-Row = dict[str, Any]
+from pipeline.monitor.gpus import Gpu, find_gpu
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def _steps(rows: Sequence[Row], exactness: Exactness, sheet: float, product: flo
     return markdown(heads, lines)
 
 
-def _bounds(rows: Sequence[Row], sheet: roofline.Sheet | None, product: float) -> str:
+def _bounds(rows: Sequence[Row], sheet: Gpu | None, product: float) -> str:
     """Lower bounds of each model's step, at the data sheet's peak and at the measured matrix product."""
     lines = []
     for case in _cases(rows) if sheet else ():
@@ -196,28 +194,34 @@ def _operations(rows: Sequence[Row], device: str) -> list[str]:
     for row in rows:
         if not row["name"].startswith("operations") or "operations" not in row:
             continue
-        sheet = roofline.find_sheet(device)
         tables.append(f"{row['name']}, batch {row['batch']}, microseconds of one block")
-        tables.append(predictions(_case(row["model"], row["batch"]), sheet, row["operations"]))
+        tables.append(predictions(_case(row["model"], row["batch"]), roofline.find_sheet(device), row["operations"]))
     return tables
 
 
-def predictions(case: Case, sheet: roofline.Sheet | None, measured: dict[str, float] | None) -> str:
-    """Markdown of `roofline.table`. Without a data sheet there are no predictions."""
-    rows = roofline.table(case.config, case.batch, sheet, measured)
+def predictions(case: Case, gpu: Gpu | None, measured: Mapping[str, float]) -> str:
+    """Markdown of the operations of one block, and of the last two, of the whole step. gpu: None predicts nothing.
+
+    measured: seconds of a step, as `roofline.measured_rows` returns.
+    """
+    lines = []
+    for o in roofline.operations(case.config, case.batch):
+        predicted = [None if gpu is None else o.seconds(gpu, is_fused) for is_fused in (False, True)]
+        # The softmax is in the same kernel as the products.
+        seconds = None if o.name == "attention softmax" else measured.get(o.name)
+        lines.append(
+            [
+                o.name + ("" if o.in_block else " (whole step)"), f"{o.flops / 1e9:,.1f}", f"{o.bytes / 1e6:,.0f}",
+                *(_us(seconds_of, "") for seconds_of in predicted),
+                _us(seconds and seconds / (case.config.depth if o.in_block else 1), "not measured"),
+            ]
+        )  # fmt: skip
     heads = ["operation, forward + backward", "GFLOP", "MB", "predicted us", "fused us", "measured us"]
-    lines = [
-        [
-            row["operation"], f"{row['gflop']:,.1f}", f"{row['megabytes']:,.0f}", _us(row["predicted_us"], ""),
-            _us(row["predicted_fused_us"], ""), _us(row["measured_us"], "not measured"),
-        ]
-        for row in rows
-    ]  # fmt: skip
     return markdown(heads, lines)
 
 
-def _us(value: float | None, missing: str) -> str:
-    return missing if value is None else f"{value:,.0f}"
+def _us(seconds: float | None, missing: str) -> str:
+    return missing if seconds is None else f"{1e6 * seconds:,.0f}"
 
 
 def _advice(rows: Sequence[Row], exactness: Exactness) -> list[str]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_tools.bench.apart import reason
+from data_tools.bench.apart import Row, reason
 from data_tools.bench.corpus import NUM_CLASSES, noise_batch
 from data_tools.bench.gpu import roofline
 from data_tools.bench.record import machine
@@ -33,7 +33,6 @@ from pipeline.process.distributed import from_environment, use_exact_arithmetic
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 
 Step = Callable[[], Tensor]
-Row = dict[str, Any]
 _LR = 1e-4
 _CHECKED_STEPS, _WARM_UP_STEPS, _MIN_ROUNDS = 5, 3, 3
 _BACKENDS = {

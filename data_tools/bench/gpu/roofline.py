@@ -6,36 +6,21 @@ reaches the data sheet's figures, and a plain product of large bf16 matrices rea
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from pipeline.model import ViTConfig, num_parameters
-from pipeline.monitor.gpus import find_gpu
+from pipeline.monitor.gpus import Gpu, find_gpu
 
 _BF16, _FP32 = 2, 4
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """A GPU. tflops: dense bf16 peak. bandwidth: TB/s of its memory. exponentials: T/s of its special function units."""
-
-    name: str
-    tflops: float
-    bandwidth: float
-    exponentials: float
-
-
-# Exponentials in T/s: 16 per clock of each multiprocessor (CUDA programming guide, table of arithmetic throughput) x
+# Exponentials of the special function units in T/s: 16 per clock of each multiprocessor (CUDA programming guide, table of arithmetic throughput) x
 # multiprocessors x boost clock: 132 x 1.83 GHz (the 3.9 T/s of the FlashAttention-3 paper), 114 x 1.755, 108 x 1.41.
 _EXPONENTIALS = {"H200": 3.87, "H100 PCIe": 3.2, "H100": 3.87, "A100": 2.44, "A100 PCIe": 2.44}
-# Time in which the host launches a kernel: an assumption (usually 4 to 10 us from PyTorch), not from a data sheet.
-LAUNCH_SECONDS = 5e-6
-# Kernels in a block, forward and backward, without compilation: 4 + 8 products with 4 sums for biases, attention 1 + 2, layer
-# norms 2 + 4, GELU 1 + 1, residuals 2 + 2, copies 3.
-_KERNELS_OF_A_BLOCK = 34
 
 
 @dataclass(frozen=True)
@@ -54,30 +39,27 @@ class Operation:
     bytes: float = 0.0
     fused_bytes: float = 0.0
 
-    def seconds(self, sheet: Sheet, is_fused: bool = True) -> float:
+    def seconds(self, gpu: Gpu, is_fused: bool = True) -> float:
         traffic = self.fused_bytes if is_fused else self.bytes
         return max(
-            self.flops / (sheet.tflops * 1e12),
-            self.exponentials / (sheet.exponentials * 1e12),
-            traffic / (sheet.bandwidth * 1e12),
+            self.flops / (gpu.tflops * 1e12),
+            self.exponentials / (_EXPONENTIALS[gpu.kind] * 1e12),
+            traffic / gpu.bandwidth,
         )
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bound of a step, in seconds, on the GPU and for the host's launches; mfu: against the data sheet's peak."""
+    """Lower bound of a step, in seconds on the GPU; mfu: against the data sheet's peak."""
 
     seconds: float
-    launch_seconds: float
     mfu: float
 
 
-def find_sheet(name: str) -> Sheet | None:
+def find_sheet(name: str) -> Gpu | None:
     """The data sheet of a GPU by CUDA's name; None if its exponentials are not in the table."""
     gpu = find_gpu(name)
-    if gpu is None or gpu.kind not in _EXPONENTIALS:
-        return None
-    return Sheet(gpu.kind, gpu.tflops, gpu.bandwidth / 1e12, _EXPONENTIALS[gpu.kind])
+    return gpu if gpu and gpu.kind in _EXPONENTIALS else None
 
 
 def operations(config: ViTConfig, batch: int) -> list[Operation]:
@@ -121,14 +103,13 @@ def operations(config: ViTConfig, batch: int) -> list[Operation]:
     ]  # fmt: skip
 
 
-def bound(config: ViTConfig, batch: int, sheet: Sheet, is_fused: bool = True, tflops: float = 0.0) -> Bound:
+def bound(config: ViTConfig, batch: int, gpu: Gpu, tflops: float = 0.0) -> Bound:
     """Lower bound of the step. tflops: of matrix products, where less than the peak is known to be reached; 0 is the peak."""
-    reached = Sheet(sheet.name, tflops or sheet.tflops, sheet.bandwidth, sheet.exponentials)
+    reached = replace(gpu, tflops=tflops or gpu.tflops)
     found = operations(config, batch)
-    seconds = sum(o.seconds(reached, is_fused) * (config.depth if o.in_block else 1) for o in found)
+    seconds = sum(o.seconds(reached) * (config.depth if o.in_block else 1) for o in found)
     flops = sum(o.model_flops * (config.depth if o.in_block else 1) for o in found)
-    launches = config.depth * _KERNELS_OF_A_BLOCK * LAUNCH_SECONDS
-    return Bound(seconds, launches, flops / seconds / (sheet.tflops * 1e12))
+    return Bound(seconds, flops / seconds / (gpu.tflops * 1e12))
 
 
 def measured_rows(events: Iterable[Any], config: ViTConfig, batch: int, steps: int) -> dict[str, float]:
@@ -176,29 +157,3 @@ def _row_of(key: str, shapes: Iterable[Any], config: ViTConfig, batch: int) -> s
     if re.match(r"(copy_|stack|cat)$", name) and {config.num_heads, D // config.num_heads} <= dimensions:
         return "q, k, v gradients into one"
     return "other"
-
-
-def table(
-    config: ViTConfig, batch: int, sheet: Sheet | None, measured: Mapping[str, float] | None = None
-) -> list[dict[str, Any]]:
-    """Rows of the table: operation, GFLOP, MB, predicted microseconds as separate and as fused operations, measured ones.
-
-    Of one block, except the last two rows. sheet: None predicts nothing. measured: seconds of a step, as `measured_rows`
-    returns; missing is None.
-    """
-    rows: list[dict[str, Any]] = []
-    for o in operations(config, batch):
-        seconds = None if measured is None else measured.get(o.name)
-        if o.name == "attention softmax":
-            seconds = None  # In the same kernel as the products.
-        rows.append(
-            {
-                "operation": o.name + ("" if o.in_block else " (whole step)"),
-                "gflop": o.flops / 1e9,
-                "megabytes": o.bytes / 1e6,
-                "predicted_us": sheet and 1e6 * o.seconds(sheet, is_fused=False),
-                "predicted_fused_us": sheet and 1e6 * o.seconds(sheet),
-                "measured_us": seconds and 1e6 * seconds / (config.depth if o.in_block else 1),
-            }
-        )
-    return rows

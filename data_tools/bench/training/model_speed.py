@@ -21,7 +21,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.process.start import keep_freed_memory
-from pipeline.settings.bench import ModelBenchConfig
+from pipeline.settings.commands.bench import ModelBenchConfig
 
 _OURS, _PRODUCT = "ours", "product"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

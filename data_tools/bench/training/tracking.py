@@ -16,7 +16,7 @@ from data_tools.bench.record import BenchRecord, markdown
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.launcher import free_port
-from pipeline.settings.operate import TrackingBenchConfig
+from pipeline.settings.commands.operate import TrackingBenchConfig
 from pipeline.settings.run import TrackConfig
 
 # As many as a training run logs on one host.

@@ -24,7 +24,7 @@ from pipeline.monitor.profile import Meter, StepClock, peak_flops, peak_memory
 from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
 from pipeline.process.distributed import Ranks, from_environment
-from pipeline.settings.operate import TrainBenchConfig
+from pipeline.settings.commands.operate import TrainBenchConfig
 from pipeline.settings.quantities import ImageSize, Length
 from pipeline.settings.run import (
     CheckpointConfig,

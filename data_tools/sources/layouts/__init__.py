@@ -4,7 +4,7 @@ To add a layout:
 
 1. Write a new file here with a function `walk(source, config, staging, collector)` that reports every image to the
    `Collector` (../listing.py).
-2. Add one line to LAYOUTS, and the name to the choices of `layout` in `pipeline/settings/data.py` (a test compares the two).
+2. Add one line to LAYOUTS, and the name to the choices of `layout` in `pipeline/settings/commands/data.py` (a test compares the two).
 
 3. For layout=auto to recognise it, a check in ../detect.py.
 4. A row in docs/sharding.md, samples in tests/data_tools/sources/test_layouts.py, an entry in IN_BUCKET of
@@ -25,6 +25,7 @@ from data_tools.sources.layouts import (
     folder,
     imagenet1k,
     imagenet21k,
+    images,
     parquet,
     path_list,
     tiny_imagenet,
@@ -32,7 +33,7 @@ from data_tools.sources.layouts import (
 )
 from data_tools.sources.listing import Collector
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ LAYOUTS: dict[str, SourceLayout] = {
     "folder": SourceLayout(folder.walk, by_folders=True, form="a folder"),
     "archive": SourceLayout(folder.walk, by_folders=True, form="a file", may_be_compressed=True),
     "flat": SourceLayout(flat.walk, by_folders=True, may_be_compressed=True),
+    "images": SourceLayout(images.walk, may_be_compressed=True),
     "tiny_imagenet": SourceLayout(
         tiny_imagenet.walk, by_folders=True, splits=tiny_imagenet.SPLITS, may_be_compressed=True
     ),

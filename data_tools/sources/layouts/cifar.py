@@ -21,7 +21,7 @@ from data_tools.sources.reader import PIXELS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, file_size, walk_files
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 SPLITS = {"train": "train", "test": "test"}
 _BYTES = 3 * 32 * 32

@@ -7,7 +7,7 @@ from data_tools.sources.layouts import folder as class_folders
 from data_tools.sources.listing import Collector
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 _WNID = re.compile(r"(n\d{8})_")
 

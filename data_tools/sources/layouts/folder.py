@@ -8,7 +8,7 @@ from pathlib import Path
 from data_tools.sources.layouts import archive
 from data_tools.sources.listing import Collector
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 

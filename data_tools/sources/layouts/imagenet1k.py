@@ -17,7 +17,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.quantities import whole_number
 
 SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}

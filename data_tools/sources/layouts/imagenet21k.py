@@ -20,7 +20,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, name_inside, walk_files
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 # pyarrow's S3 client has 25 connections. _AHEAD bounds the finished lists in memory that wait for an earlier, slow tar.
 _THREADS, _AHEAD = 16, 64

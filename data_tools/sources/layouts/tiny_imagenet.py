@@ -17,7 +17,7 @@ from data_tools.sources.listing import Collector, printable
 from pipeline.base.errors import UserError
 from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, file_size
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 SPLITS = {"train": "train", "val": "val"}
 ANNOTATIONS, WORDS = "val/val_annotations.txt", "words.txt"

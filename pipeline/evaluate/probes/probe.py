@@ -1,4 +1,4 @@
-"""Few-shot linear and kNN accuracy of extracted features, exact on any number of ranks.
+"""Few-shot linear and kNN accuracy of extracted features, and their RankMe, exact on any number of ranks.
 
 Shapes: m test samples, M labels of each, D features, K classes.
 """
@@ -23,10 +23,11 @@ from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.probes import fewshot
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.knn import knn_predict
+from pipeline.evaluate.probes.rankme import spread
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.process.distributed import Ranks, StopRequest
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import ProbeConfig
+from pipeline.settings.run_execution import SPREAD, ProbeConfig
 
 # Test samples per chunk: their scores for 21,843 classes take 180 MB.
 _CHUNK = 1024
@@ -125,62 +126,88 @@ def probe(
 
 
 def probe_metrics(scores: dict[str, Any], prefix: str) -> dict[str, float]:
-    """Metrics of a probe's scores: <prefix>_5shot, _5shot_std, _20nn; with several strengths _5shot_l2_1024."""
-    several = len({row["l2"] for row in scores["fewshot"]}) > 1
+    """Metrics of a probe's scores: <prefix>_5shot, _5shot_std, _20nn; with several strengths _5shot_l2_1024; rankme, feature_std."""
+    rows = scores.get("fewshot", [])
+    several = len({row["l2"] for row in rows}) > 1
     metrics: dict[str, float] = {}
-    for row in scores["fewshot"]:
+    for row in rows:
         name = f"{prefix}_{row['shots']}shot" + (f"_l2_{row['l2']:g}" if several else "")
         metrics[name] = row["top1"]
         if row["std"] is not None:
             metrics[f"{name}_std"] = row["std"]
     if "knn" in scores:
         metrics[f"{prefix}_{scores['knn']['neighbours']}nn"] = scores["knn"]["top1"]
-    return metrics
+    return metrics | {name: value for name, value in scores.get("spread", {}).items() if name in SPREAD}
+
+
+def spread_rows(config: ProbeConfig, num_samples: int) -> np.ndarray:
+    """Rows, int64, ascending, of the random images that RankMe is measured of, or all of a smaller split."""
+    return np.sort(random_numbers.permutation(num_samples, 0, Purpose.named("rankme"))[: config.rankme_images])
 
 
 @dataclass(frozen=True)
-class RunProbe:
-    """The probe of a run in training. train, test: the splits it is fitted to and tested on."""
+class LabelledProbe:
+    """The splits of labelled images that a run's probe is fitted to and tested on."""
 
-    config: RunConfig
     train: Split
     test: Split
     choice: ProbeSamples
 
+
+@dataclass(frozen=True)
+class RunProbe:
+    """The probe of a run in training. own: its training split, of which RankMe is measured. labelled: None if only that is."""
+
+    config: RunConfig
+    own: Split
+    labelled: LabelledProbe | None
+
     def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest) -> dict[str, Any]:
-        """Scores of `features` (uint8 (B, H, W, 3) -> (B, D)), as `probe` returns them. Collective; raises Stopped on all ranks."""
-        config = self.config
-        train, test = (
-            SplitReader(
-                split,
-                config.model.image_size,
-                config.augment,
-                config.evaluate.batch,
-                config.data.threads,
-                ranks,
-                stop=stop,
+        """Scores of `features` (uint8 (B, H, W, 3) -> (B, D)), as `probe` returns them, and as "spread" what `spread` does.
+
+        Collective; raises Stopped on all ranks.
+        """
+        config, found = self.config, dict[str, Any]()
+
+        def read(split: Split, rows: np.ndarray) -> Features:
+            reader = SplitReader(
+                split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, ranks, stop=stop,
                 budget=BadBudget(config.data.max_bad_share),
-            )
-            for split in (self.train, self.test)
-        )
-        learnt, tested = extract(features, train, self.choice.rows), extract(features, test, np.arange(len(self.test)))
-        return probe(config.probe, self.choice, learnt, tested, label_table(self.test), ranks)
+            )  # fmt: skip
+            return extract(features, reader, rows)
+
+        if self.labelled:
+            train, test, choice = self.labelled.train, self.labelled.test, self.labelled.choice
+            learnt, tested = read(train, choice.rows), read(test, np.arange(len(test)))
+            found = probe(config.probe, choice, learnt, tested, label_table(test), ranks)
+        if config.probe.rankme_images:
+            found["spread"] = spread(read(self.own, spread_rows(config.probe, len(self.own))))
+        return found
 
 
-def open_run_probe(config: RunConfig, own: Dataset) -> RunProbe | None:
-    """Open the probe of a run, None if it has none. own: the run's data set. Raises UserError for data without samples."""
+def open_run_probe(config: RunConfig, own: Dataset, own_split: Split) -> RunProbe | None:
+    """Open the probe of a run, None if it has none. own, own_split: what the run trains on. Raises UserError for data without samples."""
     settings = config.probe
     if not settings.every.amount:
         return None
+    if not settings.reads_labels:
+        return RunProbe(config, own_split, None)
     dataset = (
         open_dataset(settings.data, Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb))
         if settings.data
         else own
+    )
+    dataset.refuse_without_labels(
+        "probe.data" if settings.data else "data.path",
+        "Probes need some: set probe.data to any data set with labels, or probe.every=0.",
     )
     exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
     train, test = (dataset.split(name, exclude) for name in (settings.train_split, settings.split))
     choice = choose_samples(settings, train, dataset.num_classes)
     if not len(choice.rows) or not len(test):
         empty = train if not len(choice.rows) else test
-        raise UserError(f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class.")
-    return RunProbe(config, train, test, choice)
+        raise UserError(
+            f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class. Set probe.data to a data set "
+            "with classes, or measure what needs none: probe.rankme_images=2048 probe.shots=0 probe.neighbours=0."
+        )
+    return RunProbe(config, own_split, LabelledProbe(train, test, choice))

@@ -2,11 +2,12 @@
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.mlflow.store import MlflowStore, found_by
 from pipeline.monitor.run_page import NOTE, DatasetFacts, dataset_name, hide_passwords
 
 _REGISTERED = (
@@ -78,13 +79,7 @@ class ModelStore(MlflowStore):
 
     def delete_model(self, model_id: str) -> None:
         """Delete a logged model if it exists."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self.client.delete_logged_model(model_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
+        found_by(partial(self.client.delete_logged_model, model_id))
 
     def scores(self, run_id: str) -> tuple[str, dict[int, list[Any]]]:
         """(ID of the run's experiment, its scores: step -> MLflow's points of evaluations and probes)."""
@@ -131,14 +126,8 @@ class ModelStore(MlflowStore):
 
     def tags_of_alias(self, name: str, alias: str) -> dict[str, str] | None:
         """Tags of the version that an alias names; None if there is no such alias."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return self.client.get_model_version_by_alias(name, alias).tags
-        except MlflowException as error:
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                return None
-            raise
+        version = found_by(partial(self.client.get_model_version_by_alias, name, alias))
+        return version.tags if version else None
 
     def find_model(self, uri: str) -> tuple[str, dict[str, str]]:
         """(ID, tags) of a logged model: models:/ID, models:/NAME@alias, models:/NAME/version, or runs:/ID (its best, else newest).

@@ -1,5 +1,6 @@
 """What an MLflow store refuses, as against a store that cannot be reached: the one is never sent again, the other waits."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -59,3 +60,7 @@ class Refusals:
 def one_line(error: Exception) -> str:
     """What an exception says, on one line without passwords."""
     return hide_passwords(" ".join(str(error).split()))[:300]
+
+
+def warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import os
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
 from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings, RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
-from pipeline.monitor.mlflow.refusals import Refusals, one_line
+from pipeline.monitor.mlflow.refusals import Refusals, one_line, warn
 from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, write_states
 from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
@@ -84,7 +83,7 @@ class MlflowSender:
         self._states, self._damage = read_states(self.state_path)
         self._num_rewrites = 0
         self._had_metrics = self.path.exists() and self.path.stat().st_size > 0
-        self._mirror = RunMirror(folder, facts, find_models, settings, self._update, _warn)
+        self._mirror = RunMirror(folder, facts, find_models, settings, self._update, warn)
         self._end: End | None = None
         self._links: dict[str, str] = {}  # ID of a parent, as descriptions have it -> a link to its page.
         self._all_sent = False
@@ -120,7 +119,7 @@ class MlflowSender:
         self._stop.set()
         self._thread.join(self.timing.finish_in_a_hurry if in_a_hurry else self.timing.finish)
         if not self._all_sent:
-            _warn(
+            warn(
                 f"MLflow at {self.shown_uri} has not received all of {self.path.parent}: the next start sends the rest, and so "
                 "does launch/track_sync.py."
             )
@@ -177,7 +176,7 @@ class MlflowSender:
                 if not num_failures:
                     why = f"{'refused the run' if is_refusal(error) else 'cannot be reached'} ({one_line(error)})"
                     trouble = str(error) if isinstance(error, UserError) else why
-                    _warn(
+                    warn(
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )
                 if stopping:
@@ -222,7 +221,7 @@ class MlflowSender:
                     records.append(record)
                     num_metrics += len(record.metrics)
                 elif line.strip():
-                    _warn(f"skipped a damaged line of metrics.jsonl, perhaps cut short by a kill: {line[:60]!r}")
+                    warn(f"skipped a damaged line of metrics.jsonl, perhaps cut short by a kill: {line[:60]!r}")
             self.refusals.send_each(store, run_id, records, lambda r: f"the metrics of step {r.step:,}", log)
             groups = {self.facts.metric(name).group for record in records for name in record.metrics}
             if groups & {"eval", "probe"}:
@@ -268,7 +267,7 @@ class MlflowSender:
             deleted = state.run_id
             self._find_or_create_run(store, state)
             if deleted and deleted != state.run_id:
-                _warn(f"MLflow at {self.shown_uri} has no run {deleted} (deleted?): all is sent to {state.run_id}.")
+                warn(f"MLflow at {self.shown_uri} has no run {deleted} (deleted?): all is sent to {state.run_id}.")
         assert state.run_id is not None
         if not state.has_parameters:
             self._send_parameters(store, state.run_id)
@@ -354,7 +353,7 @@ class MlflowSender:
             )
             outcome = f"no run at {self.shown_uri} has this folder's tag, so everything is sent to a new one, {run_id}."
         if self._damage:
-            _warn(f"{self.state_path}, which names the MLflow run, was {self._damage}: {outcome}")
+            warn(f"{self.state_path}, which names the MLflow run, was {self._damage}: {outcome}")
         self._damage = ""
 
     def _is_deleted(self, error: Exception) -> bool:
@@ -372,7 +371,7 @@ class MlflowSender:
         if store.delete_points_after(state.run_id, step) or not store.has_points_after(state.run_id, step):
             return
         old, new = state.run_id, store.create_copy(state.run_id)
-        _warn(
+        warn(
             f"MLflow at {self.shown_uri} has points of steps after {step:,}, which run again, and a server cannot delete points: run "
             f"{new} replaces {old}, which is deleted (`mlflow gc` removes it for good)."
         )
@@ -415,10 +414,6 @@ class MlflowSender:
         if self.shown_uri in self._states:
             self._states[self.shown_uri] = self._states.pop(self.shown_uri)
         write_states(self.state_path, self._states)
-
-
-def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def folder_id(folder: Path) -> str:

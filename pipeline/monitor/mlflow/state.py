@@ -63,6 +63,11 @@ def write_states(path: Path, states: dict[str, SyncState]) -> None:
     write_text(path, json.dumps({uri: asdict(state) for uri, state in states.items()}, indent=1))
 
 
+def sent_to(folder: Path, uri: str) -> SyncState:
+    """What a tracking URI has received of a folder; without a run_id if it has no run of it."""
+    return read_states(folder / STATE_FILE)[0].get(hide_passwords(uri), SyncState())
+
+
 def tracked_folder_of(weights: str) -> Path | None:
     """The folder of the tracked run that weights lie in; None for other weights, and for a run that was not tracked."""
     path = Path(weights).absolute()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import create
@@ -20,6 +20,8 @@ from pipeline.monitor.run_page import (
     DatasetFacts,
     dataset_name,
 )
+
+T = TypeVar("T")
 
 # MLflow's limits: characters of a parameter's value, parameters per request.
 _MAX_VALUE = 6000
@@ -133,15 +135,8 @@ class MlflowStore:
 
     def active_run(self, run_id: str) -> Any:
         """MLflow's facts about a run, in one request; None if it does not exist or is deleted."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            run = self.client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                return None
-            raise
-        return run if run.info.lifecycle_stage == "active" else None
+        run = found_by(partial(self.client.get_run, run_id))
+        return run if run and run.info.lifecycle_stage == "active" else None
 
     def delete_run(self, run_id: str) -> None:
         """Delete a run if it exists. MLflow can restore it until `mlflow gc`."""
@@ -182,9 +177,9 @@ class MlflowStore:
             self.client.delete_tag(parent, tag)
         return found.info.run_name, _link(found.info.run_name, found.info)
 
-    def end_run(self, run_id: str, status: str) -> None:
-        """Close a run as FINISHED, FAILED or KILLED."""
-        self.client.set_terminated(run_id, status)
+    def end_run(self, run_id: str, status: str, ended: int | None = None) -> None:
+        """Close a run as FINISHED, FAILED or KILLED, now or as of a time in milliseconds since 1970. One request."""
+        self.client.set_terminated(run_id, status, ended)
 
     # ---------------------------------------------------------------- what a run holds
     def log_parameters(self, run_id: str, parameters: dict[str, Any]) -> None:
@@ -218,7 +213,8 @@ class MlflowStore:
         inputs = []
         for facts in datasets:
             kind = facts.source.partition("://")[0] if "://" in facts.source else "local"
-            schema = {"image": "bytes", "labels": f"int64, {facts.num_classes} classes"}
+            labels = {"labels": f"int64, {facts.num_classes} classes"} if facts.num_classes else {}
+            schema = {"image": "bytes", **labels}
             profile = {
                 "num_samples": facts.num_samples,
                 "num_classes": facts.num_classes,
@@ -313,6 +309,18 @@ def _create_database(path: Path) -> None:
     engine.dispose()
     path.parent.mkdir(parents=True, exist_ok=True)
     create(path, content)
+
+
+def found_by(request: Callable[[], T]) -> T | None:
+    """The answer to a request; None if what it names does not exist. Raises other errors."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return request()
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
 
 
 def is_refusal(error: Exception) -> bool:

@@ -2,7 +2,7 @@
 
 x is pre-training compute (exaFLOPs) or a number of images, error 1 - score. The form is that of Zhai et al. 2022 ("Scaling Vision
 Transformers": E = a (C + d) ** -b + c) without their d, which bends the law for the smallest models and needs more points than a
-study has; of Hoffmann et al. 2022 with one variable instead of two; and with floor=0 that of Kaplan et al. 2020.
+study has; and of Hoffmann et al. 2022 with one variable instead of two.
 
 Noise: the same standard deviation for all runs of a family (absolute, not relative). An accuracy's binomial noise,
 sqrt(e (1 - e) / images), is within 15 % of its largest value for errors of 0.25 to 0.75, where small studies are; noise
@@ -31,6 +31,7 @@ from pipeline.study.laws.fit_numbers import Noise, Region, minimise, region
 # A law is not used beyond so many times the largest x measured, or below the smallest by the same factor. One that fits
 # says nothing of a floor or bend that only shows further on, and `leave_largest_out` checks one step of 2 to 4 times.
 MAX_EXTRAPOLATION = 10.0
+_PARAMETERS = 3
 
 
 @dataclass(frozen=True)
@@ -44,37 +45,31 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """An error at x. low, high: interval of the error of a new run (of the mean of several, if asked for), which includes its scatter.
-    mean_low, mean_high: interval of the law itself."""
+    """An error at x. low, high: interval of the error of a new run (of the mean of several, if asked for), which includes its scatter."""
 
     x: float
     error: float
     low: float
     high: float
-    mean_low: float
-    mean_high: float
 
 
 @dataclass(frozen=True, eq=False)
 class PowerLaw:
-    """A fitted law. floor, scale (the error above the floor at x = 1), exponent: with their intervals at `confidence`.
+    """A fitted law. floor, scale (the error above the floor at x = 1), exponent: with their 95 % intervals.
 
-    deviation: standard deviation of a new run around the law; residual: root mean square of the runs' deviations from it, both
-    in error. x, errors: of the runs, (n,) float64; cells: the number of each run's cell, (n,) int64. fixed_floor: the assumed floor.
+    deviation: standard deviation of a new run around the law, in error. x, errors: of the runs, (n,) float64; cells: the number of
+    each run's cell, (n,) int64.
     """
 
     floor: Estimate
     scale: Estimate
     exponent: Estimate
-    residual: float
-    confidence: float
     noise: Noise
     x: np.ndarray = field(repr=False)
     errors: np.ndarray = field(repr=False)
     cells: np.ndarray = field(repr=False)
     own_noise: Noise = field(repr=False)
     region: Region = field(repr=False)
-    fixed_floor: float | None
     unit: str
 
     @property
@@ -111,11 +106,6 @@ class PowerLaw:
             )
         return ""
 
-    @property
-    def says_something(self) -> bool:
-        """Whether the error falls with x by more than noise."""
-        return not self.why_not
-
     def curve(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The law and its interval, to be drawn: x (k,) -> error, low, high, each (k,). Refuses nothing; see `predict`."""
         law = self.law(x)
@@ -141,7 +131,7 @@ class PowerLaw:
         span = float(np.ptp(self.errors))
         if found.high - found.low > span:
             raise UserError(
-                f"No prediction at {x:.4g} {self.unit}: its {self.confidence:.0%} interval, {found.low:.4f} to {found.high:.4f}, is wider "
+                f"No prediction at {x:.4g} {self.unit}: its 95% interval, {found.low:.4f} to {found.high:.4f}, is wider "
                 f"than the range of all measured errors, {span:.4f}; add seeds or sizes."
             )
         return found
@@ -149,47 +139,14 @@ class PowerLaw:
     def expected(self, x: float, num_runs: int = 1) -> Prediction:
         """As `predict`, but refuses nothing."""
         law, low, high = (float(values[0]) for values in self.curve(np.array([float(x)])))
-        scatter = quantile(self.noise.freedom, self.confidence) * math.sqrt(
-            self.noise.cell_variance + self.noise.seed_variance / num_runs
-        )
+        variance = self.noise.cell_variance + self.noise.seed_variance / num_runs
+        scatter = quantile(self.noise.freedom) * math.sqrt(variance)
         return Prediction(
             float(x),
             law,
             max(0.0, law - math.hypot(law - low, scatter)),
             min(1.0, law + math.hypot(high - law, scatter)),
-            low,
-            high,
         )
-
-    def x_for_error(self, error: float) -> Estimate:
-        """The x at which the law, without the scatter of a run, reaches an error. `high` is inf where a floor may be above it.
-
-        Raises UserError if the fit says nothing, the error is below the fitted floor, or x is not within `supported`.
-        """
-        if self.why_not:
-            raise UserError(self.why_not)
-        if error <= self.floor.value:
-            raise UserError(
-                f"No amount of {self.unit} gives an error of {error:.4f}: the fitted floor is {self.floor.value:.4f} "
-                f"({self.floor.low:.4f} to {self.floor.high:.4f})."
-            )
-        x = math.exp(math.log(self.scale.value / (error - self.floor.value)) / self.exponent.value)
-        smallest, largest = self.supported
-        if not smallest <= x <= largest:
-            raise UserError(
-                f"An error of {error:.4f} would need {x:.4g} {self.unit}, outside of {smallest:.4g} to {largest:.4g}, where the fit "
-                f"is used ({MAX_EXTRAPOLATION:g} times beyond its runs)."
-            )
-        laws = self.region
-        above = error - laws.floors
-        is_reached = above > 0
-        with np.errstate(divide="ignore", over="ignore"):
-            logs = [
-                np.log(scales[is_reached] / above[is_reached]) / laws.exponents[is_reached]
-                for scales in (laws.low_scales, laws.high_scales)
-            ]
-            low, high = np.exp(logs[0].min()), np.exp(logs[1].max()) if is_reached.all() else math.inf
-        return Estimate(x, float(low * self.x.max()), float(high * self.x.max()))
 
     def law(self, x: np.ndarray) -> np.ndarray:
         """The error without its interval. Refuses nothing."""
@@ -215,28 +172,24 @@ def fit_power_law(
     error: Sequence[float],
     cell: Sequence[str],
     *,
-    confidence: float = 0.95,
-    floor: float | None = None,
     noise: Noise | None = None,
     unit: str = "exaFLOPs",
 ) -> PowerLaw:
     """Fit one family. x: > 0; error: in [0, 1]; cell: name of each run's cell, equal for runs that differ in their seed only.
 
-    floor: assumed instead of fitted, which needs one size less. noise: in place of this family's own (`common_noise`). unit: of x, for messages.
+    noise: in place of this family's own (`common_noise`). unit: of x, for messages.
 
     The floor may exceed the smallest error, which may be low by chance: a limit there makes the intervals too narrow.
 
     Raises UserError for a missing score, an x or error out of range, a cell with two x, fewer sizes than parameters + 1.
     """
-    num_parameters = 2 if floor is not None else 3
     xs, errors = _checked(x, error, cell, unit)
     sizes = len(np.unique(xs))
-    if sizes <= num_parameters:
+    if sizes <= _PARAMETERS:
         raise UserError(
-            f"A fit of {num_parameters} parameters needs runs at {num_parameters + 1} different {unit} at least, there are {sizes}; "
-            f"add sizes{'' if floor is not None else ', or assume a floor (one size less)'}."
+            f"A fit of {_PARAMETERS} parameters needs runs at {_PARAMETERS + 1} different {unit} at least, there are {sizes}; add sizes."
         )
-    return _fitted(xs, errors, cell, confidence, floor, noise, unit)
+    return _fitted(xs, errors, cell, noise, unit)
 
 
 def common_noise(fits: Iterable[PowerLaw]) -> Noise:
@@ -249,8 +202,6 @@ def leave_largest_out(
     error: Sequence[float],
     cell: Sequence[str],
     *,
-    confidence: float = 0.95,
-    floor: float | None = None,
     noise: Noise | None = None,
     unit: str = "exaFLOPs",
 ) -> Holdout:
@@ -259,17 +210,16 @@ def leave_largest_out(
     Fits also as many sizes as there are parameters, if several seeds (or `noise`) tell the noise. Raises UserError as `fit_power_law` and
     `predict`.
     """
-    num_parameters = 2 if floor is not None else 3
     all_x, all_errors = _checked(x, error, cell, unit)
     is_left = all_x < all_x.max()
     left_cells = [name for name, is_one in zip(cell, is_left, strict=True) if is_one]
     sizes = len(np.unique(all_x[is_left]))
-    if sizes < num_parameters or (len(left_cells) == num_parameters and noise is None):
+    if sizes < _PARAMETERS or (len(left_cells) == _PARAMETERS and noise is None):
         raise UserError(
-            f"Leaving the largest of {sizes + 1} different {unit} out leaves {counted(len(left_cells), 'run')} at {sizes}; a fit of {num_parameters} "
-            f"parameters needs {num_parameters + 1} sizes, or {num_parameters} with several seeds."
+            f"Leaving the largest of {sizes + 1} different {unit} out leaves {counted(len(left_cells), 'run')} at {sizes}; a fit of {_PARAMETERS} "
+            f"parameters needs {_PARAMETERS + 1} sizes, or {_PARAMETERS} with several seeds."
         )
-    fit = _fitted(all_x[is_left], all_errors[is_left], left_cells, confidence, floor, noise, unit)
+    fit = _fitted(all_x[is_left], all_errors[is_left], left_cells, noise, unit)
     holdout = all_errors[~is_left]
     return Holdout(fit, fit.predict(float(all_x.max()), len(holdout)), float(holdout.mean()), len(holdout))
 
@@ -298,27 +248,16 @@ def _checked(
     return xs, errors
 
 
-def _fitted(
-    x: np.ndarray,
-    errors: np.ndarray,
-    cell: Sequence[str],
-    confidence: float,
-    fixed_floor: float | None,
-    noise: Noise | None,
-    unit: str,
-) -> PowerLaw:
-    assert 0 < confidence < 1
-    assert fixed_floor is None or 0 <= fixed_floor < 1
+def _fitted(x: np.ndarray, errors: np.ndarray, cell: Sequence[str], noise: Noise | None, unit: str) -> PowerLaw:
     cells = np.unique(np.asarray(cell), return_inverse=True)[1]
     num_cells, largest = int(cells.max()) + 1, float(x.max())
     u = x / largest
-    floor, scale, exponent, squares = (float(values[0]) for values in minimise(errors[None], u, fixed_floor))
+    floor, scale, exponent, squares = (float(values[0]) for values in minimise(errors[None], u))
     means = np.bincount(cells, errors) / np.bincount(cells)
     seed_squares = float(((errors - means[cells]) ** 2).sum())
-    num_parameters = 2 if fixed_floor is not None else 3
     own_noise = Noise(
         max(0.0, squares - seed_squares),
-        num_cells - num_parameters,
+        num_cells - _PARAMETERS,
         seed_squares,
         len(x) - num_cells,
         num_cells,
@@ -327,21 +266,18 @@ def _fitted(
     used = own_noise if noise is None else noise
     assert used.freedom > 0
     best = floor, scale, exponent
-    laws = region(errors, u, fixed_floor, best, squares + quantile(used.freedom, confidence) ** 2 * used.variance)
+    laws = region(errors, u, best, squares + quantile(used.freedom) ** 2 * used.variance)
     with np.errstate(over="ignore"):
         at_one = [scales * largest**laws.exponents for scales in (laws.low_scales, laws.high_scales)]
     return PowerLaw(
         floor=Estimate(floor, float(laws.floors.min()), float(laws.floors.max())),
         scale=Estimate(scale * largest**exponent, float(at_one[0].min()), float(at_one[1].max())),
         exponent=Estimate(exponent, float(laws.exponents.min()), float(laws.exponents.max())),
-        residual=math.sqrt(squares / len(x)),
-        confidence=confidence,
         noise=used,
         x=x,
         errors=errors,
         cells=cells,
         own_noise=own_noise,
         region=laws,
-        fixed_floor=fixed_floor,
         unit=unit,
     )

@@ -101,7 +101,7 @@ class Region:
         return (self.floors + self.low_scales * powers).min(1), (self.floors + self.high_scales * powers).max(1)
 
 
-def minimise(errors: np.ndarray, u: np.ndarray, fixed_floor: float | None) -> tuple[np.ndarray, ...]:
+def minimise(errors: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, ...]:
     """Least squares of floor + scale * u ** -exponent, floor and scale at least 0, to D sets of errors at once.
 
     errors: (D, n); u: (n,). Returns floor, scale, exponent and the sum of squares, each (D,). Given an exponent, the other two
@@ -110,36 +110,29 @@ def minimise(errors: np.ndarray, u: np.ndarray, fixed_floor: float | None) -> tu
     rows = np.arange(len(errors))
     grid = np.broadcast_to(np.geomspace(*EXPONENTS, _COARSE), (len(errors), _COARSE))
     for _ in range(_ROUNDS):
-        *_, squares = _linear(errors, u, grid[:1] if grid.strides[0] == 0 else grid, fixed_floor)
+        *_, squares = _linear(errors, u, grid[:1] if grid.strides[0] == 0 else grid)
         best = squares.argmin(1)
         low, high = grid[rows, np.maximum(best - 1, 0)], grid[rows, np.minimum(best + 1, grid.shape[1] - 1)]
         grid = np.geomspace(low, high, _ZOOM, axis=1)
-    floor, scale, squares = _linear(errors, u, grid, fixed_floor)
+    floor, scale, squares = _linear(errors, u, grid)
     best = squares.argmin(1)
     return floor[rows, best], scale[rows, best], grid[rows, best], squares[rows, best]
 
 
-def _linear(
-    errors: np.ndarray, u: np.ndarray, exponents: np.ndarray, fixed_floor: float | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _linear(errors: np.ndarray, u: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Best floor and scale, both at least 0, and their sum of squares of each exponent. exponents: (D or 1, K); returns (D, K)."""
     powers = u ** -exponents[:, :, None]
     y = errors[:, None, :]
-    least_floor = fixed_floor or 0.0
-    scale = np.maximum(((y - least_floor) * powers).sum(-1) / (powers**2).sum(-1), 0)
-    floor = np.full_like(scale, least_floor)
-    if fixed_floor is None:
-        mean_power, mean = powers.mean(-1), y.mean(-1)
-        centred = powers - mean_power[..., None]
-        free_scale = np.maximum(((y - mean[..., None]) * centred).sum(-1) / (centred**2).sum(-1), 0)
-        free_floor = mean - free_scale * mean_power
-        scale, floor = np.where(free_floor < 0, scale, free_scale), np.where(free_floor < 0, floor, free_floor)
+    without_floor = np.maximum((y * powers).sum(-1) / (powers**2).sum(-1), 0)
+    mean_power, mean = powers.mean(-1), y.mean(-1)
+    centred = powers - mean_power[..., None]
+    scale = np.maximum(((y - mean[..., None]) * centred).sum(-1) / (centred**2).sum(-1), 0)
+    floor = mean - scale * mean_power
+    scale, floor = np.where(floor < 0, without_floor, scale), np.where(floor < 0, 0.0, floor)
     return floor, scale, ((y - floor[..., None] - scale[..., None] * powers) ** 2).sum(-1)
 
 
-def region(
-    errors: np.ndarray, u: np.ndarray, fixed_floor: float | None, best: tuple[float, float, float], limit: float
-) -> Region:
+def region(errors: np.ndarray, u: np.ndarray, best: tuple[float, float, float], limit: float) -> Region:
     """Laws whose sum of squares is at most `limit`, which must be above the smallest. errors, u: (n,). best: floor, scale, exponent."""
     best_floor, best_scale, best_exponent = best
 
@@ -148,7 +141,7 @@ def region(
         inside = best_exponent
         for _ in range(5):
             tried = np.geomspace(inside, outside, 17)
-            beyond = np.flatnonzero(_linear(errors[None], u, tried[None], fixed_floor)[2][0] > limit)
+            beyond = np.flatnonzero(_linear(errors[None], u, tried[None])[2][0] > limit)
             if not len(beyond):
                 return outside
             first = max(int(beyond[0]), 1)
@@ -158,18 +151,15 @@ def region(
     exponents = np.geomspace(edge(EXPONENTS[0]), edge(EXPONENTS[1]), _REGION_EXPONENTS)
     powers = u ** -exponents[:, None]
     power_squares = (powers**2).sum(1)
-    if fixed_floor is None:
-        mean_power = powers.mean(1)
-        centred = powers - mean_power[:, None]
-        spread = (centred**2).sum(1)
-        free_scale = centred @ (errors - errors.mean()) / spread
-        free_floor = errors.mean() - free_scale * mean_power
-        squares = ((errors - free_floor[:, None] - free_scale[:, None] * powers) ** 2).sum(1)
-        half = np.sqrt(np.maximum(limit - squares, 0) * power_squares / (len(u) * spread))
-        low, high = np.maximum(free_floor - half, 0), np.maximum(free_floor + half, 0)
-        floors = low[:, None] + (high - low)[:, None] * np.linspace(0, 1, _REGION_FLOORS)
-    else:
-        floors = np.full((len(exponents), 1), fixed_floor)
+    mean_power = powers.mean(1)
+    centred = powers - mean_power[:, None]
+    spread = (centred**2).sum(1)
+    free_scale = centred @ (errors - errors.mean()) / spread
+    free_floor = errors.mean() - free_scale * mean_power
+    squares = ((errors - free_floor[:, None] - free_scale[:, None] * powers) ** 2).sum(1)
+    half = np.sqrt(np.maximum(limit - squares, 0) * power_squares / (len(u) * spread))
+    low, high = np.maximum(free_floor - half, 0), np.maximum(free_floor + half, 0)
+    floors = low[:, None] + (high - low)[:, None] * np.linspace(0, 1, _REGION_FLOORS)
     above = errors - floors[..., None]
     middle = (above * powers[:, None]).sum(-1) / power_squares[:, None]
     squares = ((above - middle[..., None] * powers[:, None]) ** 2).sum(-1)

@@ -98,5 +98,5 @@ def _drawn_errors(fit: PowerLaw, budget: float, draws: int, seed: int, stream: i
     of_seeds = np.sqrt(fit.noise.seed_variance) * ndtri(uniform(2, fit.num_runs))
     errors = fit.law(fit.x) + size * (of_cells[:, fit.cells] + of_seeds)
     largest = fit.x.max()
-    floor, scale, exponent, _ = minimise(errors, fit.x / largest, fit.fixed_floor)
+    floor, scale, exponent, _ = minimise(errors, fit.x / largest)
     return floor + scale * (budget / largest) ** -exponent

@@ -97,7 +97,10 @@ class Lead:
 
 @dataclass(frozen=True)
 class AblationVariant:
-    """A model of an ablation. difference: to the first model of the study; None for that one, and where it cannot be tested."""
+    """A model of an ablation, or weights with a number of labels. difference: to the first model of the study, with as many labels.
+
+    It is None for that one, and where it cannot be tested.
+    """
 
     point: Point
     value: float
@@ -110,7 +113,7 @@ class Answers:
     """unit: of x. models, families: lines; families are empty unless the question is scaling and a family has several models.
 
     optimal: the best model by the laws of the models at each budget, or the sentence why there is none; the last is the next larger
-    budget. baseline: of an ablation, "" where it has no score.
+    budget. baseline: the first model, for questions that compare others with it, "" where it has no score.
     """
 
     results: StudyResults
@@ -133,36 +136,36 @@ class Answers:
         return [name for name in self.results.families if name not in {point.family for point in self.points}]
 
     def x(self, point: Point) -> float:
-        return x_of(point, self.results.question)
+        return x_of(point, self.results)
 
 
-def x_of(point: Point, question: str) -> float:
-    return float(point.data_size) if question == "data_size" else point.exaflops
+def x_of(point: Point, results: StudyResults) -> float:
+    return float(point.data_size) if results.counts_images else point.exaflops
 
 
 def answer(results: StudyResults) -> Answers:
     points = points_of(results)
-    is_scaling, is_ablation = results.question == "scaling", results.question == "ablation"
-    unit = "training images" if results.question == "data_size" else "exaFLOPs"
+    is_scaling, has_variants = results.question == "scaling", results.question in ("ablation", "labels")
+    unit = "training images" if results.counts_images else "exaFLOPs"
 
     def x(point: Point) -> float:
-        return x_of(point, results.question)
+        return x_of(point, results)
 
     models = {name: [p for p in points if p.model == name] for name in results.models}
     of_family = {name: [p for p in points if p.family == name] for name in results.families}
     model_lines, family_lines = [], []
-    if not is_ablation:
+    if not has_variants:
         model_lines = _lines(models, x, unit)
     if is_scaling and any(len({p.model for p in of_one}) > 1 for of_one in of_family.values()):
         family_lines = _lines({name: frontier(of_one, x) for name, of_one in of_family.items()}, x, unit)
-    variants, baseline = _variants(points, results) if is_ablation else ([], "")
+    variants, baseline = _variants(points, results) if has_variants else ([], "")
     return Answers(
         results,
         unit,
         points,
         model_lines,
         family_lines,
-        [] if is_ablation else _leads(points, x, _SAME_BUDGET if is_scaling else 1.0),
+        [] if has_variants else _leads(points, x, _SAME_BUDGET if is_scaling else 1.0),
         _optimal(model_lines, points, x) if is_scaling else [],
         variants,
         baseline,
@@ -339,19 +342,20 @@ def _leads(points: Sequence[Point], x: Callable[[Point], float], tolerance: floa
 
 
 def _variants(points: Sequence[Point], results: StudyResults) -> tuple[list[AblationVariant], str]:
-    """Each model beside the first of the study, the best first; and the name of that one, "" if it has no score."""
-    # The longest run of each: an ablation has one length.
-    longest = {point.model: point for point in sorted(points, key=lambda point: point.exaflops)}
-    first = longest.get(results.models[0]) if results.models else None
-    if first is None:
+    """Each model beside the first of the study, by data size, the best first; and the name of that one, "" if it has no score."""
+    # The longest run of each: these questions have one length.
+    longest = {(p.data_size, p.model): p for p in sorted(points, key=lambda point: (point.data_size, point.exaflops))}
+    firsts = {size: point for (size, name), point in longest.items() if name == results.models[0]}
+    if not firsts:
         return [], ""
-    others = [point for name, point in longest.items() if name != first.model]
-    differences = [difference(point, first) for point in others]
+    compared = [(point, firsts[size]) for (size, _), point in longest.items() if size in firsts]
+    differences = [None if point is first else difference(point, first) for point, first in compared]
     corrected = iter(holm([one.p for one in differences if one]))
-    found = [AblationVariant(first, 0.0, None, 1.0)]
-    for point, one in zip(others, differences, strict=True):
-        found.append(AblationVariant(point, point.mean - first.mean, one, next(corrected) if one else 1.0))
-    return sorted(found, key=lambda variant: -variant.value), first.model
+    found = [
+        AblationVariant(point, point.mean - first.mean, one, next(corrected) if one else 1.0)
+        for (point, first), one in zip(compared, differences, strict=True)
+    ]
+    return sorted(found, key=lambda variant: (variant.point.data_size, -variant.value)), results.models[0]
 
 
 def title_of(score: str) -> str:

@@ -112,7 +112,7 @@ def _plotted_laws(answers: Answers) -> list[Line]:
 
 
 def _x_title(answers: Answers) -> str:
-    return "training images" if answers.results.question == "data_size" else "compute of pre-training, exaFLOPs"
+    return "training images" if answers.results.counts_images else "compute of pre-training, exaFLOPs"
 
 
 def _range(points: Sequence[Point], laws: Sequence[Line], answers: Answers) -> tuple[float, float]:

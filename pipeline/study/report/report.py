@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from pipeline.base.files import table_csv
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
-from pipeline.evaluate.render import table_csv
 from pipeline.study.laws.fit import MAX_EXTRAPOLATION, Estimate
 from pipeline.study.report import figures, published
 from pipeline.study.report.answers import PAIRED_FROM, Answers, Line, answer, points_of, title_of, usable
@@ -27,6 +27,7 @@ _TITLES = {
     "data_size": "how much data is enough",
     "scaling": "which model for which compute",
     "ablation": "what each part contributes",
+    "labels": "what pre-trained weights are worth",
 }
 _CAPTIONS = {
     "score.png": "Means over seeds with their 95 % intervals (over the test images where there is a single seed); pale points are single seeds.",
@@ -61,7 +62,7 @@ def draw(answers: Answers) -> dict[str, bytes | None]:
     return {
         "score.png": None if is_ablation else figures.draw_scores(answers),
         "laws.png": None if is_ablation else figures.draw_laws(answers),
-        "differences.png": figures.draw_variants(answers),
+        "differences.png": figures.draw_variants(answers) if is_ablation else None,
         "paper.png": figures.draw_paper(published.data_set_of(answers.results.score) or 0) if is_far else None,
     }
 
@@ -102,7 +103,7 @@ def csv_row(cell: CellResult, names: list[str]) -> dict[str, object]:
 def _leads(answers: Answers) -> Iterator[Block]:
     if not answers.leads:
         return
-    is_data = answers.results.question == "data_size"
+    is_data = answers.results.counts_images
     yield Heading("Who wins at which data size" if is_data else "Which model wins at which budget")
     rows = [
         (
@@ -129,19 +130,26 @@ def _variants(answers: Answers) -> Iterator[Block]:
         return
     yield Heading(f"Differences to {answers.baseline}")
     others = score_names(answers.results)[1:]
-    means = {name: {point.model: point.mean for point in points_of(answers.results, name)} for name in others}
+    means = {
+        name: {(point.model, point.data_size): point.mean for point in points_of(answers.results, name)}
+        for name in others
+    }
+    by_size = answers.results.counts_images
     rows = []
     for variant in answers.variants:
         point, is_base = variant.point, variant.point.model == answers.baseline
         rows.append(
             (
-                point.model, f"{len(point.scores)}", percent(point.mean, point.interval),
+                *([f"{point.data_size:,}"] if by_size else []), point.model, f"{len(point.scores)}", percent(point.mean, point.interval),
                 "baseline" if is_base else points(variant.difference) if variant.difference else f"{100 * variant.value:+.2f} points",
                 f"{variant.corrected:.3g}" if variant.difference else "–", "" if is_base else verdict(variant),
-                *(f"{100 * means[name][point.model]:.2f}" if point.model in means[name] else "–" for name in others),
+                *(f"{100 * mean:.2f}" if (mean := means[name].get((point.model, point.data_size))) is not None else "–" for name in others),
             )
         )  # fmt: skip
-    header = ("variant", "seeds", f"{answers.results.score} [95 %]", "difference [95 %]", "p, corrected", "difference")
+    header = (
+        *(["training images"] if by_size else []),
+        "variant", "seeds", f"{answers.results.score} [95 %]", "difference [95 %]", "p, corrected", "difference",
+    )  # fmt: skip
     yield Table((*header, *(f"{name}, %" for name in others)), rows)
     methods = dict.fromkeys(v.difference.method for v in answers.variants if v.difference)
     yield Paragraph(_of_differences(list(methods), "all variants"))
@@ -281,6 +289,8 @@ def method(answers: Answers) -> Iterator[str]:
         "Its interval is Student's t over the seeds; a single run has Wilson's over its test images, which says nothing of other seeds. results.csv has the scores of all cells as shares."
     )
     yield from (note for note in results.notes if note)
+    if results.question == "labels":
+        yield "Compute is that of the fine-tuning alone; notes above say what pre-training took."
     if results.question == "data_size" and answers.points:
         seen = sorted({cell.images_seen for cell in usable(results, results.score)})
         yield (
@@ -318,7 +328,7 @@ def method(answers: Answers) -> Iterator[str]:
 # -------------------------------------------------------------------- the paper
 def _paper(answers: Answers, pictures: dict[str, bytes]) -> Iterator[Block]:
     results = answers.results
-    if not answers.points:
+    if not answers.points or results.question == "labels":
         return
     yield Heading("The paper's own points")
     if results.question == "data_size":

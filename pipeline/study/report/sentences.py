@@ -19,6 +19,8 @@ def sentences(answers: Answers) -> list[str]:
         return found
     if answers.results.question == "ablation":
         return [*_of_variants(answers), *found]
+    if answers.results.question == "labels":
+        return [*_of_weights(answers), *found]
     return [*_of_leads(answers), *_of_optimal(answers), *_of_predictions(answers), *_of_checks(answers), *found]
 
 
@@ -157,13 +159,27 @@ def _of_variants(answers: Answers) -> Iterator[str]:
         yield f"{start} of {listed(unsure, 8)} to {answers.baseline} may be noise."
 
 
+def _of_weights(answers: Answers) -> Iterator[str]:
+    """What the best weights gain over the first model, for each number of labelled images."""
+    if not answers.baseline:
+        yield f"There are no differences: {answers.results.models[0]}, the first model, with which the others are compared, has no score."
+    # The variants are sorted by their number of images, and of each number the best comes first.
+    best = {v.point.data_size: v for v in reversed(answers.variants) if v.point.model != answers.baseline}
+    for variant in sorted(best.values(), key=lambda variant: variant.point.data_size):
+        gain = points(variant.difference) if variant.difference else f"{100 * variant.value:+.2f} points"
+        yield (
+            f"With {counted(variant.point.data_size, 'labelled image')}, the best weights are {variant.point.model}: {percent(variant.point.mean, variant.point.interval)}, "
+            f"{gain} to {answers.baseline} ({verdict(variant)})."
+        )
+
+
 def verdict(item: Lead | AblationVariant) -> str:
     return in_words(item.difference, item.corrected) if item.difference else "not known: a single run of each"
 
 
 # -------------------------------------------------------------------- numbers
 def number(x: float, answers: Answers) -> str:
-    return f"{x:,.0f}" if answers.results.question == "data_size" else f"{x:.3g}"
+    return f"{x:,.0f}" if answers.results.counts_images else f"{x:.3g}"
 
 
 def amount(x: float, answers: Answers) -> str:

@@ -19,8 +19,8 @@ from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.lifecycle.run_folder import RESUME, holder, read_failures, read_status
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.ray_tasks import LostError
+from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import TrackConfig
-from pipeline.settings.study import StudyConfig
 from pipeline.study.results import CellResult, State
 from pipeline.study.running.cells import Study, StudyCell
 from pipeline.transfer.child_run import (
@@ -93,7 +93,7 @@ def run_cell(cell: StudyCell, job: StudyJob) -> None:
             if not _has_trunk(cell):
                 _run(cell.trunk, "pretrain", job, output)
             _plant(cell)
-        _run(cell.run, "pretrain", job, output)
+        _run(cell.run, "finetune" if cell.run.config.init.weights else "pretrain", job, output)
         for finetune in cell.finetunes:
             _run(finetune, "finetune", job, output)
         if config.vtab and _vtab_scores(job.folder, cell) is None:

@@ -16,12 +16,14 @@ from pipeline.base.files import write_text
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.estimate.plan import make_plan
+from pipeline.lifecycle.run_folder import read_end
+from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, facts_of
+from pipeline.settings.commands.study import StudyConfig, StudyModel
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig
-from pipeline.settings.study import StudyConfig, StudyModel
-from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.child_run import ChildRun, make_child
 
 STUDY_FILE = "study.json"
@@ -128,7 +130,8 @@ class Study:
                 str(change): [] for change in changes.differences(old, new, _scoring_facts(then, now), "comparison")
             }
         for name, cell in now["cells"].items():
-            for change in changes.differences(cells.get(name, cell), cell, facts_of(RunConfig), "comparison"):
+            known = objectives.facts(cell["train.loss"])
+            for change in changes.differences(cells.get(name, cell), cell, known, "comparison"):
                 found.setdefault(str(change), []).append(name)
         if found:
             texts = [f"{text} in {_some(names)}" if names else text for text, names in found.items()]
@@ -142,18 +145,19 @@ class Study:
 def open_study(config: StudyConfig) -> Study:
     """Make the cells of a study and check them as far as can be without training. Raises UserError."""
     folder = Path(config.out) / config.name
-    base = make_child("study", config.run, [*config.settings, "name=study"]).config
-    if base.init.weights:
+    base = make_child("study", config.run, config.base).config
+    if base.init.weights and config.question != "labels":
         raise UserError(
-            f"{config.run} has init.weights: a study pre-trains new models. Use a file of launch/pretrain.py."
+            f"{config.run} has init.weights: a study pre-trains new models. Use a file of launch/pretrain.py, or question=labels."
         )
     dataset = open_dataset(base.data.path)
     notes: list[str] = []
     cells = []
+    extra = pretraining_compute(config, notes)
     for model in config.models:
         for size in config.data_sizes or [base.data.limit]:
             for seed in config.seeds:
-                cells += _cells_of(config, folder, dataset, model, size, seed)
+                cells += _cells_of(config, folder, dataset, model, size, seed, 0.0 if model.weights else extra)
     cells.sort(key=lambda cell: (cell.flops, cell.data_size, cell.seed))
     _refuse_twins(cells)
     _check_comparable(cells)
@@ -183,13 +187,16 @@ def new_flops(cells: list[StudyCell]) -> list[float]:
 
 # -------------------------------------------------------------------- making them
 def _cells_of(
-    config: StudyConfig, folder: Path, dataset: Dataset, model: StudyModel, size: Limit, seed: int
+    config: StudyConfig, folder: Path, dataset: Dataset, model: StudyModel, size: Limit, seed: int, extra: float
 ) -> list[StudyCell]:
-    """The cells of one model, data size and seed: one for each length or budget, the shortest first."""
-    common = [*config.settings, *model.settings, f"out={folder}", f"seed={seed}", f"data.limit={size}"]
+    """The cells of one model, data size and seed: one for each length or budget, the shortest first.
+
+    extra: FLOPs for which they train in addition.
+    """
+    common = [*config.settings, *model.overrides, f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
-    built = objectives.new_backbone(first, dataset.num_classes)
-    flops = models.training_flops_per_image(built)
+    built = _starting_model(first, dataset.num_classes)
+    flops = objectives.training_flops(first, built)
     split, _ = run_splits(dataset, first.data, seed)
     stem = f"{model.name}-n{len(split)}" if len(config.data_sizes) > 1 else model.name
     lengths: list[tuple[str, str]] = [(_in_a_name(length), str(length)) for length in config.lengths]
@@ -203,6 +210,10 @@ def _cells_of(
         run, trunk, trunk_steps = make_child(name, config.run, overrides), None, 0
         try:
             steps = make_plan(run.config, len(split), 1).steps
+            if extra:
+                steps += round(extra / (flops * first.train.global_batch))
+                overrides[-1] = f"train.length={steps} steps"
+                run = make_child(name, config.run, overrides)
             if config.cooldown:
                 run, trunk, trunk_steps = _with_trunk(config, name, stem, seed, overrides, steps)
                 make_plan(run.config, len(split), 1)
@@ -214,6 +225,44 @@ def _cells_of(
                  sum(_finetune_flops(finetune.config, built) for finetune in finetunes))
         )  # fmt: skip
     return sorted(found, key=lambda cell: cell.steps)
+
+
+def _starting_model(config: RunConfig, num_classes: int) -> models.Config:
+    """The backbone of a cell: a new one, or that of its weights with a new head."""
+    if not config.init.weights:
+        return objectives.new_backbone(config, num_classes)
+    found = models.read_weights(weights_path(config.init.weights, config.track.uri))[0]
+    return replace(models.resized(found, config.model.image_size), num_classes=num_classes)
+
+
+def pretraining_compute(config: StudyConfig, notes: list[str]) -> float:
+    """FLOPs of the longest pre-training among the weights of a study, if others shall train for as much longer; else 0.
+
+    notes: gets a sentence for each of the weights, for the report.
+    """
+    found = {}
+    for model in config.models:
+        if model.weights:
+            found[model.name] = compute = _compute_of_run(Path(model.weights))
+            notes.append(
+                f"{model.name} starts from {model.weights}, "
+                + (f"pre-trained for {compute / _EXA:.4g} exaFLOPs." if compute else "whose pre-training is not known.")
+            )
+    if not config.equal_compute or not any(found.values()):
+        return 0.0
+    longest = max(found, key=found.__getitem__)
+    notes.append(f"Models without weights train for {found[longest] / _EXA:.4g} exaFLOPs more, those of {longest}.")
+    return found[longest]
+
+
+def _compute_of_run(folder: Path) -> float:
+    """FLOPs of a run that has ended, from its folder; 0 if it is not known."""
+    end = read_end(folder)
+    if end is None or not (folder / "config.yaml").exists():
+        return 0.0
+    config = schema.load(RunConfig, folder / "config.yaml", [])
+    built = models.read_weights(folder)[0]
+    return float(end.step) * config.train.global_batch * objectives.training_flops(config, built)
 
 
 def _with_trunk(
@@ -261,8 +310,9 @@ def _in_a_name(quantity: object) -> str:
 
 
 # -------------------------------------------------------------------- checking them
-def _settings_of(cell: StudyCell) -> dict[str, Any]:
-    return changes.decisive(schema.flatten(schema.to_dict(cell.run.config)), facts_of(RunConfig), "comparison")
+def _settings_of(run: ChildRun) -> dict[str, Any]:
+    known = objectives.facts(run.config.train.loss)
+    return changes.decisive(objectives.flat_settings(run.config), known, "comparison")
 
 
 def _refuse_twins(cells: list[StudyCell]) -> None:
@@ -271,7 +321,7 @@ def _refuse_twins(cells: list[StudyCell]) -> None:
     for cell in cells:
         # Another length that is as many steps is the same run, too.
         about = json.dumps(
-            {**_settings_of(cell), "train.length": cell.steps, "data.limit": cell.data_size}, sort_keys=True
+            {**_settings_of(cell.run), "train.length": cell.steps, "data.limit": cell.data_size}, sort_keys=True
         )
         if about in seen:
             raise UserError(f"{seen[about]} and {cell.name} are the same run: leave out one of them.")
@@ -287,7 +337,7 @@ def _check_comparable(cells: list[StudyCell]) -> None:
     for name in ("data.path", "data.eval_split", "data.exclude", "data.dev_share", "train.loss"):
         values: dict[str, str] = {}
         for cell in cells:
-            values.setdefault(str(_settings_of(cell)[name]), cell.name)
+            values.setdefault(str(_settings_of(cell.run)[name]), cell.name)
         if len(values) > 1 and not (name == "train.loss" and all(objectives.kind(v).predicts_classes for v in values)):
             (one, first), (other, second) = list(values.items())[:2]
             raise UserError(f"{first} has {name} = {one}, {second} has {other}: their scores cannot be compared.")
@@ -317,7 +367,7 @@ def _identity(study: Study) -> dict[str, Any]:
     config = study.config
     scoring: dict[str, Any] = {"finetune": {}, "vtab": {}}
     for finetune in study.cells[0].finetunes:
-        settings = changes.decisive(schema.flatten(schema.to_dict(finetune.config)), facts_of(RunConfig), "comparison")
+        settings = _settings_of(finetune)
         del settings["init.weights"], settings["seed"]  # Of each cell.
         scoring["finetune"][Path(finetune.file).name] = settings
     if config.vtab:
@@ -328,7 +378,7 @@ def _identity(study: Study) -> dict[str, Any]:
             "tasks": vtab.tasks,
             "seeds": vtab.seeds,
         }
-    cells = {cell.name: _settings_of(cell) for cell in study.cells}
+    cells = {cell.name: _settings_of(cell.run) for cell in study.cells}
     # As JSON, to be compared with what was read from a file.
     return json.loads(json.dumps({"data": study.dataset.fingerprint, "scoring": scoring, "cells": cells}))
 

@@ -25,8 +25,8 @@ from pipeline.base.files import write_text
 from pipeline.base.words import counted
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import LostError, RunJobs, run_here
+from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import TrackConfig
-from pipeline.settings.study import StudyConfig
 from pipeline.study.results import State, StudyResults, keep_earlier, read_results, write_results
 from pipeline.study.running.cell_run import Ends, StoppedError, StudyJob, result_of, run_job, vtab_caveats
 from pipeline.study.running.cells import Study, StudyCell, open_study

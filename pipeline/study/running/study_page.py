@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.monitor.run_page import DatasetFacts, RunFacts
+from pipeline.monitor.run_page import RunFacts
 from pipeline.study.results import StudyResults
 from pipeline.study.running.cells import Study
-from pipeline.transfer.track.parent_page import ParentPage
+from pipeline.transfer.track.children import write_figures
+from pipeline.transfer.track.parent_page import ParentPage, facts_of_splits, tags_of_folder
 
 _BEST = "best_score"  # Of all models.
 _FILES = ("report.md", "report.html", "results.csv", "results.json")
@@ -38,7 +39,7 @@ class StudyPage(ParentPage):
         if scored:
             metrics[_BEST] = max(cell.scores[results.score] for cell in scored)
         self.log(metrics)
-        self.show_figures({file.name: file.read_bytes() for file in files if file.suffix == ".png"})
+        write_figures(self.folder, {file.name: file.read_bytes() for file in files if file.suffix == ".png"})
         self.result = f"**Result**: {' '.join(sentences)}"
 
 
@@ -50,19 +51,7 @@ def _facts(study: Study) -> RunFacts:
         "lengths": [str(length) for length in config.lengths], "budgets": config.budgets, "cooldown": config.cooldown,
         "seeds": config.seeds, "finetune": config.finetune, "vtab": config.vtab,
     }  # fmt: skip
-    tags = {
-        "question": config.question,
-        "data": dataset.fingerprint,
-        "dataset": dataset.path.name,
-        "run_folder_path": str(study.folder.resolve()),
-    }
-    splits = ((data.train_split, "training"), (data.eval_split, "evaluation"))
-    datasets = [
-        DatasetFacts(
-            dataset.path.name, str(dataset.path), dataset.fingerprint, split, dataset.info["samples"][split], dataset.num_classes, context
-        )
-        for split, context in splits
-    ]  # fmt: skip
+    tags = {"question": config.question, **tags_of_folder(study.folder, dataset)}
     description = (
         f"**Study** ({config.question}) of {', '.join(model.name for model in config.models)} on **{dataset.path.name}** (fingerprint "
         f"`{dataset.fingerprint}`): {len(study.cells)} pre-trainings, which are shown below this run, compared by {config.score}."
@@ -74,7 +63,7 @@ def _facts(study: Study) -> RunFacts:
         "study",
         parameters,
         tags,
-        tuple(datasets),
+        facts_of_splits(dataset, data),
         description,
         {},
         artifacts=_FILES,

@@ -24,11 +24,6 @@ class KnownChild:
 class ChildStore(MlflowStore):
     """An MLflow store with requests about child runs. Methods raise what MLflow raises."""
 
-    def experiment_of(self, run_id: str) -> str | None:
-        """ID of a run's experiment; None if the run does not exist or is deleted."""
-        run = self.active_run(run_id)
-        return None if run is None else run.info.experiment_id
-
     def find_children(
         self, experiment_id: str, parent: str, key: str, digest: str, before_request: Callable[[], None]
     ) -> Iterator[KnownChild]:
@@ -42,14 +37,6 @@ class ChildStore(MlflowStore):
                 yield KnownChild(tags[key], run.info.run_id, run.info.status, tags.get(digest, ""))
             if not (token := page.token):
                 return
-
-    def create_child(self, experiment_id: str, parent: str, name: str, tags: dict[str, str], started: int) -> str:
-        """Returns the ID of a new run below another. started: milliseconds since 1970. One request."""
-        return self.create_run(experiment_id, name, {**tags, PARENT_TAG: parent}, started)
-
-    def end_child(self, run_id: str, status: str, ended: int) -> None:
-        """Close a run as of a time in milliseconds since 1970. One request."""
-        self.client.set_terminated(run_id, status, ended)
 
     def nest(self, run_id: str, parent: str) -> None:
         """Show a run below another. Raises LookupError if it does not exist."""

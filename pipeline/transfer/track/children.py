@@ -7,10 +7,9 @@ leaves neither doubles nor gaps, and the folder needs no list of what was sent.
 import contextlib
 import hashlib
 import json
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from pipeline.base.files import replacing
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import Record
-from pipeline.monitor.mlflow.refusals import one_line
-from pipeline.monitor.mlflow.state import STATE_FILE, read_states
+from pipeline.monitor.mlflow.refusals import one_line, warn
+from pipeline.monitor.mlflow.state import sent_to
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
 from pipeline.monitor.page_folder import PAGE
 from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, hide_passwords, metric_name
-from pipeline.transfer.track.child_store import ChildStore, KnownChild
+from pipeline.transfer.track.child_store import PARENT_TAG, ChildStore, KnownChild
 
 FIGURES = "figures"
 # Tags of a child: its key among the children of its parent, and the digest of what was sent.
@@ -121,7 +120,7 @@ class ChildSender:
         self._stop.set()
         self._thread.join()
         if self._queue:
-            _warn(
+            warn(
                 f"MLflow at {hide_passwords(self.uri)} has not received {counted(len(self._queue), 'cell')} of {self.folder}: the same "
                 "command sends them at its next start."
             )
@@ -159,12 +158,7 @@ class ChildSender:
         self._drawn, self._changed = now, False
         draw, self._draw = self._draw, None if final else self._draw
         try:
-            pictures = draw()
-            folder = self.folder / PAGE / FIGURES
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in pictures.items():
-                with replacing(folder / name) as file:
-                    file.write(content)
+            write_figures(self.folder, draw())
         except Exception as error:  # A picture must not end a sweep.
             self._warn_once(
                 f"the figures of {self.folder} cannot be drawn ({type(error).__name__}: {one_line(error)})."
@@ -194,20 +188,20 @@ class ChildSender:
 
     def _connect(self) -> bool:
         """Find the parent and the children that it has."""
-        states, _ = read_states(self.folder / STATE_FILE)
-        state = states.get(hide_passwords(self.uri))
-        if state is None or not state.run_id:
+        parent = sent_to(self.folder, self.uri).run_id
+        if not parent:
             return False
         store = ChildStore(self.uri)
         self._pause()
-        experiment = store.experiment_of(state.run_id)
-        if experiment is None:  # Deleted: the other sender creates another one.
+        run = store.active_run(parent)
+        if run is None:  # Deleted: the other sender creates another one.
             return False
-        if state.run_id != self._parent:
+        if parent != self._parent:
             self._known = {}
-        for found in store.find_children(experiment, state.run_id, KEY_TAG, DIGEST_TAG, self._pause):
+        self._parent, self._experiment = parent, run.info.experiment_id
+        for found in store.find_children(self._experiment, parent, KEY_TAG, DIGEST_TAG, self._pause):
             self._known[found.key] = found
-        self._parent, self._experiment, self._store = state.run_id, experiment, store
+        self._store = store
         return True
 
     def _send_child(self, store: ChildStore, child: NestedRun) -> None:
@@ -217,7 +211,8 @@ class ChildSender:
         tags = {**self.tags, **child.tags, KEY_TAG: child.key}
         if known is None:
             self._pause()
-            run_id = store.create_child(self._experiment, self._parent, child.name, tags, child.started)
+            below = {**tags, PARENT_TAG: self._parent}
+            run_id = store.create_run(self._experiment, child.name, below, child.started)
             known = KnownChild(child.key, run_id, "RUNNING", "")
             self._known[child.key] = known
         self._pause()
@@ -231,7 +226,7 @@ class ChildSender:
             self._pause()
             store.log_datasets(known.run_id, child.datasets)
         self._pause()
-        store.end_child(known.run_id, child.status, child.ended)
+        store.end_run(known.run_id, child.status, child.ended)
         self._known[child.key] = KnownChild(child.key, known.run_id, child.status, digest)
         self.num_sent += 1
 
@@ -246,7 +241,7 @@ class ChildSender:
         kind = line.partition("(")[0]
         if kind not in self._warned:
             self._warned.add(kind)
-            _warn(line)
+            warn(line)
 
 
 def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Path], artifacts: str) -> bool:
@@ -254,17 +249,16 @@ def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Pa
 
     artifacts: folder of the files among the run's artifacts.
     """
-    states, _ = read_states(folder / STATE_FILE)
-    if (state := states.get(hide_passwords(uri))) is None or not state.run_id:
+    if not (run_id := sent_to(folder, uri).run_id):
         return False
     try:
         store = MlflowStore(uri)
-        if not store.is_active(state.run_id):
+        if not store.is_active(run_id):
             return False
         shown = {metric_name(name): value for name, value in metrics.items()}
-        store.log_metrics(state.run_id, [Record(0, round(time.time() * 1000), shown)], {})
+        store.log_metrics(run_id, [Record(0, round(time.time() * 1000), shown)], {})
         for path in files:
-            store.log_artifact(state.run_id, path, artifacts)
+            store.log_artifact(run_id, path, artifacts)
     except Exception as error:  # Whatever the server or its client raises.
         raise UserError(
             f"MLflow at {hide_passwords(uri)} did not take all of the report ({one_line(error)}). Run the command again."
@@ -276,12 +270,14 @@ def link_below(uri: str, folders: Iterable[Path], parent: str) -> None:
     """Show the MLflow runs of these run folders below a parent. Runs of folders that were not sent are left out."""
     store = ChildStore(uri)
     for folder in folders:
-        states, _ = read_states(folder / STATE_FILE)
-        state = states.get(hide_passwords(uri))
-        if state and state.run_id:
+        if run_id := sent_to(folder, uri).run_id:
             with contextlib.suppress(LookupError):
-                store.nest(state.run_id, parent)
+                store.nest(run_id, parent)
 
 
-def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr, flush=True)
+def write_figures(folder: Path, pictures: Mapping[str, bytes]) -> None:
+    """Replace figures of a sweep, grid or study, which its sender uploads. pictures: file name -> PNG."""
+    (folder / PAGE / FIGURES).mkdir(parents=True, exist_ok=True)
+    for name, content in pictures.items():
+        with replacing(folder / PAGE / FIGURES / name) as file:
+            file.write(content)

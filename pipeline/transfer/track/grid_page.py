@@ -11,11 +11,12 @@ from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
-from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
-from pipeline.settings.reports import GridConfig
+from pipeline.monitor.run_page import RunFacts, WeightsOrigin
+from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.run import RunConfig
+from pipeline.transfer.track.children import write_figures
 from pipeline.transfer.track.figures import draw_finals, draw_rates_of_grid
-from pipeline.transfer.track.parent_page import ParentPage
+from pipeline.transfer.track.parent_page import ParentPage, facts_of_splits, tags_of_folder
 
 
 class GridPage(ParentPage):
@@ -39,7 +40,7 @@ class GridPage(ParentPage):
         pictures = {"accuracy_by_learning_rate.png": draw_rates_of_grid(self.tried, self.chosen)}
         if self.runs:
             pictures["final_accuracy.png"] = draw_finals(self.runs, self._split)
-        self.show_figures(pictures)
+        write_figures(self.folder, pictures)
 
     def scored(self, result: dict[str, Any]) -> None:
         """results.json and report.md are written. result: content of results.json."""
@@ -76,25 +77,13 @@ def _facts(config: GridConfig, settings: RunConfig, dataset: Dataset, num_runs: 
         "run": config.run, "settings": " ".join(config.settings), "lr": config.lr, "seeds": config.seeds,
         "dev_share": config.dev_share, "also": config.also,
     }  # fmt: skip
-    tags = {
-        "weights": str(weights),
-        "data": dataset.fingerprint,
-        "dataset": dataset.path.name,
-        "run_folder_path": str((Path(config.out) / config.name).resolve()),
-    }
-    datasets = [
-        DatasetFacts(
-            dataset.path.name, str(dataset.path), dataset.fingerprint, split, dataset.info["samples"][split],
-            dataset.num_classes, context,
-        )
-        for split, context in ((data.train_split, "training"), (data.eval_split, "evaluation"))
-    ]  # fmt: skip
+    tags = {"weights": str(weights), **tags_of_folder(Path(config.out) / config.name, dataset)}
     description = (
         f"**Fine-tuning grid** from `{weights}` on **{dataset.path.name}** (fingerprint `{dataset.fingerprint}`): "
         f"{len(config.lr)} learning rates are tried on {100 * config.dev_share:g} % of `{data.train_split}`, held out; the best "
         f"one trains on all of it, {counted(len(config.seeds), 'seed')}. {counted(num_runs, 'run')}, which are shown below this one."
     )
     return RunFacts(
-        config.name, "grid", parameters, tags, tuple(datasets), description, {"parent": parent} if parent else {},
+        config.name, "grid", parameters, tags, facts_of_splits(dataset, data), description, {"parent": parent} if parent else {},
         artifacts=("report.md", "results.json"), score="top1", origin=origin,
     )  # fmt: skip

@@ -1,21 +1,19 @@
 """The MLflow page of a grid or a study: a parent run, below which its runs, which send themselves, are shown."""
 
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.base.files import replacing
-from pipeline.monitor.mlflow.refusals import one_line
-from pipeline.monitor.mlflow.state import STATE_FILE, read_states, run_id_of
+from pipeline.data.dataset.manifest import Dataset
+from pipeline.monitor.mlflow.refusals import one_line, warn
+from pipeline.monitor.mlflow.state import run_id_of, sent_to
 from pipeline.monitor.mlflow.store import MlflowStore
-from pipeline.monitor.page_folder import PAGE
-from pipeline.monitor.run_page import RunFacts, hide_passwords
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, split_facts
 from pipeline.monitor.tracking import Tracker, default_uri
-from pipeline.settings.run import TrackConfig
-from pipeline.transfer.track.children import FIGURES, link_below
+from pipeline.settings.run import DataConfig, TrackConfig
+from pipeline.transfer.track.children import link_below
 
 # How long the first run waits for its parent, in seconds: a fresh store takes several.
 _WAIT = 60.0
@@ -26,6 +24,17 @@ def uri_of_runs(mlflow: str, track: TrackConfig, out: str) -> str:
     if mlflow:
         return "" if mlflow == "none" else mlflow
     return (track.uri or default_uri(Path(out))) if track.enabled else ""
+
+
+def facts_of_splits(dataset: Dataset, data: DataConfig) -> tuple[DatasetFacts, ...]:
+    """The splits of a data set that the runs below train on and are evaluated on."""
+    splits = ((data.train_split, "training"), (data.eval_split, "evaluation"))
+    return tuple(split_facts(dataset.path.name, dataset, split, context) for split, context in splits)
+
+
+def tags_of_folder(folder: Path, dataset: Dataset) -> dict[str, str]:
+    """Tags that say where a grid or study lies, and of which data it is."""
+    return {"data": dataset.fingerprint, "dataset": dataset.path.name, "run_folder_path": str(folder.resolve())}
 
 
 class ParentPage:
@@ -63,17 +72,15 @@ class ParentPage:
             return self._parent
         end, self._wait = time.monotonic() + self._wait, 1.0  # A store that is away is not waited for again.
         while time.monotonic() < end:
-            states, _ = read_states(self.folder / STATE_FILE)
-            state = states.get(hide_passwords(self.uri))
+            state = sent_to(self.folder, self.uri)
             # The state is of this start once its parameters are sent; before, its run may have been deleted.
-            if state and state.run_id and state.has_parameters and self._is_active(state.run_id):
+            if state.run_id and state.has_parameters and self._is_active(state.run_id):
                 self._parent = state.run_id
                 return self._parent
             time.sleep(0.2)
-        print(
-            f"warning: MLflow at {hide_passwords(self.uri)} has not answered: the runs of {self.folder} are linked to it later.",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        warn(
+            f"MLflow at {hide_passwords(self.uri)} has not answered: the runs of {self.folder} are linked to it later."
+        )
         return ""
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -83,14 +90,6 @@ class ParentPage:
     def has_run(self, folder: Path) -> None:
         """A run in this folder belongs to the parent, and is linked at the end if it is not yet."""
         self._folders[folder] = None
-
-    def show_figures(self, pictures: Mapping[str, bytes]) -> None:
-        """Replace the figures among the artifacts. pictures: file name -> PNG."""
-        folder = self.folder / PAGE / FIGURES
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in pictures.items():
-            with replacing(folder / name) as file:
-                file.write(content)
 
     def _is_active(self, run_id: str) -> bool:
         try:
@@ -105,7 +104,4 @@ class ParentPage:
             if sent and (parent := self.parent_run()):
                 link_below(self.uri, sent, parent)
         except Exception as error:  # Whatever the server or its client raises.
-            print(
-                f"warning: MLflow at {hide_passwords(self.uri)} did not link the runs of {self.folder} ({one_line(error)}).",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            warn(f"MLflow at {hide_passwords(self.uri)} did not link the runs of {self.folder} ({one_line(error)}).")

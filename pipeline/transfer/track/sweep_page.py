@@ -7,18 +7,17 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.base.words import counted
-from pipeline.data.dataset.manifest import Dataset
-from pipeline.monitor.mlflow.state import STATE_FILE, read_states, run_id_of
+from pipeline.monitor.mlflow.state import STATE_FILE, read_states, tracked_folder_of
 from pipeline.monitor.origin import find_origin
-from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, source_tags
+from pipeline.monitor.run_page import RunFacts, hide_passwords, source_tags, split_facts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.run import TrackConfig
-from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import charts
 from pipeline.transfer.report import for_mlflow, tags_of
 from pipeline.transfer.score_table import Column, column_of, unpublished_warning
-from pipeline.transfer.sweep import SWEEP_FILE, Outcome, Sweep, cell_name, settings_of
+from pipeline.transfer.sweep import SWEEP_FILE, Outcome, Sweep, cell_name, score_row, settings_of
 from pipeline.transfer.track.children import ChildSender, NestedRun, Pace
 from pipeline.transfer.track.figures import draw_rates_of_groups
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, VtabCell
@@ -35,17 +34,11 @@ def tracking_uri(config: VtabConfig) -> str:
         return "" if config.mlflow == "none" else config.mlflow
     if uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
         return uri
-    if run := folder_of_weights(config.weights):
+    if run := tracked_folder_of(config.weights):
         uri = next(reversed(read_states(run / STATE_FILE)[0]))
         if "***" not in uri:  # A password that was not kept.
             return uri
     return default_uri(Path(config.out).parent if config.out else Path("runs"))
-
-
-def folder_of_weights(weights: str) -> Path | None:
-    """The folder of the tracked run that weights belong to."""
-    path = Path(weights).absolute()
-    return next((folder for folder in (path, *path.parents[:3]) if run_id_of(folder)), None)
 
 
 class SweepPage:
@@ -198,7 +191,7 @@ def _child(
     return NestedRun(
         cell_name(cell), _short_name(cell), status, round(1000 * (ended - seconds)), round(1000 * ended), parameters, metrics,
         {"outcome": outcome, "dataset": cell.task.name, "stage": cell.stage, **tags},
-        tuple(_split_facts(cell.task.name, dataset, split, context) for split, context in splits),
+        tuple(split_facts(cell.task.name, dataset, split, context) for split, context in splits),
         "val_top1" if cell.stage == "search" else "test_top1",
     )  # fmt: skip
 
@@ -211,14 +204,9 @@ def _short_name(cell: VtabCell) -> str:
     return f"{cell.task.title} {cell.stage} lr {setting.lr:g} wd {setting.weight_decay:g} seed {cell.seed}, {setting.length}"
 
 
-def _split_facts(task: str, dataset: Dataset, split: str, context: str) -> DatasetFacts:
-    num_samples = dataset.info["samples"][split]
-    return DatasetFacts(task, str(dataset.path), dataset.fingerprint, split, num_samples, dataset.num_classes, context)
-
-
 def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> RunFacts:
     config, protocol = sweep.config, header["protocol"]
-    run = folder_of_weights(config.weights)
+    run = tracked_folder_of(config.weights)
     parent = header["checkpoint"]["run_id"]
     tags = {**tags_of(header), "dataset": "VTAB-1k", "run_folder_path": str(sweep.folder.resolve())}
     if (
@@ -229,7 +217,7 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
     for task, dataset in sweep.datasets.items():
         copies = (header["contamination"] or {}).get(task)
         for split, context in ((ALL, "training"), (TEST, "evaluation")):
-            facts = _split_facts(task, dataset, split, context)
+            facts = split_facts(task, dataset, split, context)
             if split == TEST:
                 facts.notes["copies_in_pretraining_data"] = "not searched" if copies is None else str(copies)
             datasets.append(facts)
@@ -269,14 +257,5 @@ def _tried(outcomes: dict[VtabCell, Outcome]) -> dict[str, dict[float, tuple[flo
 
 
 def _column_so_far(outcomes: dict[VtabCell, Outcome], unpublished: list[str]) -> Column:
-    scores = [_row(cell, outcome) for cell, outcome in outcomes.items() if cell.stage != "search"]
+    scores = [score_row(cell, outcome) for cell, outcome in outcomes.items() if cell.stage != "search"]
     return column_of("this sweep, so far", {"scores": scores, "failed": [], "missing": [], "unpublished": unpublished})
-
-
-def _row(cell: VtabCell, outcome: Outcome) -> dict[str, Any]:
-    return {
-        "task": cell.task.name,
-        "seed": cell.seed,
-        "accuracy": outcome["accuracy"],
-        "num_test": outcome["num_images"],
-    }

@@ -14,7 +14,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import name_inside, remove_tree, version, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 
 def test_objects_are_files(gcs: str) -> None:

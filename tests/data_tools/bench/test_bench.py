@@ -20,7 +20,7 @@ from data_tools.bench.data import augment, peers
 from data_tools.bench.measure import Contestant, Timing, race, rows, table
 from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
-from pipeline.settings.data import BenchConfig
+from pipeline.settings.commands.data import BenchConfig
 
 ROOT = Path(__file__).parents[3]
 

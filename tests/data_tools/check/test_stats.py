@@ -19,7 +19,7 @@ from data_tools.check import contact_sheet, count, stats
 from data_tools.sharding import shard
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, write_dataset
-from pipeline.settings.data import StatsConfig
+from pipeline.settings.commands.data import StatsConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -23,7 +23,7 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.settings import schema
-from pipeline.settings.data import DedupConfig
+from pipeline.settings.commands.data import DedupConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 DEFAULT = DedupConfig(data="", against=[]).max_distance

@@ -23,7 +23,7 @@ from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import ROWS, Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.retry import StorageError
-from pipeline.settings.data import DedupConfig, IndexConfig, StatsConfig, VerifyConfig
+from pipeline.settings.commands.data import DedupConfig, IndexConfig, StatsConfig, VerifyConfig
 
 
 def comparable(report: dict) -> dict:

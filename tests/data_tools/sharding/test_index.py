@@ -15,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings import command
-from pipeline.settings.data import IndexConfig, ShardConfig, VerifyConfig
+from pipeline.settings.commands.data import IndexConfig, ShardConfig, VerifyConfig
 
 SPLITS = {"train": "", "val": "val-"}
 

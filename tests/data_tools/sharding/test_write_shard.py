@@ -17,7 +17,7 @@ from data_tools.sharding.write_shard import PARTS, ShardingJob, _Tar, read_part,
 from data_tools.sources import list_source
 from pipeline.data.dataset.manifest import ROWS
 from pipeline.ray_tasks import LostError
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 NAMES = ["a", "n01440764/n01440764_10026", "x" * 95, "x" * 96, "x" * 97, "y" * 3000, "ü/é", "\udcff"]
 

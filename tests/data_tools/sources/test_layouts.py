@@ -22,7 +22,7 @@ from data_tools.sources import Listing, Reader, list_source
 from data_tools.sources.images import to_png
 from pipeline.base.errors import UserError
 from pipeline.data.loading.decode import decode
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 Sample = tuple[str, tuple[str, ...], bytes]
 

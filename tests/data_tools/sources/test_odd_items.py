@@ -24,7 +24,7 @@ from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import tar_members
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.settings.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
 
 GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
 LATIN = os.fsdecode("caf\u00e9".encode("latin-1"))

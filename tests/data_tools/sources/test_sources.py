@@ -14,7 +14,7 @@ from data_tools.sharding.shard import run
 from data_tools.sources import list_source
 from data_tools.sources.layouts import LAYOUTS
 from pipeline.settings import command
-from pipeline.settings.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}

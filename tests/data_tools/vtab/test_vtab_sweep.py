@@ -27,7 +27,7 @@ from pipeline.data.dataset.manifest import file_sha256, open_dataset
 from pipeline.model.files import find_file
 from pipeline.process.launcher import free_port
 from pipeline.settings import schema
-from pipeline.settings.transfer import VtabConfig
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer import vtab
 from pipeline.transfer.sweep import protocol_sha256
 from pipeline.transfer.vtab_tasks import TASKS

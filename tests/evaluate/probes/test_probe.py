@@ -16,8 +16,8 @@ from pipeline.evaluate.probes.features import Features, requests
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
-from pipeline.settings.run_sections import ProbeConfig
-from pipeline.settings.weights import ScoreConfig
+from pipeline.settings.commands.weights import ScoreConfig
+from pipeline.settings.run_execution import ProbeConfig
 
 PROBE = ("probe.every=2 steps", "probe.shots=[1,3]", "probe.l2=[1024,1]", "probe.neighbours=5", "probe.neighbour_images=60",
          "probe.split=other", "evaluate.batch=7")  # fmt: skip

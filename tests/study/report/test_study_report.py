@@ -112,7 +112,12 @@ def _lose(results: StudyResults, is_lost: Callable[[int, str], bool], state: str
     return replace(results, cells=cells)
 
 
-_STUDIES = {"data_size": made_up.data_size, "scaling": made_up.scaling, "ablation": made_up.ablation}
+_STUDIES = {
+    "data_size": made_up.data_size,
+    "scaling": made_up.scaling,
+    "ablation": made_up.ablation,
+    "labels": made_up.labels,
+}
 
 
 @pytest.mark.parametrize("question", list(_STUDIES))
@@ -162,6 +167,22 @@ def test_lost_seeds_are_counted_and_do_not_change_the_others(tmp_path: Path) -> 
 def test_single_seeds(question: str, tmp_path: Path) -> None:
     _, text = written(_STUDIES[question](seeds=1), tmp_path)
     assert "two proportions, over test images" in text
+
+
+def test_labels(tmp_path: Path) -> None:
+    said, text = written(made_up.labels(), tmp_path)
+    few, some, all_of_them = said.split("With ")[1:]
+    assert re.match(
+        r"500 labelled images, the best weights are dino: 4\d\.\d\d % .*, \+1\d\.\d\d points .* to scratch", few
+    )
+    assert re.match(r"5,000 labelled images, the best weights are dino: .*, \+[56]\.", some)
+    assert "more than noise" in few
+    assert "may be noise" in all_of_them
+    (table,) = re.findall(r"## Differences to scratch\n\n((?:\|.*\n)+)", text)
+    sizes = [row.split("|")[1].strip() for row in table.splitlines()[2:]]
+    assert sizes == ["500"] * 3 + ["5,000"] * 3 + ["50,000"] * 3
+    assert "Laws" not in text
+    assert "](score.png)" in text
 
 
 def test_single_seeds_without_a_number_of_test_images(tmp_path: Path) -> None:

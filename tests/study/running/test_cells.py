@@ -9,7 +9,7 @@ from tiny_study import write_run
 
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
-from pipeline.settings.study import StudyConfig
+from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import driver
 from pipeline.study.running.cells import Study, new_flops, open_study
 from pipeline.study.running.cost import estimate, refuse_too_long
@@ -162,6 +162,8 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
         ("data_sizes=[100%,150]", "are the same run"),
         ("data_sizes=[50]", "question = data_size compares data sizes, and data_sizes has 1"),
         ("lengths=[8 steps,9 steps]", "belong to question = scaling"),
+        ("models=[{name: a},{name: b,weights: runs/b}]", "model b has weights, which belong to question = labels"),
+        ("question=labels", "question = labels compares weights with the first model: give at least two models"),
         (
             "models=[{name: a},{name: b,settings: [data.path=elsewhere]}]",
             "model b sets data.path=elsewhere, which must be the same",

@@ -10,7 +10,7 @@ import pytest
 from tiny_study import write_run
 
 from pipeline.settings import schema
-from pipeline.settings.study import StudyConfig
+from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.results import StudyResults, read_results
 from pipeline.study.running import driver
 from pipeline.study.running.cells import Study, open_study

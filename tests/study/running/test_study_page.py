@@ -11,7 +11,7 @@ from tiny_study import write_run
 from launch.study import in_mlflow
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.settings import schema
-from pipeline.settings.study import StudyConfig
+from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import cell_run, driver
 from pipeline.transfer.child_run import make_child
 

@@ -24,9 +24,9 @@ from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import LostError, run_here
 from pipeline.settings import schema
+from pipeline.settings.commands.study import StudyConfig
+from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.run import RunConfig
-from pipeline.settings.study import StudyConfig
-from pipeline.settings.transfer import VtabConfig
 from pipeline.study.results import StudyResults, read_results
 from pipeline.study.running import cell_run, driver
 from pipeline.transfer import vtab
@@ -137,6 +137,30 @@ def test_lengths_that_share_their_first_steps_equal_runs_of_their_own(
         make(base, "shared", "scaling", *scaling[:1], "lengths=[6 steps,12 steps,16 steps]", "cooldown=0.5"), no_pause
     )
     assert started == [("pretrain", "slim-trunk-seed0"), ("pretrain", "slim-16_steps-seed0")]
+
+
+def test_labels_compare_weights_with_a_new_model_at_equal_compute(base: Path, started: Started, forge: Forge) -> None:
+    """The weights are of a run of 10 steps of the same model, so a new one trains 10 steps more."""
+    config = schema.flatten(schema.to_dict(schema.load(RunConfig, base, ["name=earlier", "train.length=10 steps"])))
+    settings = [f"{n}={json.dumps(v) if isinstance(v, list) else v}" for n, v in config.items() if v is not None]
+    assert forge.start(1, [*settings, f"out={base.parent}"]).wait() == [0]
+    architecture = [s for s in settings if s.startswith("model.") and s.partition("=")[0] != "model.image_size"]
+    own = base.with_name("labels.yaml")
+    own.write_text(base.with_name("tune.yaml").read_text().replace("init: {weights: any}\n", ""))
+    models = f"models=[{{name: scratch, settings: {json.dumps(architecture)}}},{{name: early, weights: {base.parent / 'earlier'}}}]"
+    study = schema.load(
+        StudyConfig, None,
+        [f"run={own}", f"out={base.parent / 'runs'}", "name=few", "question=labels", models, "data_sizes=[50]"],
+    )  # fmt: skip
+    results = by_name(driver.run(study, no_pause))
+    assert {name: cell.steps for name, cell in results.items()} == {
+        "scratch-seed0": 13, "early-seed0": 3,
+    }  # fmt: skip
+    assert {cell.state for cell in results.values()} == {"done"}
+    assert sorted(started) == sorted(("finetune" if name.startswith("early") else "pretrain", name) for name in results)
+    text = (base.parent / "runs" / "few" / "report.md").read_text()
+    assert f"early starts from {base.parent / 'earlier'}, pre-trained for" in text
+    assert "With 50 labelled images, the best weights are early:" in text
 
 
 def test_what_diverges_or_fails_is_reported_and_the_others_go_on(

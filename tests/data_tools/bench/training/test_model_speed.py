@@ -12,7 +12,7 @@ from data_tools.bench.record import BenchRecord
 from data_tools.bench.training.model_speed import MinimalViT, copy_parameters, run
 from pipeline.base.errors import UserError
 from pipeline.model import ViTConfig, build, configure
-from pipeline.settings.bench import ModelBenchConfig
+from pipeline.settings.commands.bench import ModelBenchConfig
 
 
 @pytest.mark.parametrize("gelu", ["tanh", "erf"])

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_SEED, MAX_TASKS, MAX_THREADS, Length, Limit
-from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, TextForm, setting
+from pipeline.settings.quantities import MAX_TASKS, MAX_THREADS, Length, Limit
+from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.shared import mlflow_of_runs, result_name, seeds
 
+Question = Literal["data_size", "scaling", "ablation", "labels"]
 # Settings of a run that the study sets itself.
 _SET_BY_STUDY = (
     "name=",
@@ -32,7 +34,7 @@ _SAME_FOR_ALL = (
 
 @dataclass(frozen=True, kw_only=True)
 class StudyModel:
-    """A model of a study."""
+    """A model of a study, or weights that it fine-tunes."""
 
     name: str = setting(
         REQUIRED,
@@ -43,27 +45,35 @@ class StudyModel:
     settings: list[str] = setting(
         list, "Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."
     )
+    weights: str = setting(
+        "",
+        "question = labels: the run folder or file of weights that is fine-tuned; empty starts with a new model.",
+        path=True,
+    )
+
+    @property
+    def overrides(self) -> list[str]:
+        """Its settings over those of the study, with that of its weights."""
+        return [*self.settings, *([f"init.weights={self.weights}"] if self.weights else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
-    name: str = setting(
-        REQUIRED,
-        "Name of the study; all of its runs are in <out>/<name>",
-        form=FOLDER_NAME,
-        output="folder",
-        within="out",
-        holds="study",
-    )
+    name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "study")
     out: str = setting("runs", "Folder that holds all runs and studies.", output="folder")
-    question: Literal["data_size", "scaling", "ablation"] = setting(
+    question: Question = setting(
         REQUIRED,
         "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute budget, and "
-        "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8)",
+        "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8); "
+        "labels: what pre-trained weights gain over the first model, by the number of labelled images",
     )
-    run: str = setting(REQUIRED, "YAML file of a pre-training run, with the settings that all cells share", path=True)
+    run: str = setting(
+        REQUIRED,
+        "YAML file of a pre-training run, or of a fine-tuning for question = labels, with the settings that all cells share",
+        path=True,
+    )
     settings: list[str] = setting(
         list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
     )
@@ -88,14 +98,12 @@ class StudyConfig:
         min=0,
         below=1,
     )
-    seeds: list[int] = setting(
-        [0],
-        "Seeds; each gives a run with its own subset, weights and order.",
-        min=0,
-        max=MAX_SEED,
-        min_items=1,
-        distinct=True,
+    equal_compute: bool = setting(
+        True,
+        "question = labels: models without weights train for as many more steps as the longest pre-training of the others is "
+        "worth in compute.",
     )
+    seeds: list[int] = seeds([0], "Seeds; each gives a run with its own subset, weights and order.")
     score: str = setting(
         "top1",
         "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping, with "
@@ -143,13 +151,13 @@ class StudyConfig:
     )
     cell: str = setting("", "Run this cell only (its name, or its number as in the plan, from 0), and write no report.")
     report: bool = setting(False, "Run nothing: write the report of the cells that are done.")
-    mlflow: str = setting(
-        "",
-        "MLflow tracking URI of the study and its runs; none sends no study. Empty is track.uri of the runs, else "
-        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
-        form=TRACKING_URI,
-    )
+    mlflow: str = mlflow_of_runs("study")
     plan: bool = setting(False, "Only list the cells, their compute, hours and cost.")
+
+    @property
+    def base(self) -> list[str]:
+        """Settings over those of `run` that stand for all cells; with question = labels, the file may leave the model open."""
+        return [*self.settings, *(self.models[0].overrides if self.question == "labels" else []), "name=study"]
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --plan only prints."""
@@ -196,9 +204,16 @@ class StudyConfig:
             raise UserError("question = scaling compares compute: give at least two models, lengths or budgets.")
         if self.question == "ablation" and len(self.models) < 2:
             raise UserError("question = ablation compares models with the first one: give at least two.")
-        if self.question != "data_size" and num_sizes > 1:
+        weighted = [model.name for model in self.models if model.weights]
+        if self.question == "labels" and (len(self.models) < 2 or not weighted):
             raise UserError(
-                f"data_sizes has {num_sizes} sizes, which belong to question = data_size. Give one, or none."
+                "question = labels compares weights with the first model: give at least two models, one of them with weights=..."
+            )
+        if self.question != "labels" and weighted:
+            raise UserError(f"model {weighted[0]} has weights, which belong to question = labels: leave them out.")
+        if self.question not in ("data_size", "labels") and num_sizes > 1:
+            raise UserError(
+                f"data_sizes has {num_sizes} sizes, which belong to question = data_size or labels. Give one, or none."
             )
         if self.question != "scaling" and num_lengths > 1:
             raise UserError(f"{num_lengths} lengths belong to question = scaling. Give one, or none.")

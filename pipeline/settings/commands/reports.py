@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_THREADS
-from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
+from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS
+from pipeline.settings.schema import REQUIRED, setting
+from pipeline.settings.shared import mlflow_of_runs, mlflow_uri, result_name, seeds
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
@@ -26,10 +27,8 @@ class VtabReportConfig:
     out: str = setting(
         "", "Folder of the report; empty is <first sweep>/report.", output="folder", holds="report of sweeps"
     )
-    mlflow: str = setting(
-        "",
-        "MLflow tracking URI for the numbers and files, which are added to the run of the first sweep; empty sends nothing.",
-        form=TRACKING_URI,
+    mlflow: str = mlflow_uri(
+        "MLflow tracking URI for the numbers and files, which are added to the run of the first sweep; empty sends nothing."
     )
 
     def check(self) -> None:
@@ -61,7 +60,7 @@ class CompareConfig:
     out: str = setting(
         "", "Folder of the comparison; empty is runs/compare/<names>.", output="folder", holds="comparison"
     )
-    mlflow: str = setting("", _STORE, form=TRACKING_URI)
+    mlflow: str = mlflow_uri(_STORE)
     score: bool = setting(
         False, "Score the weights of all runs again on one split, with precision, recall and F1 by class."
     )
@@ -82,7 +81,7 @@ class RunReportConfig:
         output="folder",
         holds="report of a run",
     )
-    mlflow: str = setting("", _STORE, form=TRACKING_URI)
+    mlflow: str = mlflow_uri(_STORE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +89,8 @@ class SyncConfig:
     """Sending run folders to MLflow afterwards."""
 
     runs: list[str] = setting(REQUIRED, "Run folders, or folders that contain some, as [runs]", min_items=1, path=True)
-    uri: str = setting(
-        "",
-        "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db.",
-        form=TRACKING_URI,
+    uri: str = mlflow_uri(
+        "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db."
     )
 
 
@@ -101,14 +98,7 @@ class SyncConfig:
 class GridConfig:
     """A fine-tuning protocol: choose the learning rate on held-out training data, then train on all data, several times."""
 
-    name: str = setting(
-        REQUIRED,
-        "Name of the result; all of its runs are in <out>/<name>",
-        form=FOLDER_NAME,
-        output="folder",
-        within="out",
-        holds="grid",
-    )
+    name: str = result_name("Name of the result; all of its runs are in <out>/<name>", "grid")
     run: str = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml", path=True)
     settings: list[str] = setting(list, "Settings that override the run's file, as [init.weights=runs/vit_l16].")
     lr: list[float] = setting(
@@ -117,13 +107,8 @@ class GridConfig:
     dev_share: float = setting(
         0.1, "Share of the training split held out to choose lr (data.dev_share).", above=0, below=1
     )
-    seeds: list[int] = setting(
-        [0, 1, 2],
-        "Seeds of the final runs on the whole training split; the first is also used for the trials.",
-        min=0,
-        max=MAX_SEED,
-        min_items=1,
-        distinct=True,
+    seeds: list[int] = seeds(
+        [0, 1, 2], "Seeds of the final runs on the whole training split; the first is also used for the trials."
     )
     also: list[str] = setting(
         list,
@@ -134,12 +119,7 @@ class GridConfig:
         "", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.", command=True
     )
     out: str = setting("runs", "Folder that holds all runs.", output="folder")
-    mlflow: str = setting(
-        "",
-        "MLflow tracking URI of the grid and its runs; none sends no grid. Empty is track.uri of the runs, else "
-        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
-        form=TRACKING_URI,
-    )
+    mlflow: str = mlflow_of_runs("grid")
 
     def check(self) -> None:
         """Raise UserError for run settings that the grid sets itself, and for rates whose runs would have one name."""

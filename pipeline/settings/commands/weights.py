@@ -5,9 +5,11 @@ from typing import Literal, get_args
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, kernel_setting
-from pipeline.settings.run_sections import Precision, ProbeConfig
-from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting
+from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_THREADS
+from pipeline.settings.run_execution import ProbeConfig
+from pipeline.settings.run_sections import Precision
+from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.shared import kernel_setting, mlflow_uri, pixels
 from pipeline.settings.yaml_reader import as_typed
 
 _IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
@@ -26,13 +28,10 @@ class WeightsConfig:
     weights: str = setting(
         REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True
     )
-    image_size: int = setting(0, "Side of the input images in pixels; 0 is the weights' own.", min=0, max=MAX_SIDE)
+    image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
     kernel: Kernel | None = kernel_setting()
-    eval_resize: int = setting(
-        0,
-        "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none.",
-        min=0,
-        max=MAX_SIDE,
+    eval_resize: int = pixels(
+        0, "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none."
     )
     eval_crop: Literal["auto", "center", "resize", "resize_center"] = setting(
         "auto",
@@ -71,16 +70,16 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
     )
     classify: bool = setting(True, "Score the weights' own head; false scores only features (for other classes).")
     match_classes: bool = setting(True, "Refuse data whose class names differ from those of the weights.")
-    mlflow: str = setting(
-        "", "MLflow tracking URI for the scores and the report; empty sends nothing.", form=TRACKING_URI
-    )
+    mlflow: str = mlflow_uri("MLflow tracking URI for the scores and the report; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
         self.check_splits("", self.split)
         if not self.classify and not self.probes:
-            raise UserError("classify=false with shots=0 and neighbours=0 leaves nothing to score: set one of them.")
+            raise UserError(
+                "classify=false with shots=0, neighbours=0 and rankme_images=0 leaves nothing to score: set one of them."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,7 @@ class ExportConfig:
     out: str = setting(
         REQUIRED, "File (.safetensors, .npz, .onnx, .pt2), or for timm and huggingface a new folder", output="new"
     )
-    image_size: int = setting(0, "Side of the input images in pixels; 0 is the weights' own.", min=0, max=MAX_SIDE)
+    image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
     kernel: Kernel | None = kernel_setting()
     head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
     tolerance: float = setting(
@@ -178,7 +177,5 @@ class ExplainConfig(LookConfig):
         output="folder",
         holds="explanation",
     )
-    mlflow: str = setting(
-        "", "MLflow tracking URI for the numbers and figures; empty sends nothing.", form=TRACKING_URI
-    )
+    mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")

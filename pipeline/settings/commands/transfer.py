@@ -8,17 +8,10 @@ from typing import Literal
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import (
-    MAX_BATCH,
-    MAX_SEED,
-    MAX_SIDE,
-    MAX_TASKS,
-    MAX_THREADS,
-    Length,
-    kernel_setting,
-)
+from pipeline.settings.quantities import MAX_BATCH, MAX_TASKS, MAX_THREADS, Length
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
-from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting
+from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.shared import kernel_setting, mlflow_uri, pixels, seeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +21,11 @@ class ProtocolConfig:
     name: str = setting(
         REQUIRED, "Name in results, as vit_paper", form=TextForm(r"[a-z0-9_]+", "of lower-case letters, digits and _")
     )
-    image_size: int = setting(REQUIRED, "Side of the square input images in pixels", min=1, max=MAX_SIDE)
-    small_image_size: int = setting(
-        0,
-        "image_size for tasks whose images have fewer than 96 x 96 pixels (BiT); 0 is image_size.",
-        min=0,
-        max=MAX_SIDE,
+    image_size: int = pixels(REQUIRED, "Side of the square input images in pixels", 1)
+    small_image_size: int = pixels(
+        0, "image_size for tasks whose images have fewer than 96 x 96 pixels (BiT); 0 is image_size."
     )
-    small_resize_to: int = setting(0, "augment.resize_to for these tasks.", min=0, max=MAX_SIDE)
+    small_resize_to: int = pixels(0, "augment.resize_to for these tasks.")
     pixels: Literal["weights", "imagenet"] = setting(
         "weights",
         "Pixel normalisation: [-1, 1], which our weights and converted ones expect (docs/weights.md); or ImageNet's mean and "
@@ -106,14 +96,10 @@ class VtabConfig:
         "unchanged weights.",
     )
     tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose data sets exist.")
-    seeds: list[int] = setting(
+    seeds: list[int] = seeds(
         [0],
         "Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn do not "
         "depend on seeds.",
-        min=0,
-        max=MAX_SEED,
-        min_items=1,
-        distinct=True,
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
     kernel: Kernel | None = kernel_setting()
@@ -139,11 +125,9 @@ class VtabConfig:
     )
     gpu_share: float = setting(1.0, "Share of a GPU for each cell: 0.25 runs four on one GPU.", above=0, max=1)
     num_tasks: int = setting(0, "Number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS)
-    mlflow: str = setting(
-        "",
+    mlflow: str = mlflow_uri(
         "MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where the run of "
-        "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).",
-        form=TRACKING_URI,
+        "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs)."
     )
     plan: bool = setting(False, "Only list the cells and their cost.")
 

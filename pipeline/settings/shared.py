@@ -1,0 +1,47 @@
+"""Settings that several commands have, and kinds of settings with the same range: each declared once."""
+
+from typing import Any
+
+from pipeline.process.outputs import Holds
+from pipeline.settings.quantities import MAX_SEED, MAX_SIDE, MINUTES_PER_YEAR
+from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
+
+
+def kernel_setting() -> Any:
+    """The setting `kernel` of all commands that read weights."""
+    return setting(
+        None,
+        "Resampling of position embeddings to another image size: as the official code (zoom), Hugging Face and DINOv2 (bicubic) or "
+        "timm (bicubic_antialias). null is as the project of the weights.",
+    )
+
+
+def result_name(doc: str, holds: Holds, **rule: Any) -> Any:
+    """The name of a result, whose folder is in `out`."""
+    return setting(REQUIRED, doc, form=FOLDER_NAME, output="folder", within="out", holds=holds, **rule)
+
+
+def mlflow_uri(doc: str) -> Any:
+    return setting("", doc, form=TRACKING_URI)
+
+
+def mlflow_of_runs(what: str) -> Any:
+    """Where a command sends what it makes of many runs, and the runs."""
+    return mlflow_uri(
+        f"MLflow tracking URI of the {what} and its runs; none sends no {what}. Empty is track.uri of the runs, else "
+        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false."
+    )
+
+
+def seeds(default: list[int], doc: str) -> Any:
+    return setting(default, doc, min=0, max=MAX_SEED, min_items=1, distinct=True)
+
+
+def pixels(default: Any, doc: str, least: int = 0) -> Any:
+    """The side of an image."""
+    return setting(default, doc, min=least, max=MAX_SIDE)
+
+
+def minutes(default: float, doc: str, **rule: Any) -> Any:
+    """A limit of time, which changes no result."""
+    return setting(default, doc, **{"min": 0, "max": MINUTES_PER_YEAR, "on_change": "nothing", **rule})
