@@ -4,6 +4,7 @@ One rule each, without a list of exceptions: what is written as the name of a th
 """
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import io
@@ -18,8 +19,10 @@ from functools import cache
 from pathlib import Path
 
 from pipeline.base.errors import UserError
+from pipeline.objectives import kind
 from pipeline.settings import schema
 from pipeline.settings.command import read_settings
+from pipeline.settings.run_sections import OBJECTIVES
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "launch", "configs", "pipeline", "data_tools", "tests")
@@ -134,6 +137,7 @@ def _class_of(name: str, tree: ast.Module, path: Path) -> type:
 def settings() -> set[str]:
     """All settings of all commands, and their sections."""
     names = {name for forms in commands().values() for cls, _, _ in forms for name, *_ in schema.describe(cls)}
+    names |= {f"objective.{field.name}" for loss in OBJECTIVES for field in dataclasses.fields(kind(loss).Settings)}
     return names | {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
 
 

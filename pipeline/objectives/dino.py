@@ -8,9 +8,10 @@ and `koleo_weight` it is the recipe of DINOv2 (Oquab et al., arXiv 2304.07193).
 Shapes: B batch, V views, D width of the backbone, K prototypes, N patches, M masked patches of an image, R rows.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import cos, pi
+from math import cos, log, pi
 from typing import Any, Literal, cast
 
 import torch
@@ -33,6 +34,9 @@ from pipeline.settings.run import AugmentConfig, RunConfig
 from pipeline.settings.schema import setting
 
 _SINKHORN_STEPS = 3
+# What is called a collapse: embedding_std, and teacher_entropy over its maximum, after this share of the run. In the first steps, in
+# which the running mean is that of a new network, the teacher's outputs are nearly uniform.
+_SAME, _UNIFORM, _SETTLED = 0.05, 0.99, 0.1
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -178,7 +182,7 @@ class Dino(Objective):
     ) -> None:
         """masks: of iBOT; None without it. warmup, frozen: shares of the run, of the temperature and of the frozen prototypes."""
         super().__init__(backbone)
-        self.given, self.masks, self.warmup, self.frozen = given, masks, warmup, frozen
+        self.given, self.masks, self.warmup, self.frozen, self.progress = given, masks, warmup, frozen, 0.0
         shape = _width(backbone.config), given.hidden, given.bottleneck, given.prototypes
         self.head = DinoHead(*shape)
         self.patch_head = DinoHead(*shape) if masks and given.ibot_head == "separate" else None
@@ -282,6 +286,7 @@ class Dino(Objective):
         return 1 - (1 - self.given.momentum) * (cos(pi * step / num_steps) + 1) / 2
 
     def before_step(self, step: int, num_steps: int) -> None:
+        self.progress = step / num_steps
         first, last, warmup = (
             self.given.teacher_temperature_start,
             self.given.teacher_temperature,
@@ -290,6 +295,21 @@ class Dino(Objective):
         self.temperature.fill_(first + (last - first) * float(min(1, step / warmup if warmup else 1)))
         for name in self._centres():
             getattr(self, f"{name}_sums").zero_()
+
+    def collapse(self, values: Mapping[str, float]) -> str:
+        if self.progress < _SETTLED:
+            return ""
+        if values["embedding_std"] < _SAME:
+            return (
+                f"the features of all images are nearly the same (embedding_std {values['embedding_std']:.3f}); lower optimizer.lr, or use "
+                "objective.centring=sinkhorn"
+            )
+        if values["teacher_entropy"] > _UNIFORM * log(self.given.prototypes):
+            return (
+                f"the teacher's outputs are uniform (teacher_entropy {values['teacher_entropy']:.3f} of at most "
+                f"{log(self.given.prototypes):.3f}); lower objective.teacher_temperature"
+            )
+        return ""
 
     def after_step(self) -> None:
         for name in self._centres():

@@ -206,8 +206,8 @@ class TrainConfig:
     )
     loss: str = setting(
         "sigmoid",
-        "Cross-entropy of class labels, over softmax or summed over sigmoids; or masked patch prediction without labels, of "
-        "the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
+        "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino), or "
+        "masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
         choices=OBJECTIVES,
         on_change="run",
     )

@@ -292,6 +292,19 @@ def test_schedules() -> None:
     assert objective.frozen_steps(10) == {"head.last.": 2, "patch_head.last.": 2}
 
 
+def test_a_collapse_is_named_with_what_to_change() -> None:
+    objective = dino()
+    same, uniform = (
+        {"embedding_std": 0.01, "teacher_entropy": 1.0},
+        {"embedding_std": 0.5, "teacher_entropy": math.log(12)},
+    )
+    assert not objective.collapse(same)  # At the start of a run, this says nothing.
+    objective.before_step(5, 10)
+    assert "objective.centring=sinkhorn" in objective.collapse(same)
+    assert "objective.teacher_temperature" in objective.collapse(uniform)
+    assert not objective.collapse({"embedding_std": 0.5, "teacher_entropy": 0.1})
+
+
 def test_the_prototypes_have_gain_1_and_the_teacher_no_gradient() -> None:
     objective = dino(DINOV2, drop_path=0.5, dropout=0.5)
     outputs = objective.head(normal(3, objective.backbone.config.width))
