@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from pipeline.architecture.config import OPTIONS, Kernel
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.base.metric import Metric
+from pipeline.base.metric import SPREAD, Metric
 from pipeline.settings.quantities import (
     MAX_BATCH,
     MAX_SIDE,
@@ -21,9 +21,6 @@ from pipeline.settings.quantities import (
 from pipeline.settings.schema import REQUIRED, TRACKING_URI, setting
 
 T = TypeVar("T")
-
-# What a probe measures of features without labels.
-SPREAD = {"rankme": Metric("", "higher", "probe"), "feature_std": Metric(group="probe")}
 
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
