@@ -57,9 +57,11 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
         schema.load(
             ScoreConfig, None,
             [f"weights={runs[0]}", f"data={data}", "split=other", "classify=false", "shots=[1,3]", "l2=[1024,1]", "neighbours=5",
-             "neighbour_images=60", "batch=7", "device=cpu", f"out={tmp_path / 'report'}"],
+             "neighbour_images=60", "rankme_images=50", "batch=7", "device=cpu", f"out={tmp_path / 'report'}"],
         )
     )  # fmt: skip
+    assert (scored["spread"]["images"], scored["spread"]["dimensions"]) == (50, 32)
+    assert "RankMe of 50 images, at most 32" in (tmp_path / "report" / "report.md").read_text()
     assert [row["top1_of_seeds"] for row in scored["fewshot"]] == [row["top1_of_seeds"] for row in one["fewshot"]]
     assert scored["knn"] == one["knn"]
     assert 0.3 < one["knn"]["top1"] <= 1  # Classes differ in colour.
@@ -104,7 +106,7 @@ def test_a_collapse_is_said_once_in_log_and_description(forge: Forge, data: Path
     folder = tmp_path / "flat"
     assert metrics(folder, "rankme") == pytest.approx(dict.fromkeys((2, 4, 6), 1.0), abs=1e-3)
     assert metrics(folder, "probe_collapse") == dict.fromkeys((2, 4, 6), 1)
-    said = [line for line in (folder / "log.txt").read_text().splitlines() if "collapse" in line]
+    said = [line for line in (folder / "log.txt").read_text().splitlines() if "collapse: " in line]
     assert len(said) == 1
     assert "step 2: collapse: RankMe 1 of at most 32" in said[0]
     tags = json.loads((folder / "page" / "end.json").read_text())["tags"]
