@@ -57,6 +57,8 @@ class Metric:
         return f"{value:,.0f}" if self.unit == "count" and math.isfinite(value) else f"{value:,.4g}"
 
 
+# What a probe measures of features without labels.
+SPREAD = {"rankme": Metric("", "higher", "probe"), "feature_std": Metric(group="probe")}
 # What runs log that declare nothing: those of earlier versions, reports, and the training loop itself. The first pattern that fits.
 _KNOWN = {
     "loss": Metric("loss", "lower", "train"),
@@ -70,8 +72,7 @@ _KNOWN = {
         ("skipped_steps", "loss_spikes", "bad_samples", "storage_retries"), Metric("count", "lower", "health")
     ),
     **dict.fromkeys(("collapse", "probe_collapse"), Metric("count", "lower", "health")),  # 1, at steps that show one.
-    "rankme": Metric("", "higher", "probe"),
-    "feature_std": Metric(group="probe"),
+    **SPREAD,
     **dict.fromkeys(("top1", "vtab_mean"), Metric("proportion", "higher")),
     "best_score": Metric("share", "higher"),  # Of a study.
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),

@@ -28,6 +28,7 @@ from pipeline.evaluate.predict import open_images, predict_all
 from pipeline.evaluate.probes.features import requests
 from pipeline.explain import figures, galleries
 from pipeline.explain.attention import compute_attention, concatenate, patch_distances
+from pipeline.explain.components import patch_components
 from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.model import VisionTransformer, ViTConfig
@@ -37,9 +38,9 @@ from pipeline.settings.quantities import whole_number
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}
-_TOKEN_DRAWINGS = {*_ATTENTION_DRAWINGS, "positions", "patches", "cost"}
+_TOKEN_DRAWINGS = {*_ATTENTION_DRAWINGS, "components", "positions", "patches", "cost"}
 _CLASS_DRAWINGS = {"gradcam", "predictions"}
-_IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, *_CLASS_DRAWINGS, "patches"}
+_IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, *_CLASS_DRAWINGS, "components", "patches"}
 
 
 @dataclass
@@ -160,6 +161,10 @@ def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str],
     if isinstance(model, VisionTransformer) and drawings & _ATTENTION_DRAWINGS:
         images = loaded.images(pixels)
         _draw_attention(config, model, drawings, images, drawn.numpy(), captions, results)
+    if isinstance(model, VisionTransformer) and "components" in drawings:
+        found = patch_components(model, loaded.images(drawn), config.batch)
+        results.drawings["components"] = galleries.draw_components(found, model.config, drawn.numpy(), captions)
+        results.numbers["component_variance_shares"] = found.shares.tolist()
     if "gradcam" in drawings:
         results.drawings["gradcam"] = _draw_gradcam(loaded, names, drawn, captions)
     if "predictions" in drawings:

@@ -10,10 +10,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from pipeline.explain.attention import POOLING, Attention
-from pipeline.explain.figures import Tile, brighten, gallery, overlay
+from pipeline.explain.components import PatchComponents
+from pipeline.explain.figures import Tile, brighten, enlarge, gallery, overlay
 from pipeline.model import ViTConfig
 
 _MAX_IMAGES, _MAX_MAPS = 8, 12  # in a row: images, or maps of one image
+_CHANNELS = ("red", "green", "blue")
 _RIGHT, _WRONG = "#14713a", "#b8252a"
 _SHARE_RIGHT = 0.25  # Places on the sheet of predictions that are kept for right ones.
 _OWN_SCALE = "Each map is scaled to its own largest value."
@@ -78,6 +80,24 @@ def draw_rollout(attention: Attention, config: ViTConfig, pixels: np.ndarray, ca
     rows = [_inputs(pixels, captions), lit_by(attention.rollout, "rollout"), lit_by(attention.product, "no identity")]
     note = "Attention through all blocks, with the residual connections' identity and without. Brighter is more."
     return gallery(_fold(rows), "Attention rollout", note)
+
+
+def draw_components(
+    components: PatchComponents, config: ViTConfig, pixels: np.ndarray, captions: Sequence[str]
+) -> Figure:
+    """Each image, and below it the first three principal components of its patches as red, green and blue."""
+    colours = [
+        Tile(np.dstack([enlarge(channel, config, image.shape[:2]) for channel in found.permute(2, 0, 1).numpy()]))
+        for image, found in zip(pixels, components.colours, strict=True)
+    ]
+    shares = ", ".join(
+        f"{name} {share:.1%}" for name, share in zip(_CHANNELS, components.shares.tolist(), strict=False)
+    )
+    note = (
+        "The first three principal components of the patches of all these images together: patches with similar features have "
+        f"similar colours. Shares of the variance: {shares}."
+    )
+    return gallery(_fold([_inputs(pixels, captions), colours]), "Patches by their features", note)
 
 
 def draw_gradcam(

@@ -32,9 +32,12 @@ _THREADS = 1
 def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | None:
     """PNG of the curves of one run; None if it has none. others: runs whose loss and accuracy are drawn in grey."""
     losses = {"training": record.metrics.get("loss"), f"split {record.split}": record.of_split("loss")}
+    accuracies = _accuracies(record)
+    # Without classes a probe may be alone, and then has no legend.
+    alone = next(iter(accuracies)) if len(accuracies) == 1 and record.of_split("top1") is None else ""
     panels = [
         ("loss", _present(losses), 1.0, [other.metrics.get("loss") for other in others]),
-        ("held-out accuracy, %", _accuracies(record), 100.0, [other.of_split("top1") for other in others]),
+        (f"{alone or 'held-out accuracy'}, %", accuracies, 100.0, [other.of_split("top1") for other in others]),
         ("learning rate", _present({"": record.metrics.get("lr")}), 1.0, []),
         ("images/s", _present({"": record.metrics.get("images_per_second")}), 1.0, []),
     ]

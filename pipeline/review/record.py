@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.base import npz
 from pipeline.base.errors import UserError
-from pipeline.base.metric import MAX_NUMBER, Metric, metric_of
+from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import Start
@@ -56,7 +56,7 @@ def best_of(series: Series, metric: Metric) -> int:
 
 def title_of(name: str) -> str:
     """A metric's name in words, without the split: "top-1", "patch rank"."""
-    return {"top1": "top-1", "top5": "top-5"}.get(name, name.replace("_", " "))
+    return {"top1": "top-1", "top5": "top-5", "rankme": "RankMe"}.get(name, name.replace("_", " "))
 
 
 def as_number(text: object) -> float:
@@ -289,9 +289,13 @@ class RunRecord:
 
     @cached_property
     def further(self) -> dict[str, str]:
-        """What figures show beside accuracy and losses, of the held-out split and of what the objective logs: own name -> metric."""
+        """What figures show beside accuracy and losses, of the held-out split, the objective and probes: own name -> metric."""
         measured = {name.removeprefix(f"{self.split}_"): name for name in self.held_out}
-        logged = [name for name, metric in self.declared.items() if metric.group == "train" and name in self.metrics]
+        logged = [
+            name
+            for name, metric in self.declared.items()
+            if name in self.metrics and (metric.group == "train" or name in SPREAD)
+        ]
         found = measured | {name: name for name in logged}
         return {own: name for own, name in found.items() if own not in ("top1", "top5", "loss")}
 

@@ -6,16 +6,12 @@ from typing import Literal
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
-from pipeline.base.metric import Metric
+from pipeline.base.metric import SPREAD, Metric
 from pipeline.settings.quantities import MAX_BATCH, Length
 from pipeline.settings.schema import setting
 from pipeline.settings.shared import kernel_setting, minutes, mlflow_uri
 
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
-
-
-# What a probe measures of features without labels.
-SPREAD = {"rankme": Metric("", "higher", "probe"), "feature_std": Metric(group="probe")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
+from pipeline.base.metric import SPREAD
 from pipeline.checkpoint.saver import Saver
 from pipeline.data.loading.loader import BadBudget, Batch
 from pipeline.evaluate.classify import ClassificationScores, Predictions, predict, score
@@ -22,7 +23,6 @@ from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.evaluate.probes.rankme import collapse
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.settings.run_execution import SPREAD
 from pipeline.train.training_run import Monitoring, RunContext
 
 if TYPE_CHECKING:

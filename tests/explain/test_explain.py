@@ -22,7 +22,18 @@ from pipeline.settings.commands.weights import ExplainConfig
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 16
 CLASSES = ["ant", "$bee_x", "a class of a very long name"]
-ALL = ["attention", "cost", "distance", "filters", "gradcam", "patches", "positions", "predictions", "rollout"]
+ALL = [
+    "attention",
+    "components",
+    "cost",
+    "distance",
+    "filters",
+    "gradcam",
+    "patches",
+    "positions",
+    "predictions",
+    "rollout",
+]
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +112,19 @@ def test_drawings_that_do_not_apply_are_reported(
     models.save(models.build(models.ResNetConfig((1,), 32, (SIDE, SIDE), 3)), bit)
     run(bit, tmp_path / "bit", images, "num_predicted=4", "num_drawn=2")
     assert drawn(tmp_path / "bit") == ["filters", "gradcam", "predictions"]
-    said = "not drawn: attention, rollout, distance, patches, positions, cost (a ResNet has no tokens)"
+    said = "not drawn: attention, rollout, distance, components, patches, positions, cost (a ResNet has no tokens)"
     assert said in capsys.readouterr().out
     headless = save(tmp_path / "headless.pt", num_classes=0, positions="relative", pool="gap")
     run(headless, tmp_path / "headless", images, "num_averaged=1")
-    assert drawn(tmp_path / "headless") == ["attention", "cost", "distance", "filters", "patches", "rollout"]
+    assert drawn(tmp_path / "headless") == [
+        "attention",
+        "components",
+        "cost",
+        "distance",
+        "filters",
+        "patches",
+        "rollout",
+    ]
     said = capsys.readouterr().out
     assert "not drawn: gradcam, predictions (these weights have no head)" in said
     assert "not drawn: positions (positions = relative adds nothing to the tokens)" in said

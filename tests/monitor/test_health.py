@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from pipeline.monitor.health import SlowRanks, SpikeScore, stragglers
+from pipeline.monitor.health import CollapseReports, SlowRanks, SpikeScore, stragglers
 
 NOISE = np.random.default_rng(0).normal(0, 0.1, 400)
 
@@ -68,3 +68,16 @@ def test_a_rank_that_stays_slow_is_named_once_with_its_host() -> None:
 def test_stragglers_of_two_and_of_nothing() -> None:
     assert stragglers([1.0, 2.0], 1.5) == {1: 2.0}
     assert stragglers([0.0, 0.0], 1.5) == {}
+
+
+def test_a_collapse_is_said_when_it_begins_and_when_it_is_over() -> None:
+    collapses = CollapseReports()
+    assert collapses.changed("loss", 10, "") == []
+    assert collapses.changed("loss", 20, "entropy 0.") == ["step 20: collapse: entropy 0."]
+    assert collapses.changed("loss", 30, "entropy 0.1.") == [], "it goes on"
+    assert collapses.changed("probe", 30, "RankMe 1.") == ["step 30: collapse: RankMe 1."], (
+        "another source shows it too"
+    )
+    assert collapses.changed("loss", 40, "") == ["step 40: the loss shows no collapse any longer"]
+    assert collapses.changed("loss", 50, "") == []
+    assert collapses.first == "step 20: collapse: entropy 0."

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
+from pipeline.base.metric import SPREAD
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.loader import BadBudget
@@ -27,7 +28,7 @@ from pipeline.evaluate.probes.rankme import spread
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.process.distributed import Ranks, StopRequest
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_execution import SPREAD, ProbeConfig
+from pipeline.settings.run_execution import ProbeConfig
 
 # Test samples per chunk: their scores for 21,843 classes take 180 MB.
 _CHUNK = 1024

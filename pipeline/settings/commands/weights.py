@@ -16,7 +16,16 @@ _IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or on
 _EXCLUDE = "lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."
 _ONE_OR_ALL = TextForm(r"all|mean|0*[1-9][0-9]*", "a number from 1, all, or mean")
 Drawing = Literal[
-    "attention", "rollout", "distance", "gradcam", "predictions", "patches", "positions", "filters", "cost"
+    "attention",
+    "rollout",
+    "distance",
+    "components",
+    "gradcam",
+    "predictions",
+    "patches",
+    "positions",
+    "filters",
+    "cost",
 ]
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 

@@ -20,7 +20,7 @@ from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run_execution import ProbeConfig
 
 PROBE = ("probe.every=2 steps", "probe.shots=[1,3]", "probe.l2=[1024,1]", "probe.neighbours=5", "probe.neighbour_images=60",
-         "probe.split=other", "evaluate.batch=7")  # fmt: skip
+         "probe.split=other", "probe.rankme_images=40", "evaluate.batch=7")  # fmt: skip
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 
 
@@ -32,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Path) -> None:
     """Also at ZeRO stage 3; launch/evaluate.py gives the same scores for the checkpoint."""
-    names = [f"other_{k}shot_l2_{l2}" for k in (1, 3) for l2 in (1024, 1)] + ["other_5nn"]
+    names = [f"other_{k}shot_l2_{l2}" for k in (1, 3) for l2 in (1024, 1)] + ["other_5nn", "rankme", "feature_std"]
     # Weights hardly change, so that the order in which ranks sum does not change the features.
     still = ("optimizer.lr=1e-30", "optimizer.weight_decay=0", *PROBE)
     for ranks, stage in ((1, 1), (2, 3)):
@@ -57,9 +57,11 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
         schema.load(
             ScoreConfig, None,
             [f"weights={runs[0]}", f"data={data}", "split=other", "classify=false", "shots=[1,3]", "l2=[1024,1]", "neighbours=5",
-             "neighbour_images=60", "batch=7", "device=cpu", f"out={tmp_path / 'report'}"],
+             "neighbour_images=60", "rankme_images=50", "batch=7", "device=cpu", f"out={tmp_path / 'report'}"],
         )
     )  # fmt: skip
+    assert (scored["spread"]["images"], scored["spread"]["dimensions"]) == (50, 32)
+    assert "RankMe of 50 images, at most 32" in (tmp_path / "report" / "report.md").read_text()
     assert [row["top1_of_seeds"] for row in scored["fewshot"]] == [row["top1_of_seeds"] for row in one["fewshot"]]
     assert scored["knn"] == one["knn"]
     assert 0.3 < one["knn"]["top1"] <= 1  # Classes differ in colour.
@@ -90,6 +92,26 @@ def test_a_model_of_masked_patches_is_probed_on_whole_images(forge: Forge, data:
         )
     )  # fmt: skip
     assert scored["knn"] == last["knn"]
+
+
+def test_a_collapse_is_said_once_in_log_and_description(forge: Forge, data: Path, tmp_path: Path) -> None:
+    """Without labels: SGD whose decay takes all kernels to zero, so that every image has the same features."""
+    flat = (
+        "train.loss=masked_pixels", "model.representation=false", "optimizer.name=sgd", "optimizer.momentum=0", "optimizer.lr=1",
+        "optimizer.weight_decay=1", "optimizer.clip=1e-6", "schedule.decay=constant", "schedule.warmup=0 steps",
+        "probe.every=2 steps", "probe.shots=0", "probe.rankme_images=40", "track.enabled=true",
+    )  # fmt: skip
+    run = forge.start(1, settings(data, tmp_path, "flat", *flat))
+    assert run.wait() == [0], run.said()
+    folder = tmp_path / "flat"
+    assert metrics(folder, "rankme") == pytest.approx(dict.fromkeys((2, 4, 6), 1.0), abs=1e-3)
+    assert metrics(folder, "probe_collapse") == dict.fromkeys((2, 4, 6), 1)
+    said = [line for line in (folder / "log.txt").read_text().splitlines() if "collapse: " in line]
+    assert len(said) == 1
+    assert "step 2: collapse: RankMe 1 of at most 32" in said[0]
+    tags = json.loads((folder / "page" / "end.json").read_text())["tags"]
+    assert said[0].endswith(tags["collapse"])
+    assert "Warnings: step 2: collapse: RankMe 1" in tags["mlflow.note.content"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
