@@ -177,13 +177,12 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
         empty = f"; {classes['empty']:,} without any: {', '.join(map(printable, classes['first_empty'][:3]))}" * bool(
             classes["empty"]
         )
-        if stats["num_classes"]:
-            print(
-                f"    images of a class   {classes['min']:,} to {classes['max']:,}, median {classes['median']:,.0f}, "
-                f"imbalance {classes['imbalance']:,.1f}{empty}"
-                if classes["max"]
-                else "    no image has a label"
-            )
+        print(
+            f"    images of a class   {classes['min']:,} to {classes['max']:,}, median {classes['median']:,.0f}, "
+            f"imbalance {classes['imbalance']:,.1f}{empty}"
+            if classes["max"]
+            else "    no image has a label"
+        )
         if classes["max"] and of["labels_per_sample"].keys() != {"1"}:
             print("    labels of an image  " + ", ".join(f"{c:,} x {n}" for n, c in of["labels_per_sample"].items()))
         for text, key in (("short side, px", "short_side"), ("width / height", "aspect_ratio"), ("bytes", "bytes_per_image")):  # fmt: skip

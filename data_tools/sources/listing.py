@@ -229,19 +229,16 @@ class Collector:
         if split is None or (self.is_labelled and "/" not in inner):
             self._outside.add(name)
             return
-        if not self.is_labelled:
-            if fault:
-                self.skip(name, fault)
-            else:
-                self.sample(split, inner, (), name, container, offset, size, packed)
-            return
-        class_name, rest = inner.split("/", 1)
-        self._flat = self._flat or "/" not in rest
-        self._counts[split, class_name] = self._counts.get((split, class_name), 0) + 1
+        classes: tuple[str, ...] = ()
+        if self.is_labelled:
+            class_name, rest = inner.split("/", 1)
+            self._flat = self._flat or "/" not in rest
+            self._counts[split, class_name] = self._counts.get((split, class_name), 0) + 1
+            classes = (class_name,)
         if fault:
             self.skip(name, fault)
         else:
-            self.sample(split, inner, (class_name,), name, container, offset, size, packed)
+            self.sample(split, inner, classes, name, container, offset, size, packed)
 
     def skip(self, where: str, reason: str) -> None:
         """Report an item that belongs to the data set but cannot be used. It counts as a bad image."""
@@ -398,14 +395,11 @@ class Collector:
         if len(twice):
             first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
             more = f" ({counted(len(twice), 'such key')})" if len(twice) > 1 else ""
-            keys_are = f"{'class/name' if self.is_labelled else 'path'} without the extension"
-            if self.prefixes:
-                keys_are = "tar/name up to its first dot"
+            are = f"{'class/name' if self.is_labelled else 'path'} without the extension"
+            are = "tar/name up to its first dot" if self.prefixes else are
             what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
             raise UserError(
-                f"{self.source}: {what}, {keys[int(twice[0])].as_py()!r}{more}. Keys are "
-                f"{keys_are}, dots become "
-                "_. Rename or remove one."
+                f"{self.source}: {what}, {keys[int(twice[0])].as_py()!r}{more}. Keys are {are}, dots become _. Rename or remove one."
             )
 
 

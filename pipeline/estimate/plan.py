@@ -68,11 +68,7 @@ class Plan:
         changed to fit."""
         named = list(filter(None, [overrides_of_name(config.model)]))
         if not config.data.evaluated_split:
-            probed = (
-                f"only probes of {config.probe.prefix} measure it"
-                if self.probe_every
-                else "nothing measures it but its loss"
-            )
+            probed = "only its probes measure it" if self.probe_every else "nothing measures it but its loss"
             named.append(
                 f"no held-out split: the run is not evaluated, {probed}. To hold out images: data.dev_share=0.01, or "
                 "val_share=0.01 of launch/shard.py"

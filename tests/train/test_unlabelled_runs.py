@@ -78,7 +78,10 @@ def test_labels_are_wanted_where_there_are_none(photos: Path) -> None:
 
 def test_probes_of_images_without_labels_are_refused_before_the_long_imports(photos: Path, tmp_path: Path) -> None:
     said = refused("pretrain", *settings(photos, tmp_path, "x", *MASKED, "probe.every=2 steps"))
-    assert "have no labels. Probes need some: set probe.data to any data set with labels, or probe.every=0." in said
+    assert (
+        "have no labels. Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0."
+        in said
+    )
 
 
 def test_a_run_without_a_held_out_split_measures_what_it_can(photos: Path, dataset: Path) -> None:
@@ -91,7 +94,7 @@ def test_a_run_without_a_held_out_split_measures_what_it_can(photos: Path, datas
     assert note.startswith("no held-out split: the run is not evaluated, nothing measures it but its loss. To hold out")
     probed = prepare(load(photos, *MASKED, "probe.every=2 steps", f"probe.data={dataset}"))
     (note,) = [line for line in probed.plan.notes(probed.config) if "held-out" in line]
-    assert "only probes of tiny measure it" in note
+    assert "only its probes measure it" in note
     held_out = prepare(load(photos, *MASKED, "data.dev_share=0.1", "checkpoint.best=dev_loss"))
     assert "dev_loss" in objectives.metrics(held_out.config)["scores"]
     assert make_plan(load(photos, *MASKED), 150, 1).eval_every == 3
@@ -114,7 +117,7 @@ def test_a_run_on_images_alone_is_probed_and_resumes_exactly(
     probe = ("probe.every=2 steps", f"probe.data={dataset}", "probe.neighbours=5", "checkpoint.best=tiny_5nn")
     overrides = settings(photos, tmp_path, "whole", *MASKED, *FOUR_STEPS, *probe)
     said = forge.start(1, overrides).finish()
-    assert "no held-out split: the run is not evaluated, only probes of tiny measure it" in said
+    assert "no held-out split: the run is not evaluated, only its probes measure it" in said
     whole = tmp_path / "whole"
     assert set(metrics(whole, "tiny_5nn")) == {2, 4}
     assert not (whole / "scores.json").exists()

@@ -30,7 +30,9 @@ def uri_of_runs(mlflow: str, track: TrackConfig, out: str) -> str:
 def facts_of_splits(dataset: Dataset, data: DataConfig) -> tuple[DatasetFacts, ...]:
     """The splits of a data set that the runs below train on and are evaluated on."""
     splits = ((data.train_split, "training"), (data.eval_split, "evaluation"))
-    return tuple(split_facts(dataset.path.name, dataset, split, context) for split, context in splits)
+    return tuple(
+        split_facts(dataset.path.name, dataset, split, context) for split, context in splits if split in dataset.splits
+    )
 
 
 def tags_of_folder(folder: Path, dataset: Dataset) -> dict[str, str]:
