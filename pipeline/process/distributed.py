@@ -74,27 +74,23 @@ class Ranks:
         total = torch.full((), value, device=self.device)
         work = dist.all_reduce(total, async_op=True)
         assert work is not None
-        if self.device.type != "cuda":
-
-            def result() -> float:
+        wait: Callable[[], object] = work.wait
+        found = total
+        if self.device.type == "cuda":
+            # Copied on a separate stream: on the default stream it would wait for all queued work.
+            aside, fetched = _stream_aside(self.device), torch.cuda.Event()
+            found, wait = torch.empty((), pin_memory=True), fetched.synchronize
+            with torch.cuda.stream(aside):
                 work.wait()
-                return float(total)
+                found.copy_(total, non_blocking=True)
+                fetched.record()
+            total.record_stream(aside)
 
-            return result
-        # Copied on a separate stream: on the default stream it would wait for all queued work.
-        aside, fetched = _stream_aside(self.device), torch.cuda.Event()
-        on_host = torch.empty((), pin_memory=True)
-        with torch.cuda.stream(aside):
-            work.wait()
-            on_host.copy_(total, non_blocking=True)
-            fetched.record()
-        total.record_stream(aside)
+        def result() -> float:
+            wait()
+            return float(found)
 
-        def result_from_device() -> float:
-            fetched.synchronize()
-            return float(on_host)
-
-        return result_from_device
+        return result
 
     def barrier(self) -> None:
         # A sum, because dist.barrier() needs an explicit device with NCCL.
@@ -121,10 +117,9 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the picklable values of all ranks, in rank order, on every rank."""
-        values: list[Any] = [None] * self.world_size
-        if self.world_size == 1:
-            return [value]
-        dist.all_gather_object(values, value)
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
         return values
 
 

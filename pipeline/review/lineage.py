@@ -25,13 +25,7 @@ _MAX_CHILDREN = 8
 _MAX_DESCENT = 3
 # Tags by which an MLflow run names the run that it came from.
 _PARENT_TAGS = ("parent_run_id", "pretraining_run_id", "mlflow.parentRunId")
-_KINDS = {
-    "pretrain": "pre-training",
-    "finetune": "fine-tuning",
-    "grid": "grid of fine-tunings",
-    "vtab": "VTAB-1k sweep",
-    "study": "study",
-}
+KINDS = {"pretrain": "pre-training", "finetune": "fine-tuning", "grid": "grid of fine-tunings", "vtab": "VTAB-1k sweep"}
 
 # Sizes in pixels.
 _WIDTH, _LINE, _PAD = 236, 18, 10
@@ -216,7 +210,7 @@ def _step(used: WeightsOrigin) -> str:
 def _run_box(record: RunRecord, is_subject: bool = False, used: WeightsOrigin | None = None) -> GraphNode:
     """used: what the run below began with, which is shown instead of the last score: that may be of later weights."""
     data = record.dataset("training")
-    lines = [record.name, _KINDS.get(record.kind, record.kind)]
+    lines = [record.name, KINDS.get(record.kind, record.kind)]
     lines += [text for text in (record.model, f"{data.name} {data.digest[:16]}".strip() if data else "") if text]
     if used is not None:
         lines += _used_lines(used)

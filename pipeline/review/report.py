@@ -29,8 +29,7 @@ from pipeline.settings.run import RunConfig
 from pipeline.transfer import grid
 from pipeline.transfer.report import caveats, origin, score_table
 
-_KINDS = {"pretrain": "Pre-training", "finetune": "Fine-tuning", "grid": "Grid of fine-tunings", "vtab": "VTAB-1k sweep",
-          "study": "Study", "data": "Job on data", "explain": "Explanation of a model"}  # fmt: skip
+_KINDS = {**lineage.KINDS, "study": "study", "data": "job on data", "explain": "explanation of a model"}
 # Not shown among the settings: the page names them elsewhere, or they are of one machine.
 _HIDDEN = ("name", "out", "track.uri", "launch.env")
 _COUNTS = {
@@ -118,7 +117,9 @@ def _what_it_is(record: RunRecord) -> Iterator[Block]:
     used = record.origin
     weights = f"{used.path} ({f'{used.run}, ' if used.run else ''}{used.details})" if used else weights
     origin = f", from the weights in {weights}" if weights else ""
-    yield Paragraph(f"{_KINDS.get(record.kind, record.kind)}{of_model}{on}{described}{origin}.")
+    yield Paragraph(
+        f"{_sentence(_KINDS[record.kind]) if record.kind in _KINDS else record.kind}{of_model}{on}{described}{origin}."
+    )
     begin, end = record.period
     period = f", recorded from {when(begin)} to {when(end)} UTC" if end else ""
     folder = str(record.folder.resolve()) if record.folder else record.tags.get("run_folder_path", "")

@@ -1,7 +1,9 @@
 """Settings that several commands have, and kinds of settings with the same range: each declared once."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from pipeline.base.errors import UserError
 from pipeline.process.outputs import Holds
 from pipeline.settings.quantities import MAX_SEED, MAX_SIDE, MINUTES_PER_YEAR
 from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
@@ -31,6 +33,12 @@ def mlflow_of_runs(what: str) -> Any:
         f"MLflow tracking URI of the {what} and its runs; none sends no {what}. Empty is track.uri of the runs, else "
         "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false."
     )
+
+
+def refuse_overrides(subject: str, overrides: Sequence[str], prefixes: tuple[str, ...], reason: str) -> None:
+    """Raise UserError for `setting=value` that begins with one of the prefixes. subject: the beginning of the sentence."""
+    if given := [override for override in overrides if override.startswith(prefixes)]:
+        raise UserError(f"{subject} {', '.join(given)}, which {reason}")
 
 
 def seeds(default: list[int], doc: str) -> Any:

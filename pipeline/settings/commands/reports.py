@@ -6,7 +6,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS
 from pipeline.settings.schema import REQUIRED, setting
-from pipeline.settings.shared import mlflow_of_runs, mlflow_uri, result_name, seeds
+from pipeline.settings.shared import mlflow_of_runs, mlflow_uri, refuse_overrides, result_name, seeds
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
@@ -123,8 +123,7 @@ class GridConfig:
 
     def check(self) -> None:
         """Raise UserError for run settings that the grid sets itself, and for rates whose runs would have one name."""
-        if given := [override for override in self.settings if override.startswith(_SET_BY_GRID)]:
-            raise UserError(f"settings has {', '.join(given)}, which this command sets for each run: leave it out.")
+        refuse_overrides("settings has", self.settings, _SET_BY_GRID, "this command sets for each run: leave it out.")
         names = [self.trial_name(lr) for lr in self.lr]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(

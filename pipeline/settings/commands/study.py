@@ -6,7 +6,7 @@ from typing import Literal
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_TASKS, MAX_THREADS, Length, Limit
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import mlflow_of_runs, result_name, seeds
+from pipeline.settings.shared import mlflow_of_runs, refuse_overrides, result_name, seeds
 
 Question = Literal["data_size", "scaling", "ablation", "labels"]
 # Settings of a run that the study sets itself.
@@ -29,6 +29,10 @@ _SAME_FOR_ALL = (
     "data.dev_share=",
     "probe.",
     "augment.eval_crop=",
+)
+_SET_FOR_EACH = "this command sets for each cell: leave it out."
+_NOT_COMPARABLE = (
+    "must be the same for all cells, or their scores could not be compared: set it in `settings` of the study."
 )
 
 
@@ -165,18 +169,10 @@ class StudyConfig:
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        if given := [text for text in self.settings if text.startswith(_SET_BY_STUDY)]:
-            raise UserError(f"settings has {', '.join(given)}, which this command sets for each cell: leave it out.")
+        refuse_overrides("settings has", self.settings, _SET_BY_STUDY, _SET_FOR_EACH)
         for model in self.models:
-            if given := [text for text in model.settings if text.startswith(_SET_BY_STUDY)]:
-                raise UserError(
-                    f"model {model.name} sets {', '.join(given)}, which this command sets for each cell: leave it out."
-                )
-            if given := [text for text in model.settings if text.startswith(_SAME_FOR_ALL)]:
-                raise UserError(
-                    f"model {model.name} sets {', '.join(given)}, which must be the same for all cells, or their scores could not be "
-                    "compared: set it in `settings` of the study."
-                )
+            refuse_overrides(f"model {model.name} sets", model.settings, _SET_BY_STUDY, _SET_FOR_EACH)
+            refuse_overrides(f"model {model.name} sets", model.settings, _SAME_FOR_ALL, _NOT_COMPARABLE)
         names = [model.name for model in self.models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"models has two called {twice[0]!r}: give each its own name.")

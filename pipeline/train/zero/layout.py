@@ -69,11 +69,9 @@ def partition_place(name: str, parameter: Any, rank: int, offset: int) -> Parame
     """Stage 3: the part of a parameter that this rank holds; None if there is none. offset: in what holds it."""
     length = parameter.ds_tensor.ds_numel
     start = rank * length
-    return (
-        ParameterSlice(name, start, min(length, parameter.ds_numel - start), offset)
-        if start < parameter.ds_numel
-        else None
-    )
+    if start >= parameter.ds_numel:
+        return None
+    return ParameterSlice(name, start, min(length, parameter.ds_numel - start), offset)
 
 
 def _fragments(group: list[Any], names: dict[int, str]) -> Iterator[ParameterSlice]:
