@@ -192,7 +192,7 @@ class Dino(Objective):
             # Of the teacher's outputs of this step, and last how many they are.
             self.register_buffer(f"{name}_sums", torch.zeros(given.prototypes + 1), persistent=False)
         # A tensor, because torch.compile would compile anew for each value of a number.
-        self.register_buffer("temperature", torch.tensor(given.teacher_temperature), persistent=False)
+        self.register_buffer("temperature", torch.full((), given.teacher_temperature), persistent=False)
         self.add_teacher("backbone", "head", *(["patch_head"] if self.patch_head else []))
 
     def decayed(self) -> set[str]:
