@@ -118,8 +118,8 @@ class Dino(Objective):
                 )
             if getattr(config.augment, name, 0):
                 raise UserError(f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}.")  # fmt: skip
-        if config.augment.crop != "inception":
-            raise UserError(f"train.loss = dino needs random crops: augment.crop = {config.augment.crop} must be inception.")  # fmt: skip
+        if config.augment.crop not in ("inception", "random_resized"):
+            raise UserError(f"train.loss = dino needs random crops: augment.crop = {config.augment.crop} must be inception or random_resized.")  # fmt: skip
         for least, most in (("local_area_min", "local_area_max"), ("ibot_share_min", "ibot_share_max")):
             if getattr(given, least) > getattr(given, most):
                 raise UserError(f"objective.{least} = {getattr(given, least)} must not be above objective.{most} = {getattr(given, most)}.")  # fmt: skip
