@@ -225,7 +225,14 @@ class VisionTransformer(nn.Module):
 
     def encode(self, patches: Tensor) -> Tensor:
         """(B, rows*columns, D) patch embeddings -> (B, N, D) tokens after the last block and the final LayerNorm."""
-        x = self.dropout(self.add_registers(self.add_positions(self.add_class_token(patches), block=0)))
+        return self.encode_tokens(self.add_registers(self.add_positions(self.add_class_token(patches), block=0)))
+
+    def encode_tokens(self, x: Tensor) -> Tensor:
+        """(B, N, D) tokens with the positions of the first block -> (B, N, D) after the last block and the final LayerNorm.
+
+        N may be smaller than that of the image if positions are added at the stem only.
+        """
+        x = self.dropout(x)
         for i, block in enumerate(self.blocks):
             if i > 0:
                 x = self.add_positions(x, block=i)
