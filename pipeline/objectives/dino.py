@@ -30,7 +30,7 @@ from pipeline.objectives.dino_head import DinoHead
 from pipeline.objectives.ibot import BlockMasks
 from pipeline.objectives.objective import Inputs, Objective, mean_of_valid
 from pipeline.settings.quantities import MAX_SIDE, Length
-from pipeline.settings.run import AugmentConfig, RunConfig
+from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 _SINKHORN_STEPS = 3
@@ -96,7 +96,7 @@ class Dino(Objective):
     def views(cls, config: RunConfig) -> tuple[Views, ...]:
         given: DinoSettings = cls.settings(config)
         first, second, local = (
-            _distorted(config.augment, blur=blur, solarise=solarise)
+            replace(config.augment, blur=blur, solarise=solarise)
             for blur, solarise in zip(given.blur, given.solarise, strict=True)
         )
         size = config.model.image_size
@@ -116,7 +116,7 @@ class Dino(Objective):
                     f"objective.{name} = {getattr(given, name)} must be three probabilities: of the first large view, the second, and "
                     "the small ones."
                 )
-            if getattr(config.augment, name, 0):
+            if getattr(config.augment, name):
                 raise UserError(f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}.")  # fmt: skip
         if config.augment.crop not in ("inception", "random_resized"):
             raise UserError(f"train.loss = dino needs random crops: augment.crop = {config.augment.crop} must be inception or random_resized.")  # fmt: skip
@@ -430,10 +430,6 @@ def _share(config: RunConfig, name: str) -> Fraction:
             f"objective.{name} in %."
         )
     return min(share, Fraction(1))
-
-
-def _distorted(augment: AugmentConfig, **given: Any) -> AugmentConfig:
-    return replace(augment, **{name: value for name, value in given.items() if hasattr(augment, name)})
 
 
 def _width(model: Config) -> int:
