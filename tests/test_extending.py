@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = dict(
     zip(
-        ("grayscale", "json_lines", "simclr", "final_norm"),
+        ("invert", "json_lines", "simclr", "final_norm"),
         re.findall(r"```diff\n(.*?)```\n\n```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL),
         strict=True,
     )
@@ -40,7 +40,7 @@ def changed(folder: Path, diff: str) -> None:
 
 def test_an_augmentation_is_a_setting_and_its_code_and_older_sweeps_are_continued(tmp_path: Path) -> None:
     """In two files. The digest of a published protocol, which outcomes of earlier sweeps carry, stays."""
-    diff = EXAMPLES["grayscale"][0]
+    diff = EXAMPLES["invert"][0]
     changed = re.findall(r"^\+\+\+ b/(.*)", diff, re.MULTILINE)
     assert sorted(changed) == ["pipeline/data/loading/distort.py", "pipeline/settings/run_sections.py"]
     shutil.copytree(ROOT / "pipeline", tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
@@ -49,7 +49,7 @@ def test_an_augmentation_is_a_setting_and_its_code_and_older_sweeps_are_continue
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer.sweep import protocol_sha256
-for given in ([], ["protocol.augment.grayscale=0.5"]):
+for given in ([], ["protocol.augment.invert=0.5"]):
     config = schema.load(VtabConfig, {str(ROOT / "configs/vtab/peft_224.yaml")!r}, ["weights=any", *given])
     print(protocol_sha256(config.protocol)[:16])
 """

@@ -253,7 +253,15 @@ class VisionTransformer(nn.Module):
 
         grid: (rows, columns) of the patches; None is that of `config.image_size`.
         """
-        x = self.dropout(self.add_registers(self.add_positions(self.add_class_token(patches), block=0, grid=grid)))
+        x = self.add_positions(self.add_class_token(patches), block=0, grid=grid)
+        return self.encode_tokens(self.add_registers(x), grid)
+
+    def encode_tokens(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """(B, N, D) tokens with the positions of the first block -> (B, N, D) after the last block and the final LayerNorm.
+
+        N may be smaller than that of the image if positions are added at the stem only. grid: as of `encode`.
+        """
+        x = self.dropout(x)
         for i, block in enumerate(self.blocks):
             if i > 0:
                 x = self.add_positions(x, block=i, grid=grid)

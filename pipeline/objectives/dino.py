@@ -30,7 +30,7 @@ from pipeline.objectives.dino_head import DinoHead
 from pipeline.objectives.ibot import BlockMasks
 from pipeline.objectives.objective import Inputs, Objective, mean_of_valid
 from pipeline.settings.quantities import MAX_SIDE, Length
-from pipeline.settings.run import AugmentConfig, RunConfig
+from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 _SINKHORN_STEPS = 3
@@ -96,7 +96,7 @@ class Dino(Objective):
     def views(cls, config: RunConfig) -> tuple[Views, ...]:
         given: DinoSettings = cls.settings(config)
         first, second, local = (
-            _distorted(config.augment, blur=blur, solarise=solarise)
+            replace(config.augment, blur=blur, solarise=solarise)
             for blur, solarise in zip(given.blur, given.solarise, strict=True)
         )
         size = config.model.image_size
@@ -116,10 +116,10 @@ class Dino(Objective):
                     f"objective.{name} = {getattr(given, name)} must be three probabilities: of the first large view, the second, and "
                     "the small ones."
                 )
-            if getattr(config.augment, name, 0):
+            if getattr(config.augment, name):
                 raise UserError(f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}.")  # fmt: skip
-        if config.augment.crop != "inception":
-            raise UserError(f"train.loss = dino needs random crops: augment.crop = {config.augment.crop} must be inception.")  # fmt: skip
+        if config.augment.crop not in ("inception", "random_resized"):
+            raise UserError(f"train.loss = dino needs random crops: augment.crop = {config.augment.crop} must be inception or random_resized.")  # fmt: skip
         for least, most in (("local_area_min", "local_area_max"), ("ibot_share_min", "ibot_share_max")):
             if getattr(given, least) > getattr(given, most):
                 raise UserError(f"objective.{least} = {getattr(given, least)} must not be above objective.{most} = {getattr(given, most)}.")  # fmt: skip
@@ -192,7 +192,7 @@ class Dino(Objective):
             # Of the teacher's outputs of this step, and last how many they are.
             self.register_buffer(f"{name}_sums", torch.zeros(given.prototypes + 1), persistent=False)
         # A tensor, because torch.compile would compile anew for each value of a number.
-        self.register_buffer("temperature", torch.tensor(given.teacher_temperature), persistent=False)
+        self.register_buffer("temperature", torch.full((), given.teacher_temperature), persistent=False)
         self.add_teacher("backbone", "head", *(["patch_head"] if self.patch_head else []))
 
     def decayed(self) -> set[str]:
@@ -430,10 +430,6 @@ def _share(config: RunConfig, name: str) -> Fraction:
             f"objective.{name} in %."
         )
     return min(share, Fraction(1))
-
-
-def _distorted(augment: AugmentConfig, **given: Any) -> AugmentConfig:
-    return replace(augment, **{name: value for name, value in given.items() if hasattr(augment, name)})
 
 
 def _width(model: Config) -> int:

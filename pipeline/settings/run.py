@@ -36,10 +36,10 @@ from pipeline.settings.shared import result_name
 
 # Settings of each training crop; they are ignored, and so refused, with another one.
 _CROP_SETTINGS = {
-    "area_min": ("inception",),
-    "area_max": ("inception",),
-    "aspect_min": ("inception",),
-    "aspect_max": ("inception",),
+    "area_min": ("inception", "random_resized"),
+    "area_max": ("inception", "random_resized"),
+    "aspect_min": ("inception", "random_resized"),
+    "aspect_max": ("inception", "random_resized"),
     "resize_to": ("resize_crop", "resize_small_crop"),
 }
 

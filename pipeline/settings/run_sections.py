@@ -128,15 +128,16 @@ class DataConfig:
 class AugmentConfig:
     """Augmentation and preprocessing. The default of a new field must leave images as they are without it."""
 
-    crop: Literal["inception", "resize_crop", "resize_small_crop", "none"] = setting(
+    crop: Literal["inception", "random_resized", "resize_crop", "resize_small_crop", "none"] = setting(
         "inception",
-        "Training crop: random area and aspect ratio (inception); random crop after resizing the whole image "
+        "Training crop: random area and aspect ratio, as TensorFlow (inception) or torchvision's RandomResizedCrop, with a "
+        "log-uniform aspect (random_resized); random crop after resizing the whole image "
         "(resize_crop) or its short side (resize_small_crop) to augment.resize_to; or only a resize (none).",
     )
-    area_min: float = setting(0.05, "Inception crop: smallest share of the image's area.", above=0, max=1)
-    area_max: float = setting(1.0, "Inception crop: largest share of the image's area.", above=0, max=1)
-    aspect_min: float = setting(3 / 4, "Inception crop: smallest width / height.", above=0)
-    aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.", above=0)
+    area_min: float = setting(0.05, "inception, random_resized: smallest share of the image's area.", above=0, max=1)
+    area_max: float = setting(1.0, "inception, random_resized: largest share of the image's area.", above=0, max=1)
+    aspect_min: float = setting(3 / 4, "inception, random_resized: smallest width / height.", above=0)
+    aspect_max: float = setting(4 / 3, "inception, random_resized: largest width / height.", above=0)
     resize_to: int = setting(
         0,
         "resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of model.image_size (448 for 384).",
@@ -144,10 +145,10 @@ class AugmentConfig:
         max=MAX_SIDE,
     )
     flip: bool = setting(True, "Flip horizontally with probability 0.5.")
-    resize_filter: Literal["linear", "antialias", "bilinear"] = setting(
+    resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] = setting(
         "linear",
         "linear: bilinear without antialias in training, as the papers' code, and area in evaluation; antialias: Pillow's "
-        "bilinear; bilinear: bilinear without antialias in both.",
+        "bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's bicubic, with antialias.",
     )
     color_jitter: float = setting(
         0.0,
@@ -155,6 +156,18 @@ class AugmentConfig:
         min=0,
         max=1,
     )
+    saturation: float = setting(
+        0.0, "Colour jitter: another strength for saturation (0.2 in DINO); 0 is color_jitter.", min=0, max=1
+    )
+    hue: float = setting(
+        0.0, "Colour jitter: turn hues by a random share of the circle, at most this (0.1 in DINO).", min=0, max=0.5
+    )
+    color_jitter_probability: float = setting(1.0, "Probability of colour jitter (0.8 in DINO).", min=0, max=1)
+    grey: float = setting(0.0, "Probability of making a view grey.", min=0, max=1)
+    blur: float = setting(
+        0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.", min=0, max=1
+    )
+    solarise: float = setting(0.0, "Probability of inverting values of 128 and above.", min=0, max=1)
     randaugment_layers: int = setting(
         0, "RandAugment's N: random operations per image (2 in the recipes).", min=0, max=100
     )

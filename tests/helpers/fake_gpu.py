@@ -169,6 +169,7 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     from pipeline.objectives import optimizers
     from pipeline.process.distributed import Ranks
     from pipeline.settings import schema
+    from pipeline.settings.quantities import ImageSize
     from pipeline.settings.run import RunConfig
     from pipeline.train.loop import training_step
     from pipeline.train.zero.engine import Engine
@@ -176,6 +177,7 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     config = schema.load(RunConfig, None, overrides)
     gpu = torch.device("cuda", 0)
     ranks, plan, syncs = Ranks(0, 0, RANKS, gpu), make_plan(config, 1000, RANKS), HostSyncs("cuda")
+    FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # A teacher is a copy, whose tensors are of the same mode.
     with FakeTensorMode(), syncs:
         with torch.device("meta"):  # Initial values are drawn until they are in range, and fake ones never are.
             model = build(objectives.new_backbone(config, CLASSES))
@@ -191,9 +193,9 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
         # The first steps make the optimizer's state, and DeepSpeed traces them at stage 3.
         for number in range(3 if config.engine.zero_stage == 3 else 2):
             batch = noise(plan.micro_batch, config.model.image_size, CLASSES, 0)
-            batches = [
-                replace(batch, views=(batch.views[0].pin_memory(),))
-            ] * plan.accumulation  # As `Loader` with pin=True.
+            shapes = [(group.count, plan.micro_batch, *ImageSize.parse(group.size), 3) for group in objective.views(config)]  # fmt: skip
+            views = tuple(torch.zeros(shape, dtype=torch.uint8).pin_memory() for shape in shapes)
+            batches = [replace(batch, views=views)] * plan.accumulation  # As `Loader` with pin=True.
             mixing = draw_mixing(config.augment, config.model.image_size, config.seed, number)
             syncs.found.clear()
             syncs.products.clear()

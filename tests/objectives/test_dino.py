@@ -329,6 +329,7 @@ def test_views_and_arithmetic() -> None:
     assert [(group.count, group.size) for group in (first, second, local)] == [(1, (224, 224)), (1, (224, 224)), (8, 96)]  # fmt: skip
     assert [group.augment.area_min for group in (first, second, local)] == [0.4, 0.4, 0.05]
     assert local.augment.area_max == 0.3
+    assert [(group.augment.blur, group.augment.solarise) for group in (first, second, local)] == [(1, 0), (0.1, 0.2), (0.5, 0)]  # fmt: skip
     objectives.check(config)
     model = configure("ViT-Ti/16", 224, 0)
     head = 192 * 2048 + 2048**2 + 2048 * 256 + 256 * 65_536
@@ -347,7 +348,7 @@ def test_views_and_arithmetic() -> None:
         (["objective.koleo_weight=0.1", "train.micro_batch=1"], "objective.koleo_weight compares .* train.micro_batch=2"),
         (["objective.centring=sinkhorn", "train.micro_batch=1"], "objective.centring = sinkhorn compares"),
         (["model.positions=relative"], "relative positions of a 14 x 14 grid cannot be used with views of another size"),
-        (["augment.crop=none"], "augment.crop = none must be inception"),
+        (["augment.crop=none"], "augment.crop = none must be inception or random_resized"),
         (["objective.frozen=100 steps"], "objective.frozen = 100 steps cannot be compared with train.length = 10 epochs"),
     ],
 )  # fmt: skip

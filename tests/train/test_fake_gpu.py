@@ -33,6 +33,9 @@ CASES = {
     "1-fp16": ["model.name=Axial-ViT-Ti/8", "model.pool=gap", "model.positions=learned2d"],
     "2-fp16": [*MASKED, "train.loss=masked_mean_color", *NOISE],
     "3-fp16": ["model.positions=relative", *CHECKPOINTING, *NOISE],
+    "3-bf16-dinov2": ["train.loss=dino", "objective.local_size=8", "objective.prototypes=16", "objective.ibot_weight=1",
+                      "objective.koleo_weight=0.1", "objective.centring=sinkhorn", *NOISE],
+    "3-fp32-dino": ["train.loss=dino", "objective.local_size=8", "objective.prototypes=16", "objective.frozen=50%"],
 }  # fmt: skip
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
@@ -58,6 +61,8 @@ WAITS = {
     "1-fp16": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
     "2-fp16": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
     "3-fp16": {**STAGE_3, "read, zero/stage3.py:has_overflow": 1},
+    "3-bf16-dinov2": STAGE_3,
+    "3-fp32-dino": STAGE_3,
 }
 
 
@@ -71,7 +76,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     includes = [f"-I{of_torch / 'include'}", f"-L{of_torch / 'lib'}"]
     subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", *includes, "-o", library, source, "-lc10"], check=True)
     cases = [
-        [name, [*TINY, f"engine.zero_stage={name[0]}", f"engine.precision={name[2:]}", *more], ""]
+        [name, [*TINY, f"engine.zero_stage={name[0]}", f"engine.precision={name.split('-')[1]}", *more], ""]
         for name, more in CASES.items()
     ]
     cases += [[mistake, [*TINY, "engine.zero_stage=0", "engine.precision=fp32"], mistake] for mistake in MISTAKES]
@@ -97,7 +102,8 @@ def test_the_host_waits_only_where_it_is_documented(name: str, found: dict[str, 
 @pytest.mark.parametrize("name", CASES)
 def test_devices_and_number_types_of_a_step(name: str, found: dict[str, Any]) -> None:
     """Dense layers and convolutions compute in the precision of training; loss and optimizer are fp32 on the GPU."""
-    assert found[name]["products"] == [DTYPES[name[2:]]]
+    of_dino = ["torch.float32"] if "dino" in name else []  # KoLeo and sums of outputs.
+    assert found[name]["products"] == sorted({DTYPES[name.split("-")[1]], *of_dino})
     assert found[name]["loss"] == ["cuda:0", "torch.float32"]
     assert found[name]["states"] == ["cuda torch.float32"]
     assert found[name]["skipped"] == 0

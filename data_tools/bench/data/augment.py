@@ -25,6 +25,11 @@ from pipeline.settings.run import AugmentConfig
 SETTINGS = {
     "decode, crop, flip": AugmentConfig(),
     "+ color_jitter 0.4": AugmentConfig(color_jitter=0.4),
+    "+ color_jitter 0.4, saturation 0.2, hue 0.1": AugmentConfig(color_jitter=0.4, saturation=0.2, hue=0.1),
+    "+ grey 1.0": AugmentConfig(grey=1.0),
+    "+ blur 1.0": AugmentConfig(blur=1.0),
+    "+ solarise 1.0": AugmentConfig(solarise=1.0),
+    "random_resized, bicubic": AugmentConfig(crop="random_resized", resize_filter="bicubic"),
     "+ RandAugment(2, 10)": AugmentConfig(randaugment_layers=2, randaugment_magnitude=10),
     "+ RandAugment(2, 20)": AugmentConfig(randaugment_layers=2, randaugment_magnitude=20),
     "+ erase 1.0": AugmentConfig(erase=1.0),

@@ -4,6 +4,7 @@ Random numbers are hashed from (seed, epoch, sample, draw); no worker has a stat
 depends on the image's size only, so it is known before decoding.
 """
 
+import math
 from collections.abc import Callable
 
 import cv2
@@ -24,10 +25,13 @@ _DRAWS_PER_TRY = 4
 _FLIP_DRAW = _CROP_TRIES * _DRAWS_PER_TRY
 # Limits the size of intermediate images: 65500 x 1, resized to a short side of 256, would be 16.8 M x 256.
 _MAX_ASPECT = 16
-# A resize method in addition to OpenCV's (cv2.INTER_...); see `resize`.
-ANTIALIAS = -1
+# Resize methods in addition to OpenCV's (cv2.INTER_...), and torch's names for them; see `resize`.
+ANTIALIAS, BICUBIC = -1, -2
+_TORCH = {ANTIALIAS: "bilinear", BICUBIC: "bicubic"}
+# As torchvision's RandomResizedCrop.
+_RESIZED_CROP_TRIES = 10
 # resize_filter -> the method that shrinks a whole image.
-_SHRINK = {"linear": cv2.INTER_AREA, "antialias": ANTIALIAS, "bilinear": cv2.INTER_LINEAR}
+_SHRINK = {"linear": cv2.INTER_AREA, "antialias": ANTIALIAS, "bilinear": cv2.INTER_LINEAR, "bicubic": BICUBIC}
 
 
 def write_train_view(
@@ -42,6 +46,10 @@ def train_region(height: int, width: int, config: AugmentConfig, seed: int, epoc
     """Returns the region of an image of this size that the augmented view shows."""
     if config.crop == "inception":
         return inception_crop(height, width, config, random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample))
+    if config.crop == "random_resized":
+        return random_resized_crop(
+            height, width, config, random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample)
+        )
     return 0, 0, height, width
 
 
@@ -84,7 +92,7 @@ def _before_crop(view: tuple[int, int], config: AugmentConfig) -> tuple[int, int
 
 
 def _train_method(config: AugmentConfig) -> int:
-    return ANTIALIAS if config.resize_filter == "antialias" else cv2.INTER_LINEAR
+    return {"antialias": ANTIALIAS, "bicubic": BICUBIC}.get(config.resize_filter, cv2.INTER_LINEAR)
 
 
 def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callable[[int], float]) -> Region:
@@ -116,6 +124,26 @@ def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callabl
     return 0, 0, height, width
 
 
+def random_resized_crop(height: int, width: int, config: AugmentConfig, draw: Callable[[int], float]) -> Region:
+    """(top, left, height, width) of a crop as torchvision's RandomResizedCrop: uniform area, log-uniform aspect.
+
+    After 10 tries that do not fit, the largest central crop with an aspect in its range. draw: as of `inception_crop`.
+    """
+    least, most = math.log(config.aspect_min), math.log(config.aspect_max)
+    for first in range(0, _RESIZED_CROP_TRIES * _DRAWS_PER_TRY, _DRAWS_PER_TRY):
+        u_area, u_aspect, u_top, u_left = map(draw, range(first, first + _DRAWS_PER_TRY))
+        area = (config.area_min + u_area * (config.area_max - config.area_min)) * height * width
+        aspect = math.exp(least + u_aspect * (most - least))
+        crop_height, crop_width = round((area / aspect) ** 0.5), round((area * aspect) ** 0.5)
+        if 0 < crop_height <= height and 0 < crop_width <= width:
+            top, left = int(u_top * (height - crop_height + 1)), int(u_left * (width - crop_width + 1))
+            return top, left, crop_height, crop_width
+    # The sides are at least 1: an image of 1 x 1000 has no pixel to lose.
+    crop_height = min(height, max(1, round(width / config.aspect_min)))
+    crop_width = min(width, max(1, round(height * config.aspect_max)))
+    return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
+
+
 def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
     """Write the deterministic evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3).
 
@@ -144,7 +172,11 @@ def enlarged(view: tuple[int, int], short: int) -> tuple[int, int]:
 def _eval_method(image: np.ndarray, size: tuple[int, int], config: AugmentConfig) -> int:
     """Resize method for an evaluation image to (height, width). The antialias filter adapts to each side separately."""
     shrinks = image.shape[0] > size[0] and image.shape[1] > size[1]
-    return _SHRINK[config.resize_filter] if shrinks or config.resize_filter == "antialias" else cv2.INTER_LINEAR
+    return (
+        _SHRINK[config.resize_filter]
+        if shrinks or config.resize_filter in ("antialias", "bicubic")
+        else cv2.INTER_LINEAR
+    )
 
 
 def _cover(image: np.ndarray, frame: tuple[int, int], config: AugmentConfig) -> np.ndarray:
@@ -158,7 +190,11 @@ def _cover(image: np.ndarray, frame: tuple[int, int], config: AugmentConfig) -> 
     new = max(frame[1], round(width * scale)), max(frame[0], round(height * scale))
     if new == (width, height):
         return image
-    return resize(image, new, _SHRINK[config.resize_filter] if scale < 1 else cv2.INTER_LINEAR)
+    return resize(
+        image,
+        new,
+        _SHRINK[config.resize_filter] if scale < 1 or config.resize_filter == "bicubic" else cv2.INTER_LINEAR,
+    )
 
 
 def _resize_into(image: np.ndarray, out: np.ndarray, method: int) -> None:
@@ -169,17 +205,17 @@ def _resize_into(image: np.ndarray, out: np.ndarray, method: int) -> None:
 
 
 def resize(image: np.ndarray, size: tuple[int, int], method: int, out: np.ndarray | None = None) -> np.ndarray:
-    """uint8 (H, W, 3) -> (height, width, 3) for size (width, height). method: one of OpenCV's, or ANTIALIAS.
+    """uint8 (H, W, 3) -> (height, width, 3) for size (width, height). method: one of OpenCV's, ANTIALIAS or BICUBIC.
 
-    ANTIALIAS is Pillow's bilinear: a triangle filter that widens with the scale. Torch's uint8 kernel takes a quarter of
+    ANTIALIAS is Pillow's bilinear: a triangle filter that widens with the scale; BICUBIC is Pillow's bicubic. Torch's uint8 kernel takes a quarter of
     Pillow's time, is equal to within one level, and releases the GIL as OpenCV does.
     """
-    if method != ANTIALIAS:
+    if method not in _TORCH:
         return cv2.resize(image, size, dst=out, interpolation=method)
     # Adding the batch dimension before permuting gives channels_last strides; otherwise torch computes plane by plane and
     # takes twice the time.
     channels_first = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
-    resized = torch.nn.functional.interpolate(channels_first, size[::-1], mode="bilinear", antialias=True)
+    resized = torch.nn.functional.interpolate(channels_first, size[::-1], mode=_TORCH[method], antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()
     if out is None:
         return pixels

@@ -1,10 +1,11 @@
-"""Augmentations after crop and flip: colour jitter, RandAugment, random erasing, in this order.
+"""Augmentations after crop and flip: colour jitter, grey, blur, solarise, RandAugment, random erasing, in this order.
 
 Each has its own purpose in the random numbers of (seed, epoch, sample), so enabling one does not change the others.
 """
 
 import math
 
+import cv2
 import numpy as np
 
 from pipeline.base import random_numbers
@@ -13,13 +14,29 @@ from pipeline.data.loading import randaugment
 from pipeline.settings.run import AugmentConfig
 
 _ERASE_TRIES, _DRAWS_PER_TRY = 10, 4
+_HUE, _JITTER_CHOICE = Purpose.named("hue"), Purpose.named("color_jitter_choice")
+_GREY, _BLUR, _SOLARISE = Purpose.named("grey"), Purpose.named("blur"), Purpose.named("solarise")
+_MIN_SIGMA, _MAX_SIGMA, _THRESHOLD = 0.1, 2.0, 128  # Of BYOL, arXiv 2006.07733; so in DINO and LeJEPA.
 
 
 def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int) -> None:
     """Apply the augmentations enabled in `config` to `image`, uint8 (H, W, 3), in place."""
-    if config.color_jitter:
+
+    def happens(probability: float, purpose: Purpose) -> bool:
+        return probability > 0 and random_numbers.draws(seed, purpose, epoch, sample)(0) < probability
+
+    jitters = config.color_jitter or config.saturation or config.hue
+    if jitters and happens(config.color_jitter_probability, _JITTER_CHOICE):
         draws = random_numbers.uniform(seed, Purpose.COLOR_JITTER, epoch, sample, np.arange(6))
-        image[:] = color_jitter(image, config.color_jitter, draws)
+        of_hue = random_numbers.uniform(seed, _HUE, epoch, sample, np.arange(2)) if config.hue else None
+        image[:] = color_jitter(image, config.color_jitter, draws, config.saturation, config.hue, of_hue)
+    if happens(config.grey, _GREY):
+        image[:] = grey(image)
+    if happens(config.blur, _BLUR):
+        draw = random_numbers.draws(seed, _BLUR, epoch, sample)
+        image[:] = blur(image, _MIN_SIGMA + draw(1) * (_MAX_SIGMA - _MIN_SIGMA))
+    if happens(config.solarise, _SOLARISE):
+        image[:] = randaugment.solarize(image, _THRESHOLD)
     if config.randaugment_layers:
         count = config.randaugment_layers * randaugment.DRAWS_PER_LAYER
         draws = random_numbers.uniform(seed, Purpose.RANDAUGMENT, epoch, sample, np.arange(count))
@@ -38,15 +55,50 @@ def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sam
         image[top : top + height, left : left + width] = noise.reshape(height, width, 3)
 
 
-def color_jitter(image: np.ndarray, strength: float, draws: np.ndarray) -> np.ndarray:
+def color_jitter(
+    image: np.ndarray,
+    strength: float,
+    draws: np.ndarray,
+    saturation: float = 0,
+    hue: float = 0,
+    of_hue: np.ndarray | None = None,
+) -> np.ndarray:
     """Scale brightness, contrast and saturation of `image`, uint8 (H, W, 3), by factors from 1 - strength to 1 + strength.
 
     In a random order, as torchvision's ColorJitter. draws: 6 uniform numbers: three for the factors, three for the order.
+    saturation: its own strength; 0 is `strength`. hue: turn hues by -hue to hue of the circle, with `of_hue`: 2 uniform numbers,
+    for the angle and for the order.
     """
-    change = (randaugment.brightness, randaugment.contrast, randaugment.color)
-    for i in np.argsort(draws[3:]):
-        image = change[i](image, 1 + strength * (2 * draws[i] - 1))
+    change = (randaugment.brightness, randaugment.contrast, randaugment.color, turn_hue)
+    places, factors = draws[3:], [1 + own * (2 * u - 1) for own, u in zip((strength, strength, saturation or strength), draws[:3], strict=True)]  # fmt: skip
+    if of_hue is not None:
+        places, factors = np.append(places, of_hue[1]), [*factors, hue * (2 * of_hue[0] - 1)]
+    for i in np.argsort(places):
+        image = change[i](image, factors[i])
     return image
+
+
+def turn_hue(image: np.ndarray, turn: float) -> np.ndarray:
+    """Turn the hues of `image`, uint8 (H, W, 3), by `turn` of the circle, as torchvision's adjust_hue of a tensor.
+
+    In float32: torchvision's of a Pillow image rounds hue and saturation to 256 levels in between.
+    """
+    hsv = cv2.cvtColor(image.astype(np.float32), cv2.COLOR_RGB2HSV)
+    hsv[..., 0] += 360 * (turn % 1)  # OpenCV reads any angle from 0, none below it.
+    return cv2.convertScaleAbs(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB))
+
+
+def grey(image: np.ndarray) -> np.ndarray:
+    """uint8 (H, W, 3) -> the same with each pixel's luma (ITU-R 601) in all channels, as torchvision's rgb_to_grayscale."""
+    return cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+
+
+def blur(image: np.ndarray, sigma: float) -> np.ndarray:
+    """Gaussian blur of `image`, uint8 (H, W, 3), with a standard deviation of `sigma` pixels.
+
+    The kernel ends at about 3 sigma, and the image is mirrored at its border, as in torchvision's gaussian_blur.
+    """
+    return cv2.GaussianBlur(image, (0, 0), sigma, borderType=cv2.BORDER_REFLECT_101)
 
 
 def erased_box(image_height: int, image_width: int, draws: np.ndarray) -> tuple[int, int, int, int]:

@@ -33,7 +33,7 @@ class SavedPreprocessing:
     image_size: Annotated[int, Limits(1, _MAX_SIDE)] | None = None
     eval_resize: Annotated[int, Limits(0, _MAX_SIDE)] | None = None
     eval_crop: Literal["center", "resize", "resize_center"] | None = None
-    resize_filter: Literal["linear", "antialias", "bilinear"] | None = None
+    resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] | None = None
 
 
 @dataclass(frozen=True)

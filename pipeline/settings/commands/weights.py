@@ -47,7 +47,7 @@ class WeightsConfig:
         "Resize the short side and crop the centre (center); resize the whole image (resize); or resize the whole image and "
         "crop the centre (resize_center). auto is the weights' own.",
     )
-    resize_filter: Literal["auto", "linear", "antialias", "bilinear"] = setting(
+    resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = setting(
         "auto",
         "linear: area to make images smaller, bilinear to enlarge them; antialias: Pillow's bilinear; bilinear: without "
         "antialias. auto is the weights' own.",

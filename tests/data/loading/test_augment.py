@@ -9,7 +9,7 @@ from PIL import Image
 
 from pipeline.base import random_numbers
 from pipeline.data.loading import augment
-from pipeline.data.loading.augment import inception_crop, write_eval_view, write_train_view
+from pipeline.data.loading.augment import inception_crop, random_resized_crop, write_eval_view, write_train_view
 from pipeline.settings.run import AugmentConfig
 
 
@@ -157,6 +157,37 @@ def test_antialias_is_pillows_bilinear(size: tuple[int, int]) -> None:
             found = view(part, size=side, crop="none", flip=False, resize_filter="antialias")
             assert decibels(found, reference) > 50
             assert np.abs(found.astype(int) - reference).max() <= 1
+
+
+@pytest.mark.parametrize("size", [(60, 80), (300, 37)])
+def test_bicubic_is_pillows(size: tuple[int, int]) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    for side in (32, 96):
+        reference = np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC), int)
+        found = view(image, size=side, crop="none", flip=False, resize_filter="bicubic")
+        assert decibels(found, reference) > 50
+        assert np.abs(found - reference).max() <= 3  # Of noise; 1 of most pixels.
+        write_eval_view(image, found, AugmentConfig(resize_filter="bicubic", eval_crop="resize"))
+        assert decibels(found, reference) > 50
+
+
+def test_random_resized_crop_is_torchvisions() -> None:
+    """Area uniform and aspect log-uniform in their ranges; then the central crop that its get_params falls back to."""
+    config = AugmentConfig(area_min=0.3, area_max=0.6)
+    boxes = np.array([random_resized_crop(400, 500, config, random_numbers.draws(0, random_numbers.Purpose.CROP_AND_FLIP, 0, i))
+                      for i in range(2000)])  # fmt: skip
+    top, left, height, width = boxes.T
+    area, aspect = height * width / 200_000, np.log(width / height) / np.log(4 / 3)
+    for values, low, high in ((area, 0.3, 0.6), (aspect, -1, 1)):
+        quantiles = np.quantile(values, [0.0, 0.25, 0.5, 0.75, 1.0])
+        np.testing.assert_allclose(quantiles, np.linspace(low, high, 5), atol=0.05 * (high - low))
+    assert min(top.min(), left.min()) == 0
+    assert (top + height).max() == 400
+    assert (left + width).max() == 500
+    whole = AugmentConfig(area_min=1.0, area_max=1.0)
+    assert random_resized_crop(10, 100, whole, lambda draw: 0.99) == (0, 43, 10, 13)
+    assert random_resized_crop(100, 10, whole, lambda draw: 0.99) == (43, 0, 13, 10)
+    assert random_resized_crop(1, 1, whole, lambda draw: 0.99) == (0, 0, 1, 1)
 
 
 def test_antialias_works_on_pixels_as_they_lie() -> None:

@@ -1,20 +1,30 @@
-"""Colour jitter, RandAugment and random erasing: independent, within their ranges, and a function of (seed, epoch, sample)."""
+"""Distortions of views: independent, within their ranges, and a function of (seed, epoch, sample)."""
 
+import colorsys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
-from PIL import Image, ImageEnhance
+from PIL import Image, ImageEnhance, ImageOps
 
 from pipeline.base import random_numbers
 from pipeline.data.loading.augment import write_train_view
-from pipeline.data.loading.distort import color_jitter, distort, erased_box
+from pipeline.data.loading.distort import blur, color_jitter, distort, erased_box, grey, turn_hue
 from pipeline.settings.run import AugmentConfig
 
-ALL = {"color_jitter": 0.4, "randaugment_layers": 2, "randaugment_magnitude": 15, "erase": 0.5}
-ALONE = [{"color_jitter": 0.4}, {"randaugment_layers": 2}, {"erase": 1.0}]
+JITTER = {"color_jitter": 0.4, "saturation": 0.2, "hue": 0.1, "color_jitter_probability": 0.9}
+ALL = {
+    **JITTER,
+    "grey": 0.2,
+    "blur": 0.5,
+    "solarise": 0.2,
+    "randaugment_layers": 2,
+    "randaugment_magnitude": 15,
+    "erase": 0.5,
+}
+ALONE = [JITTER, {"grey": 0.5}, {"blur": 1.0}, {"solarise": 0.5}, {"randaugment_layers": 2}, {"erase": 1.0}]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +39,7 @@ def distorted(image: np.ndarray, seed: int = 0, epoch: int = 0, sample: int = 0,
     return image
 
 
-@pytest.mark.parametrize("config", [*ALONE, ALL])
+@pytest.mark.parametrize("config", [{"color_jitter": 0.4}, JITTER, {"blur": 1.0}, *ALONE[4:], ALL])
 def test_same_identity_same_pixels_in_any_thread(config: dict[str, float], image: np.ndarray) -> None:
     expected = [distorted(image, sample=sample, **config) for sample in range(40)]
     with ThreadPoolExecutor(8) as pool:
@@ -94,6 +104,72 @@ def test_color_jitter_against_pillow(image: np.ndarray) -> None:
         assert np.abs(color_jitter(image, 0.4, draws).astype(int) - np.asarray(expected)).max() <= 3
         orders.add(tuple(order))
     assert len(orders) == 6
+
+
+def test_color_jitter_without_the_newer_fields_is_as_before(image: np.ndarray) -> None:
+    for sample in range(20):
+        draws = random_numbers.uniform(0, random_numbers.Purpose.COLOR_JITTER, 0, sample, np.arange(6))
+        assert np.array_equal(distorted(image, sample=sample, color_jitter=0.4), color_jitter(image, 0.4, draws))
+
+
+def test_saturation_has_its_own_strength_and_hue_its_own_place(image: np.ndarray) -> None:
+    """Against Pillow in the same order; hue against the formula of HSV, as torchvision's adjust_hue of a tensor."""
+    enhance = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
+    places = set()
+    for sample in range(12):
+        draws, of_hue = (
+            random_numbers.uniform(0, 1, sample, np.arange(6)),
+            random_numbers.uniform(0, 2, sample, np.arange(2)),
+        )
+        expected, order = image[:16, :16], np.argsort([*draws[3:], of_hue[1]])
+        for i in order:
+            if i == 3:
+                expected = turned(expected, 0.1 * (2 * of_hue[0] - 1)).round().astype(np.uint8)
+            else:
+                strength = (0.4, 0.4, 0.2)[i]
+                enhanced = enhance[i](Image.fromarray(expected)).enhance(1 + strength * (2 * draws[i] - 1))
+                expected = np.asarray(enhanced)
+        found = color_jitter(image[:16, :16], 0.4, draws, 0.2, 0.1, of_hue).astype(int)
+        assert np.abs(found - expected).max() <= 4
+        places.add(int(np.flatnonzero(order == 3)[0]))
+    assert len(places) > 2
+
+
+def turned(image: np.ndarray, turn: float) -> np.ndarray:
+    out = np.empty(image.shape)
+    for place in np.ndindex(image.shape[:2]):
+        hue, saturation, value = colorsys.rgb_to_hsv(*(image[place] / 255))
+        out[place] = colorsys.hsv_to_rgb((hue + turn) % 1, saturation, value)
+    return 255 * out
+
+
+@pytest.mark.parametrize("turn", [-0.5, -0.1, 0.0, 0.07, 0.5])
+def test_hues_turn_as_in_hsv(image: np.ndarray, turn: float) -> None:
+    assert np.abs(turn_hue(image, turn) - turned(image, turn)).max() <= 0.51
+
+
+def test_grey_and_solarise_against_pillow(image: np.ndarray) -> None:
+    expected = np.asarray(Image.fromarray(image).convert("L"), int)[..., None]
+    assert np.abs(grey(image) - expected).max() <= 1
+    assert np.array_equal(distorted(image, solarise=1.0), ImageOps.solarize(Image.fromarray(image), 128))
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.7, 2.0])
+def test_blur_is_a_mirrored_gaussian(image: np.ndarray, sigma: float) -> None:
+    """The formula of torchvision's gaussian_blur, with a kernel that holds all of the bell."""
+    offset = np.arange(-15, 16)
+    kernel = np.exp(-0.5 * (offset / sigma) ** 2)
+    expected = np.pad(image.astype(float), ((15, 15), (15, 15), (0, 0)), mode="reflect")
+    for axis in (0, 1):
+        expected = np.apply_along_axis(np.convolve, axis, expected, kernel / kernel.sum(), "valid")
+    assert np.abs(blur(image, sigma) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("name", ["grey", "solarise", "blur", "color_jitter_probability"])
+def test_a_distortion_happens_as_often_as_asked(name: str, image: np.ndarray) -> None:
+    changed = [not np.array_equal(distorted(image, sample=i, color_jitter=0.4 * (name[:5] == "color"), **{name: 0.25}), image)
+               for i in range(400)]  # fmt: skip
+    assert 66 < sum(changed) < 134  # 4 standard deviations
 
 
 def test_erased_boxes_fill_their_range() -> None:
