@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts
 from data_tools.sources.listing import printable
 from pipeline.base.page import png
-from pipeline.base.words import counted
+from pipeline.base.words import counted, of_classes
 from pipeline.data.dataset.manifest import Dataset
 
 _MAX_NAMED = 20
@@ -26,28 +26,33 @@ Colours = dict[str, str]
 def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Sequence[ShardMix]) -> bytes:
     """A PNG of six panels: classes, sides, aspect ratios, bytes, labels or formats, mixing; a colour for each split.
 
+    Without classes, the first and the last panel are left out.
+
     mixes: of each shard, in the order of shards.parquet.
     """
-    figure = Figure(figsize=(15, 8.6), dpi=100, layout="constrained")
-    panels = figure.subplots(2, 3).ravel()
+    columns = 3 if dataset.classes else 2
+    figure = Figure(figsize=(5 * columns, 8.6), dpi=100, layout="constrained")
+    panels = list(figure.subplots(2, columns).ravel())
     colours = {split: _COLOURS[number % len(_COLOURS)] for number, split in enumerate(counts)}
     total = sum(of.samples for of in counts.values())
-    title = f"{printable(dataset.path.name)}: {counted(total, 'image')} of {counted(dataset.num_classes, 'class')}"
+    title = f"{printable(dataset.path.name)}: {counted(total, 'image')} {of_classes(dataset.num_classes)}"
     figure.suptitle(title, fontsize=15, parse_math=False)
-    _classes(panels[0], counts, dataset.class_names, colours)
-    _histogram(panels[1], {split: of.short for split, of in counts.items()}, SIDES, colours)
-    panels[1].set(title="Short side", xlabel="pixels")
-    _histogram(panels[2], {split: of.aspect for split, of in counts.items()}, ASPECTS, colours)
-    panels[2].set(title="Aspect ratio", xlabel="width / height")
-    _histogram(panels[3], {split: of.size for split, of in counts.items()}, SIZES, colours)
-    panels[3].set(title="Size of a file", xlabel="bytes")
-    _labels_or_formats(panels[4], counts, colours)
-    _mixing(panels[5], [shard.split for shard in dataset.shards()], mixes, colours)
+    sides, aspects, sizes, labels_or_formats = panels[1:5] if dataset.classes else panels
+    if dataset.classes:
+        _classes(panels[0], counts, dataset.class_names, colours)
+        _mixing(panels[5], [shard.split for shard in dataset.shards()], mixes, colours)
+    _histogram(sides, {split: of.short for split, of in counts.items()}, SIDES, colours)
+    sides.set(title="Short side", xlabel="pixels")
+    _histogram(aspects, {split: of.aspect for split, of in counts.items()}, ASPECTS, colours)
+    aspects.set(title="Aspect ratio", xlabel="width / height")
+    _histogram(sizes, {split: of.size for split, of in counts.items()}, SIZES, colours)
+    sizes.set(title="Size of a file", xlabel="bytes")
+    _labels_or_formats(labels_or_formats, counts, colours)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.92")
         axes.set_axisbelow(True)
-    handles = [panels[1].plot([], [], "s", color=colour, label=split)[0] for split, colour in colours.items()]
+    handles = [sides.plot([], [], "s", color=colour, label=split)[0] for split, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return png(figure)
 

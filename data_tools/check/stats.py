@@ -175,7 +175,8 @@ def metrics(stats: dict[str, Any]) -> dict[str, float]:
 
 
 def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
-    print(f"{stats['data']}: {counted(stats['num_classes'], 'class')}, fingerprint {stats['fingerprint']}")
+    classes_or_none = counted(stats["num_classes"], "class") if stats["num_classes"] else "images without labels"
+    print(f"{stats['data']}: {classes_or_none}, fingerprint {stats['fingerprint']}")
     for name, of in stats["splits"].items():
         classes, shards = of["classes"], of["shards"]
         formats = ", ".join(f"{n:,} {ext}" for ext, n in of["formats"].items())
@@ -198,9 +199,12 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
                     f"    {text:<19} {q['min']} to {q['max']}, median {q['median']}, nine in ten {q['p5']} to {q['p95']}"
                 )
         if shards["count"]:
-            print(
-                f"    {counted(shards['count'], 'shard')} of {shards['samples_min']:,} to {counted(shards['samples_max'], 'image')}; class mix "
-                f"{shards['mix_excess_median']:.2f} times as uneven as chance, at most {shards['mix_excess_max']:.2f} "
+            mix = (
+                f"; class mix {shards['mix_excess_median']:.2f} times as uneven as chance, at most {shards['mix_excess_max']:.2f} "
                 f"({shards['mix_worst']})"
+            )
+            print(
+                f"    {counted(shards['count'], 'shard')} of {shards['samples_min']:,} to {counted(shards['samples_max'], 'image')}"
+                + mix * bool(stats["num_classes"])
             )
     print(f"counted in {duration(stats['seconds'])}: {out / STATS}, and tables and pictures beside it")

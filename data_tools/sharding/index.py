@@ -9,7 +9,7 @@ import json
 import os
 import posixpath
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from data_tools.driver import only_driver
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.shard import SKIPPED, resolve, write_table
-from data_tools.sharding.write_shard import PARTS, Done, load_part, write_part
+from data_tools.sharding.write_shard import PARTS, load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import complete_samples, known_class_names
 from data_tools.sources.listing import printable, reasons
@@ -29,7 +29,7 @@ from data_tools.sources.split_files import split_files
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
-from pipeline.base.words import counted
+from pipeline.base.words import counted, of_classes
 from pipeline.data.dataset.manifest import (
     INFO,
     ROWS,
@@ -76,11 +76,24 @@ class IndexJob:
 
 @dataclass(frozen=True)
 class _IndexPartMetadata:
-    """The metadata of a part file. seen: the job, and size and version of the tar."""
+    """The metadata of a part file. seen: the job, and size and version of the tar.
+
+    unlabelled: row in the part file, key, where and reason of each sample without labels. Earlier versions skipped them.
+    """
 
     seen: dict[str, Any]
     shard: Shard
     skipped: list[tuple[str, str, str]]
+    unlabelled: list[tuple[int, str, str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _IndexedTar:
+    """The result of a job. num_unlabelled: samples in the part file without a label. skipped: (key, where, reason) of bad samples."""
+
+    shard: Shard
+    skipped: list[tuple[str, str, str]]
+    num_unlabelled: int = 0
 
 
 def run(config: IndexConfig) -> Dataset:
@@ -118,12 +131,12 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
         remove_tree(out / PARTS)
     make_folder(out / PARTS)
     try:
-        results = _run_jobs(jobs, out, config)
+        results, is_labelled = _run_jobs(jobs, out, config)
         if finished:
             _refuse_others(finished, results)
             dataset = finished
         else:
-            dataset = _finish(out, jobs, results, names, source)
+            dataset = _finish(out, jobs, results, names, source, is_labelled)
         remove_tree(out / PARTS)
     finally:
         remove_if_empty(out / PARTS)  # Only if no tar was finished.
@@ -144,7 +157,7 @@ def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
     return str(tar)
 
 
-def index_tar(job: IndexJob) -> Done:
+def index_tar(job: IndexJob) -> _IndexedTar:
     """Ray task: read a tar and write its part file, unless that exists and is up to date. Raises UserError if damaged."""
     path, part = to_path(job.path), to_path(job.part)
     try:
@@ -155,17 +168,19 @@ def index_tar(job: IndexJob) -> Done:
     if part.exists() and (found := _read_part(part, seen)):
         return found
     cv2.setNumThreads(1)
-    columns, skipped, sha256 = _scan(job, path)
+    columns, skipped, unlabelled, sha256 = _scan(job, path)
     shard = Shard(job.name, job.split, len(columns["key"]), num_bytes, sha256)
-    about = json.dumps({"seen": seen, "shard": asdict(shard), "skipped": skipped})
+    about = json.dumps({"seen": seen, "shard": asdict(shard), "skipped": skipped, "unlabelled": unlabelled})
     write_part(part, pa.Table.from_pydict(columns, ROWS), about)
-    return Done(shard, skipped, made=True)
+    return _IndexedTar(shard, skipped, len(unlabelled))
 
 
-def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], str]:
-    """Returns (columns of the manifest, bad samples, hex sha256 of the tar), reading the tar once."""
+def _scan(
+    job: IndexJob, path: AnyPath
+) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], list[tuple[int, str, str, str]], str]:
+    """Returns (columns of the manifest, bad samples, samples without labels, hex sha256 of the tar), reading the tar once."""
     columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
-    skipped = []
+    skipped, unlabelled = [], []
     numbers = ClassNumbers([str(number) for number in range(job.num_classes)])
     digest = hashlib.sha256()
     with fetched(path) as file:
@@ -175,15 +190,18 @@ def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tupl
             data = file.read(sample.size)
             digest.update(data)
             hashed = sample.offset + sample.size
+            where = (printable(sample.key), printable(f"{job.name}: {sample.name}"))
             try:
-                if sample.fault:
+                if sample.fault and not sample.is_unlabelled:
                     raise ValueError(sample.fault)
                 ext, width, height = inspect(data, job.whole)
                 if not job.whole:
                     check_end(data, ext)
             except ValueError as error:
-                skipped.append((printable(sample.key), printable(f"{job.name}: {sample.name}"), str(error)))
+                skipped.append((*where, str(error)))
                 continue
+            if sample.is_unlabelled:
+                unlabelled.append((len(columns["key"]), *where, sample.fault))
             for label in sample.labels:
                 numbers.name(label, f"{path}: {sample.name}")
             row = {
@@ -199,7 +217,7 @@ def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tupl
             for column, value in row.items():
                 columns[column].append(value)
         _hash(file, hashed, os.fstat(file.fileno()).st_size, digest)
-    return columns, skipped, digest.hexdigest()
+    return columns, skipped, unlabelled, digest.hexdigest()
 
 
 def _hash(file: BinaryIO, start: int, end: int, digest: "hashlib._Hash") -> None:
@@ -210,14 +228,20 @@ def _hash(file: BinaryIO, start: int, end: int, digest: "hashlib._Hash") -> None
         start += len(part)
 
 
-def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[Done]:
-    """Returns every tar's result, in order. Raises UserError when too many samples are bad."""
-    results: dict[int, Done] = {}
+def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[list[_IndexedTar], bool]:
+    """Returns (every tar's result, in order; whether any sample has labels). Raises UserError when too many samples are bad.
+
+    If any has, a sample without labels is a bad one.
+    """
+    results: dict[int, _IndexedTar] = {}
     with tasks_on_cluster(index_tar, jobs, config.num_tasks, None, len(jobs), out, "indexed") as (tasks, progress):
         for number, done in tasks:
             results[number] = done
             progress.add(done.shard.samples, done.shard.bytes)
     ordered = [results[number] for number in range(len(jobs))]
+    is_labelled = any(done.shard.samples > done.num_unlabelled for done in ordered)
+    if is_labelled:
+        ordered = [_without_unlabelled(done, job) for done, job in zip(ordered, jobs, strict=True)]
     skipped = [row for done in ordered for row in done.skipped]
     num_samples = sum(done.shard.samples for done in ordered) + len(skipped)
     if len(skipped) > max(1, config.max_bad_share * num_samples) * bool(config.max_bad_share):
@@ -225,24 +249,50 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[D
             f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than max_bad_share = {config.max_bad_share} "
             "allows: " + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
         )
-    return ordered
+    return ordered, is_labelled
 
 
-def _finish(out: AnyPath, jobs: list[IndexJob], results: list[Done], names: list[str], source: AnyPath) -> Dataset:
+def _without_unlabelled(done: _IndexedTar, job: IndexJob) -> _IndexedTar:
+    if not done.num_unlabelled:
+        return done
+    about = load_part(to_path(job.part), _IndexPartMetadata)
+    assert about is not None, "the part file was written or read by this job"
+    shard = replace(done.shard, samples=done.shard.samples - done.num_unlabelled)
+    return _IndexedTar(shard, [*done.skipped, *(sample[1:] for sample in about.unlabelled)])
+
+
+def _read_rows(part: AnyPath, with_unlabelled: bool) -> pa.Table:
+    rows = open_parquet(part).read().replace_schema_metadata(None).cast(ROWS)
+    if with_unlabelled:
+        return rows
+    about = load_part(part, _IndexPartMetadata)
+    assert about is not None
+    return rows.take(np.setdiff1d(np.arange(len(rows)), [row for row, *_ in about.unlabelled]).astype(np.int64))
+
+
+def _finish(
+    out: AnyPath, jobs: list[IndexJob], results: list[_IndexedTar], names: list[str], source: AnyPath, is_labelled: bool
+) -> Dataset:
     kept = [(to_path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
     skipped = sorted(row for done in results for row in done.skipped)
     if empty := sorted({job.split for job in jobs} - {shard.split for _, shard in kept}):
         raise UserError(
-            f"{source}: no tar of split {empty[0]!r} has an image that can be used, with labels (<key>.jpg and <key>.cls or "
-            f"<key>.json)" + (f": {reasons(skipped)}." if skipped else ".")
+            f"{source}: no tar of split {empty[0]!r} has an image that can be used"
+            + ", with labels (<key>.jpg and <key>.cls or <key>.json)" * is_labelled
+            + (f": {reasons(skipped)}." if skipped else ".")
+        )
+    if names and not is_labelled:
+        raise UserError(
+            f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the tars). Leave "
+            "them out."
         )
     highest = max(_highest_label(part) for part, _ in kept)
     classes = names or [str(number) for number in range(highest + 1)]
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
-    tables = (open_parquet(part).read().replace_schema_metadata(None).cast(ROWS) for part, _ in kept)
+    tables = (_read_rows(part, not is_labelled) for part, _ in kept)
     about = {"path": str(source), "indexed": True}
     dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})
-    if repeated := _num_repeated(kept):
+    if repeated := _num_repeated(kept, not is_labelled):
         print(
             f"note: {counted(repeated, 'sample')} with the key of an earlier sample: all are used, but a key alone does not "
             "identify them (samples.py sample=...)"
@@ -250,11 +300,11 @@ def _finish(out: AnyPath, jobs: list[IndexJob], results: list[Done], names: list
     return dataset
 
 
-def _num_repeated(kept: list[tuple[AnyPath, Shard]]) -> int:
+def _num_repeated(kept: list[tuple[AnyPath, Shard]], with_unlabelled: bool) -> int:
     """Number of samples whose key occurred before in their split, by 8-byte hashes of keys."""
     of_split: dict[str, list[np.ndarray]] = {}
     for part, shard in kept:
-        keys = open_parquet(part).read(columns=["key"])["key"].to_pylist()
+        keys = _read_rows(part, with_unlabelled)["key"].to_pylist()
         of_split.setdefault(shard.split, []).append(np.fromiter(map(hash, keys), np.int64, len(keys)))
     return sum(len(hashes) - len(np.unique(hashes)) for hashes in map(np.concatenate, of_split.values()))
 
@@ -264,7 +314,7 @@ def _highest_label(part: AnyPath) -> int:
     return pc.max(labels).as_py() if len(labels) else -1
 
 
-def _refuse_others(finished: Dataset, results: list[Done]) -> None:
+def _refuse_others(finished: Dataset, results: list[_IndexedTar]) -> None:
     """Raises UserError if the tars differ from those of the finished manifest."""
     found = {done.shard.name: done.shard for done in results if done.shard.samples}
     known = {shard.name: shard for shard in finished.shards(verify=False)}
@@ -279,12 +329,12 @@ def _refuse_others(finished: Dataset, results: list[Done]) -> None:
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
 
 
-def _read_part(path: AnyPath, seen: dict[str, Any]) -> Done | None:
+def _read_part(path: AnyPath, seen: dict[str, Any]) -> _IndexedTar | None:
     """The result in a part file, if it is complete and the tar has not changed. Raises StorageError."""
     about = load_part(path, _IndexPartMetadata)
     if about is None or about.seen != seen:
         return None
-    return Done(about.shard, about.skipped, made=False)
+    return _IndexedTar(about.shard, about.skipped, len(about.unlabelled))
 
 
 def _remove_leftovers(out: AnyPath) -> None:
@@ -298,7 +348,7 @@ def _remove_leftovers(out: AnyPath) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _print_done(dataset: Dataset, results: list[Done], seconds: float, verified: bool) -> None:
+def _print_done(dataset: Dataset, results: list[_IndexedTar], seconds: float, verified: bool) -> None:
     if verified:
         print(f"checked {counted(len(results), 'tar')}: nothing to do")
     empty = sum(not done.shard.samples for done in results)
@@ -308,6 +358,6 @@ def _print_done(dataset: Dataset, results: list[Done], seconds: float, verified:
     num_skipped = sum(len(done.skipped) for done in results)
     skipped = f"skipped {counted(num_skipped, 'bad sample')} (see {SKIPPED})" if num_skipped else "skipped none"
     print(
-        f"{dataset.path}: {samples} images of {counted(dataset.num_classes, 'class')} in {counted(len(results) - empty, 'tar')}, {skipped}; "
+        f"{dataset.path}: {samples} images {of_classes(dataset.num_classes)} in {counted(len(results) - empty, 'tar')}, {skipped}; "
         f"{duration(seconds)}; fingerprint {dataset.fingerprint}"
     )

@@ -33,7 +33,7 @@ from pipeline import ray_tasks
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.progress import PROGRESS_FILE, duration
-from pipeline.base.words import counted
+from pipeline.base.words import counted, of_classes
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
@@ -175,6 +175,7 @@ def make_jobs(
             decode_all=config.inspect == "decode",
             known=known.get(name),
             convert=listing.convert,
+            has_labels=listing.is_labelled,
         )
 
 
@@ -380,7 +381,7 @@ def _print_listing(listing: Listing, seconds: float) -> None:
     for note in listing.notes:
         print(note)
     print(
-        f"{listing.source}: {counted(len(listing), 'image')} of {counted(len(listing.classes), 'class')}, "
+        f"{listing.source}: {counted(len(listing), 'image')} {of_classes(len(listing.classes))}, "
         f"{data_size(listing.num_bytes)}, listed in {duration(seconds)}",
         flush=True,
     )
@@ -411,7 +412,7 @@ def _print_done(
     num_skipped = len(listing.skipped) + sum(len(done.skipped) for done in results)
     skipped = f", skipped {counted(num_skipped, 'bad image')} (see {SKIPPED})" if num_skipped else ", skipped none"
     print(
-        f"{dataset.path}: {samples} images of {counted(dataset.num_classes, 'class')} in {counted(num_shards, 'shard')}, "
+        f"{dataset.path}: {samples} images {of_classes(dataset.num_classes)} in {counted(num_shards, 'shard')}, "
         f"{data_size(num_bytes)}{'' if verified else skipped}; {duration(seconds)}{rate}; "
         f"fingerprint {dataset.fingerprint}"
     )

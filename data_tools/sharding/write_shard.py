@@ -47,7 +47,8 @@ T = TypeVar("T", bound=_OfShard)
 class ShardingJob:
     """One shard to write. rows: of `Listing.rows`, in tar order. decode_all: decode every image. convert: see `Listing`.
 
-    known: the shard's row in the manifest of a finished data set, if there is one.
+    known: the shard's row in the manifest of a finished data set, if there is one. has_labels: whether each image is followed by
+    its labels.
     """
 
     source: str
@@ -61,6 +62,7 @@ class ShardingJob:
     decode_all: bool
     known: Shard | None
     convert: Callable[[bytes], bytes] | None = None
+    has_labels: bool = True
 
 
 @dataclass(frozen=True)
@@ -205,12 +207,13 @@ class _Tar:
         self._piece: list[bytes] = []
         self._written = self._started = 0
 
-    def add(self, name: str, data: bytes, label_name: str, label: bytes) -> int:
-        """Append an image and its label. Returns the offset of the image's bytes."""
+    def add(self, name: str, data: bytes, label_name: str = "", label: bytes = b"") -> int:
+        """Append an image and, if label_name is not empty, its label. Returns the offset of the image's bytes."""
         self._append(_header(name, len(data)))
         begin = self.size
         self._append(data)
-        self._append(_padding(data) + _header(label_name, len(label)) + label + _padding(label))
+        of_label = _header(label_name, len(label)) + label + _padding(label) if label_name else b""
+        self._append(_padding(data) + of_label)
         if self.size - self._written >= _PIECE:
             self._write()
         if self._written - self._started >= _WRITEBACK:
@@ -254,11 +257,12 @@ def _write_samples(tar: _Tar, job: ShardingJob) -> tuple[dict[str, list[Any]], l
                 skipped.append((key, name, image))
                 continue
             data, ext, width, height = image
-            if len(labels) == 1:
-                label_ext, label = "cls", str(labels[0])
+            if not job.has_labels:
+                begin = tar.add(f"{key}.{ext}", data)
+            elif len(labels) == 1:
+                begin = tar.add(f"{key}.{ext}", data, f"{key}.cls", str(labels[0]).encode())
             else:
-                label_ext, label = "json", json.dumps({"labels": labels})
-            begin = tar.add(f"{key}.{ext}", data, f"{key}.{label_ext}", label.encode())
+                begin = tar.add(f"{key}.{ext}", data, f"{key}.json", json.dumps({"labels": labels}).encode())
             rows.append((key, begin, len(data), ext, labels, width, height, content_hash(data)))
     columns = zip(*rows, strict=True) if rows else ([] for _ in ROWS.names)
     return dict(zip(ROWS.names, map(list, columns), strict=True)), skipped

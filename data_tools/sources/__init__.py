@@ -66,10 +66,12 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
 
 def _list_advice(source: AnyPath, config: ShardConfig) -> str:
     """Tells how to shard images without class folders."""
+    parts = [f"splits.{split}={part}" for split, part in config.splits.items() if config.splits != _ONE_SPLIT]
+    bare = shlex.join(["layout=images", f"source={source}", f"out={config.out}", *parts])
     folder = source if source.is_dir() else source.parent
     words = ["layout=list", f"source={folder / 'labels.csv'}", f"out={config.out}"]
     unpacked = "" if source.is_dir() else f"unpack it into {folder}, "
     return (
-        f"For images without class folders, {unpacked}write {folder / 'labels.csv'} with a first line path,label and a line "
+        f"For images without labels, run: python launch/shard.py {bare} . For labels, {unpacked}write {folder / 'labels.csv'} with a first line path,label and a line "
         f"for each image (1.jpg,cat), and run: python launch/shard.py {shlex.join(words)} . "
     )

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Collection
 
 from data_tools.sources.layouts import archive, cifar, flat, imagenet1k, imagenet21k, tiny_imagenet, webdataset
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO
 from pipeline.data.storage.bucket import AnyPath, file_size
 from pipeline.data.storage.parquet import open_parquet
@@ -63,7 +64,14 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
     for place in (first, source):
         tar: AnyPath | None = next((path for path in place.glob("*.tar") if path.is_file()), None)
         if tar is not None:
-            return "webdataset" if webdataset.is_shard(tar) else "imagenet21k"
+            if webdataset.is_shard(tar):
+                return "webdataset"
+            if webdataset.is_numbered(tar):
+                raise UserError(
+                    f"{source}: is {tar.name} a shard of images without labels (layout=webdataset), or does each tar hold the "
+                    "images of a class (layout=imagenet21k)? Say which."
+                )
+            return "imagenet21k"
     if first != source:
         names = {path.name for path in first.iterdir()} if first.is_dir() else set()
     return "flat" if flat.is_flat(first, names) else "folder"

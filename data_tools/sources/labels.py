@@ -7,8 +7,10 @@ import pyarrow as pa
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import ClassNumbers
+from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
+from pipeline.settings.data import ShardConfig
 
 
 class LabelColumn:
@@ -54,6 +56,30 @@ class LabelColumn:
         return self._numbers.classes() if self._numbers else []
 
 
+def label_column(there: list[str], config: ShardConfig, where: str, collector: Collector, before: str | None) -> str:
+    """The label column of a table with these columns; "" if its images have no labels.
+
+    That is so if label_column is empty, and, with a note, if there is no column of its default name. before: what this returned for
+    the source's first table, None for that one. Raises UserError where only one of the two has labels.
+    """
+    column = config.label_column
+    if column not in there and column == ShardConfig.label_column and not config.label_names:
+        column = ""
+        others = shortened(", ".join(name for name in there if name not in (config.path_column, config.image_column)))
+        way_out = f" If another column holds labels, name it: label_column=NAME (there: {others})." if others else ""
+        if before is None:
+            collector.notes.append(
+                f"{where} has no column {config.label_column!r}: its images have no labels.{way_out}"
+            )
+    if before is not None and bool(before) != bool(column):
+        raise UserError(
+            f"{where} has {'labels' if column else 'no labels'}, but a table before it has {'none' if column else 'some'}. Shard them "
+            "into two data sets, or all without labels: label_column= ."
+        )
+    collector.is_labelled = bool(column)
+    return column
+
+
 def check_columns(there: list[str], wanted: dict[str, str], where: str) -> None:
     """Raises UserError for a column that is missing or there twice. wanted: setting -> name of the column."""
     for setting, column in wanted.items():
@@ -71,8 +97,9 @@ def _are_numbers(field: pa.Field, where: str) -> bool:
     if types.is_dictionary(kind):
         kind = kind.value_type
     if not (types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)):
+        none = " For images without labels: label_column= ." if types.is_null(kind) else ""
         raise UserError(
             f"{where}: column {field.name!r} holds {shortened(str(field.type))}, but labels are text, whole numbers or lists "
-            "of them."
+            f"of them.{none}"
         )
     return types.is_integer(kind)

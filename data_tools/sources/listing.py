@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
+from data_tools.sources.repeated_keys import repeated, sorted_by_key, with_extensions, with_prefixes
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.loading.decode import EXTENSIONS
@@ -38,6 +39,7 @@ LISTED = "listed"
 Skipped = tuple[str, str, str]
 NOT_UTF8 = "its name is not UTF-8; rename it"
 _BATCH = 2**16
+_ARCHIVES = (".tar", ".zip", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 _NAMED = 3
 
 
@@ -50,7 +52,7 @@ class Listing:
     root: the folder that the names of separate files are relative to. convert: applied to each image file before it is
     written; a module-level function, so that it can be pickled for tasks. None copies the bytes. about: further entries for
     `source` in dataset.json. extra_tables: further tables for the data set's folder, by file name. class_names: readable names of
-    classes, if the source has them.
+    classes, if the source has them. is_labelled: whether its shards have labels; False for a source of images alone.
     """
 
     source: AnyPath
@@ -65,6 +67,7 @@ class Listing:
     extra_tables: dict[str, pa.Table] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     class_names: dict[str, str] = field(default_factory=dict)
+    is_labelled: bool = True
 
     def __len__(self) -> int:
         return len(self.table)
@@ -128,7 +131,8 @@ class Collector:
     """Receives the items of a source from a layout's `walk`, and builds the Listing.
 
     A layout of class folders reports every folder and file by `folder` and `file` (names relative to the source, with slashes;
-    the first folder below a split's folder is the class). Any other layout (by_folders=False) reports each image by `sample`.
+    the first folder below a split's folder is the class). Any other layout (by_folders=False) reports each image by `sample`, or
+    by `file` with is_labelled=False.
 
     classes: all class names in order, if the layout defines an order; else they are sorted.
     root: the folder that the names of separate files are relative to, if it is not the source.
@@ -137,6 +141,8 @@ class Collector:
     prefixes: one for each container, for layouts whose keys may repeat between containers; if some do, every key gets its
     container's prefix.
     class_names: see Listing. read: names of files that the layout reads itself, so that they are not called ignored.
+    is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes. inside: put before
+    each name of a file.
     advice: what to do about a source without class folders, for errors. progress: closed by `finish`.
     """
 
@@ -153,6 +159,9 @@ class Collector:
     class_names: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     advice: str = ""
+    is_labelled: bool = True
+    archives: dict[str, str] | None = None
+    inside: str = ""
     skipped: list[Skipped] = field(default_factory=list)
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
@@ -197,10 +206,13 @@ class Collector:
 
         fault: why it cannot be used, else ""; an image with a fault is skipped.
         """
-        name = _clean(name)
+        name = _clean(self.inside + name)
         stem, dot, ext = name.rpartition(".")
         if _hidden(name):
             self._hidden.add(name)
+            return
+        if self.archives is not None and (suffix := next(filter(name.lower().endswith, _ARCHIVES), "")):
+            self.archives[name] = name[-len(suffix) :]
             return
         if f".{ext.lower()}" not in EXTENSIONS or not dot:
             if name not in self.read:
@@ -214,16 +226,19 @@ class Collector:
                 self.skip(name, fault or str(error))
                 return
         split, inner = self.place(stem)
-        if split is None or "/" not in inner:
+        if split is None or (self.is_labelled and "/" not in inner):
             self._outside.add(name)
             return
-        class_name, rest = inner.split("/", 1)
-        self._flat = self._flat or "/" not in rest
-        self._counts[split, class_name] = self._counts.get((split, class_name), 0) + 1
+        classes: tuple[str, ...] = ()
+        if self.is_labelled:
+            class_name, rest = inner.split("/", 1)
+            self._flat = self._flat or "/" not in rest
+            self._counts[split, class_name] = self._counts.get((split, class_name), 0) + 1
+            classes = (class_name,)
         if fault:
             self.skip(name, fault)
         else:
-            self.sample(split, inner, (class_name,), name, container, offset, size, packed)
+            self.sample(split, inner, classes, name, container, offset, size, packed)
 
     def skip(self, where: str, reason: str) -> None:
         """Report an item that belongs to the data set but cannot be used. It counts as a bad image."""
@@ -254,6 +269,12 @@ class Collector:
         if len(self._rows) == _BATCH:
             self._flush()
 
+    def restart(self) -> None:
+        """Forget all samples, containers and skipped items reported so far."""
+        for reported in (self._parts, self._rows, self._labels, self.containers, self.prefixes, self.skipped):
+            reported.clear()
+        self._ends, self._absolute = [0], _Few()
+
     def class_folders(self) -> set[str]:
         """Names of the class folders reported so far."""
         return {name for _, name in self._counts}
@@ -269,6 +290,8 @@ class Collector:
             if not pc.any(pc.equal(table["split"], number)).as_py():
                 raise UserError(
                     f"{self.source}: split {split!r} ({self.splits[split] or 'all of it'}) has no images{self._but_skipped()}."
+                    + f" {self._no_images.counted('file')} without an image extension: {self._no_images}."
+                    * bool(self._no_images.count)
                 )
         self._parts = []
         classes = self.classes or sorted(self._classes)
@@ -276,17 +299,22 @@ class Collector:
         ranks = np.array([numbers[name] for name in self._classes], np.int32)
         listing = Listing(
             self.source, self.root or self.source, list(self.splits), classes, self.containers, table, [],
-            skipped=sorted(self.skipped), class_names=self.class_names,
+            skipped=sorted(self.skipped), class_names=self.class_names, is_labelled=self.is_labelled,
         )  # fmt: skip
         rows, labels = listing.label_pairs()
         column = label_lists(rows, ranks[labels], len(table))
         table = table.set_column(TABLE.get_field_index("labels"), "labels", column)
-        table = _sorted(table)
+        table = sorted_by_key(table)
         notes = list(self.notes)
-        if self.prefixes and len(_repeated(table)):
-            table = _sorted(self._with_prefixes(table))
+        if self.prefixes and len(repeated(table)):
+            table = sorted_by_key(with_prefixes(table, self.prefixes))
             notes.append(
                 f"keys repeat between tars: each gets the name of its tar as a prefix, such as {table['key'][0].as_py()}"
+            )
+        if not self.is_labelled and not self.prefixes and len(twice := repeated(table)):
+            table = sorted_by_key(with_extensions(table, twice))
+            notes.append(
+                f"{counted(len(twice), 'file')} named as another but for the extension: their keys have it, too"
             )
         self._check_keys(table)
         if self._no_images.count:
@@ -295,14 +323,15 @@ class Collector:
             notes.append(f"ignored {self._hidden.counted('hidden file')}: {self._hidden}")
         if self._outside.count:
             notes.append(
-                f"ignored {self._outside.counted('image')} outside the class folders of splits = {self.splits}: {self._outside}"
+                f"ignored {self._outside.counted('image')} outside the {'class ' * self.is_labelled}folders of splits = "
+                f"{self.splits}: {self._outside}"
             )
         if self._absolute.count:
             notes.append(f"removed the leading / of {self._absolute.counted('key')}: {self._absolute}")
         if self.skipped:
             notes.append(f"cannot use {len(self.skipped):,} of the items listed: {reasons(self.skipped)}")
         num_bare = int((pc.list_value_length(table["labels"]).to_numpy() == 0).sum())
-        if num_bare:
+        if num_bare and self.is_labelled:
             notes.append(f"{num_bare:,} image{'s' * (num_bare > 1)} without any label")
         return replace(listing, table=table, notes=notes)
 
@@ -361,23 +390,16 @@ class Collector:
     def _but_skipped(self) -> str:
         return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""
 
-    def _with_prefixes(self, table: pa.Table) -> pa.Table:
-        prefixes = pa.array([prefix.replace(".", "_") for prefix in self.prefixes], pa.large_string())
-        keys = pc.binary_join_element_wise(
-            prefixes.take(table["container"]), table["key"], pa.scalar("/", pa.large_string())
-        )
-        return table.set_column(TABLE.get_field_index("key"), "key", keys)
-
     def _check_keys(self, table: pa.Table) -> None:
-        keys, twice = table["key"], _repeated(table)
+        keys, twice = table["key"], repeated(table)
         if len(twice):
             first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
             more = f" ({counted(len(twice), 'such key')})" if len(twice) > 1 else ""
+            are = f"{'class/name' if self.is_labelled else 'path'} without the extension"
+            are = "tar/name up to its first dot" if self.prefixes else are
             what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
             raise UserError(
-                f"{self.source}: {what}, {keys[int(twice[0])].as_py()!r}{more}. Keys are "
-                f"{'tar/name up to its first dot' if self.prefixes else 'class/name without the extension'}, dots become "
-                "_. Rename or remove one."
+                f"{self.source}: {what}, {keys[int(twice[0])].as_py()!r}{more}. Keys are {are}, dots become _. Rename or remove one."
             )
 
 
@@ -411,18 +433,6 @@ def reasons(skipped: list[Skipped]) -> str:
     """The first few items that cannot be used, each with its reason."""
     few = "; ".join(f"{where} ({reason})" for _, where, reason in sorted(skipped)[:_NAMED])
     return few + "; ..." * (len(skipped) > _NAMED)
-
-
-def _sorted(table: pa.Table) -> pa.Table:
-    # Also by name, so that errors about a repeated key are the same on every machine.
-    order = pc.sort_indices(table, sort_keys=[("split", "ascending"), ("key", "ascending"), ("name", "ascending")])
-    return table.take(order).combine_chunks()
-
-
-def _repeated(table: pa.Table) -> np.ndarray:
-    """Rows of a sorted table that have the split and key of the next row."""
-    keys, splits = table["key"], table["split"]
-    return np.flatnonzero(pc.and_(pc.equal(keys[1:], keys[:-1]), pc.equal(splits[1:], splits[:-1])).to_numpy())
 
 
 def _clean(name: str) -> str:

@@ -9,6 +9,11 @@ def counted(count: int | float, noun: str) -> str:
     return f"{count:,} {noun if count == 1 else plural(noun)}"
 
 
+def of_classes(num_classes: int) -> str:
+    """How a count of images goes on: "of 3 classes", or "without labels" for 0."""
+    return f"of {counted(num_classes, 'class')}" if num_classes else "without labels"
+
+
 def plural(noun: str) -> str:
     """The regular plural of a noun."""
     if noun.endswith(("s", "x", "ch", "sh")):

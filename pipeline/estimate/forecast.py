@@ -14,7 +14,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.dataset.subset import run_splits
+from pipeline.data.dataset.subset import held_out_split, run_splits
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory
@@ -142,7 +142,7 @@ class Forecast:
 def make_forecast(config: PlanConfig) -> Forecast:
     """Compute all figures. Raises UserError for an impossible batch, length or cluster."""
     cluster = Cluster.parse(config.cluster) if config.cluster else None
-    data = _data(config)
+    config, data = _data(config)
     model = _model(config, data.classes)
     measured = read_measured(config, model, cluster) if cluster and config.bench else None
     if cluster and measured:
@@ -189,20 +189,24 @@ def _most_images(config: RunConfig, model: Config, world_size: int, limit: float
     return bisect.bisect_left(range(1, _MAX_IMAGES), True, key=too_many)
 
 
-def _data(config: PlanConfig) -> Data:
+def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
+    """Returns (the settings, with an empty data.eval_split if there is no held-out split; the data)."""
     if config.samples:
-        return Data(config.samples, config.classes, 0, 0, "given in the settings")
+        return config, Data(config.samples, config.classes, 0, 0, "given in the settings")
     try:
         dataset = open_dataset(config.data.path)
     except UserError as error:
         raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
     split, _ = run_splits(dataset, config.data, config.seed)
+    config = replace(config, data=replace(config.data, eval_split=held_out_split(dataset, config.data)))
     used = int(np.count_nonzero(split.shard_sizes))
-    return Data(len(split), dataset.num_classes, used, int(split.shard_bytes.sum()), f"manifest of {config.data.path}")
+    data = Data(len(split), dataset.num_classes, used, int(split.shard_bytes.sum()), f"manifest of {config.data.path}")
+    return config, data
 
 
 def _model(config: PlanConfig, num_classes: int) -> Config:
     """Returns the architecture: from the settings, from `variant`, or from init.weights."""
+    objectives.check_labels(config, num_classes)
     objectives.check(config)
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes)

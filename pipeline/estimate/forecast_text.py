@@ -10,7 +10,7 @@ from typing import Any
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.files import as_bytes
-from pipeline.base.words import counted
+from pipeline.base.words import counted, of_classes
 from pipeline.data.storage.atomic import replacing
 from pipeline.estimate.cluster import HEADROOM, lay_out
 from pipeline.estimate.forecast import Forecast, make_forecast
@@ -63,9 +63,9 @@ def _describe_run(forecast: Forecast) -> list[str]:
         f"{tokens}{config.engine.precision}",
         *filter(None, [overrides_of_name(config.model)]),
         "",
-        f"  data         {counted(data.samples, 'sample')} of {counted(data.classes, 'class')} ({data.source})",
+        f"  data         {counted(data.samples, 'sample')} {of_classes(data.classes)} ({data.source})",
         f"  length       {counted(plan.steps, 'step')} = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
-        f"evaluation every {plan.eval_every:,}",
+        f"{plan.evaluations}",
         f"  batch        {plan.global_batch:,} = {counted(plan.world_size, 'rank')} x {plan.accumulation} x {plan.micro_batch} as configured",
         f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, "
         f"{forecast.flops_per_image * plan.global_batch / 1e15:.2f} PFLOP per step, {forecast.flops / 1e18:,.4g} exaFLOP in total",

@@ -20,7 +20,7 @@ class Due:
 
 @dataclass(frozen=True)
 class Plan:
-    """All lengths in optimizer steps. keep_every, probe_every: 0 is never.
+    """All lengths in optimizer steps. eval_every, keep_every, probe_every: 0 is never.
 
     best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations; "" is none.
     """
@@ -43,7 +43,7 @@ class Plan:
     def due(self, step: int) -> Due:
         """What is due after step `step`, counted from 1; after the last step, everything but keep."""
         is_last = step == self.steps
-        scores = step % self.eval_every == 0 or is_last
+        scores = self.eval_every > 0 and (step % self.eval_every == 0 or is_last)
         probe = self.probe_every > 0 and (step % self.probe_every == 0 or is_last)
         keep = self.keep_every > 0 and step % self.keep_every == 0
         evaluations = frozenset(name for name, is_due in (("scores", scores), ("probe", probe)) if is_due)
@@ -58,9 +58,21 @@ class Plan:
     def epochs(self) -> float:
         return self.steps * self.global_batch / self.num_samples
 
+    @property
+    def evaluations(self) -> str:
+        """As "evaluation every 100"."""
+        return f"evaluation every {self.eval_every:,}" if self.eval_every else "no evaluation"
+
     def notes(self, config: RunConfig) -> list[str]:
-        """A line for settings that override model.name, and one for each setting that was changed to fit."""
+        """A line for settings that override model.name, one for a run without a held-out split, and one for each setting that was
+        changed to fit."""
         named = list(filter(None, [overrides_of_name(config.model)]))
+        if not config.data.evaluated_split:
+            probed = "only its probes measure it" if self.probe_every else "nothing measures it but its loss"
+            named.append(
+                f"no held-out split: the run is not evaluated, {probed}. To hold out images: data.dev_share=0.01, or "
+                "val_share=0.01 of launch/shard.py"
+            )
         share = self.global_batch // self.world_size
         if self.micro_batch == min(config.train.micro_batch, share):
             return named
@@ -72,7 +84,7 @@ class Plan:
         return (
             f"{counted(self.steps, 'step')} of {self.global_batch} = {counted(self.world_size, 'rank')} x {self.accumulation} x "
             f"{counted(self.micro_batch, 'sample')} ({self.epochs:.1f} epochs of {self.num_samples:,}), warm-up {self.warmup:,}, "
-            f"evaluation every {self.eval_every:,}, checkpoint every {counted(self.checkpoint_every, 'step')}"
+            f"{self.evaluations}, checkpoint every {counted(self.checkpoint_every, 'step')}"
         )
 
 
@@ -101,11 +113,12 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
             f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown = {config.schedule.cooldown} "
             f"({counted(cooldown, 'step')}) are longer than the run of {steps:,} steps. Shorten one of them."
         )
+    eval_every = max(1, config.evaluate.every.steps(num_samples, train.global_batch, steps))
     probe_every = max(1, config.probe.every.steps(num_samples, train.global_batch, steps))
     return Plan(
         steps=steps,
         warmup=warmup,
-        eval_every=max(1, config.evaluate.every.steps(num_samples, train.global_batch, steps)),
+        eval_every=eval_every if config.data.evaluated_split else 0,
         checkpoint_every=max(1, config.checkpoint.every.steps(num_samples, train.global_batch, steps)),
         keep_every=config.checkpoint.keep_every.steps(num_samples, train.global_batch, steps),
         probe_every=probe_every if config.probe.every.amount else 0,

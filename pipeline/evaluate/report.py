@@ -42,6 +42,11 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     # ---------------------------------------------------------------------- the data and the weights
     config = with_local_weights(config)
     dataset = open_dataset(config.data)
+    if config.classify or any(config.shots) or config.neighbours:
+        dataset.refuse_without_labels(
+            "data",
+            "Scores need some: name a data set with labels (of other classes: classify=false). Without: launch/features.py.",
+        )
     split = dataset.split(config.split, config.exclude)
     if not len(split):
         raise UserError(f"{config.data}: split {config.split!r} has no images.")

@@ -33,9 +33,9 @@ def kind(loss: str) -> type[Objective]:
 
 def metrics(config: RunConfig) -> dict[str, dict[str, Metric]]:
     """What each evaluator of a run measures, the most telling first: evaluator -> name in metrics.jsonl -> metric."""
-    measured = kind(config.train.loss).metrics(config)
-    counts = dict.fromkeys(("num_samples", "num_unreadable"), Metric("count")) if measured else {}
     split = config.data.evaluated_split
+    measured = kind(config.train.loss).metrics(config) if split else {}
+    counts = dict.fromkeys(("num_samples", "num_unreadable"), Metric("count")) if measured else {}
     return {
         "scores": {f"{split}_{name}": replace(metric, group="eval") for name, metric in (measured | counts).items()},
         "probe": config.probe.metrics(config.probe.prefix) if config.probe.every.amount else {},
@@ -53,6 +53,8 @@ def best_from(config: RunConfig) -> str:
     }
     if best and best not in rankable:
         possible = f"must be one of {', '.join(rankable)}" if rankable else "must be empty: nothing is measured"
+        if not config.data.evaluated_split:
+            possible += "; data.dev_share=0.01 would hold out images to measure it on"
         raise UserError(f"checkpoint.best = {quoted(best)} {possible}.")
     return rankable.get(best, "")
 
@@ -61,6 +63,16 @@ def check(config: RunConfig) -> None:
     """Raise UserError for settings that do not fit the run's objective."""
     kind(config.train.loss).check(config)
     best_from(config)
+
+
+def check_labels(config: RunConfig, num_classes: int) -> None:
+    """Raise UserError if the run's objective learns labels and the data set, of num_classes classes, has none."""
+    if not num_classes and kind(config.train.loss).reads_labels:
+        others = [loss for loss in OBJECTIVES if not kind(loss).reads_labels]
+        raise UserError(
+            f"train.loss = {config.train.loss} learns labels, and this data set has none (0 classes). Use an objective that needs "
+            f"none (train.loss={' | '.join(others)}), or a data set with labels."
+        )
 
 
 def create(config: RunConfig, backbone: Model) -> Objective:
@@ -113,6 +125,7 @@ def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> C
     """
     name = config.model.name
     assert name, "config.check refuses a run with neither model.name nor init.weights"
+    check_labels(config, num_classes)
     check(config)
     given = {name: getattr(config.model, name) for name in OPTIONS}
     given |= kind(config.train.loss).of_backbone(config, num_classes)

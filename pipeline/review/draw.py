@@ -91,6 +91,7 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
     data = config.data
     dataset = open_dataset(data.path, Storage.create(data.retry_minutes, data.cache, data.cache_gb))
     _, split = run_splits(dataset, data, config.seed)
+    assert split is not None, "there are predictions of it"
     found.check(len(split), dataset.num_classes)
     yield draw_matrix(found, dataset.class_names)
     yield draw_worst(found, dataset.class_names)

@@ -333,7 +333,8 @@ def _complete(record: RunRecord, **known: Any) -> RunRecord:
         train = DatasetFacts(Path(path).name, path, digest, str(settings.get("data.train_split", "train")), samples, classes,
                              "training")  # fmt: skip
         held_out = DatasetFacts(Path(path).name, path, digest, record.split, 0, classes, "evaluation")
-        values["datasets"] = (train, held_out)
+        is_evaluated = record.split or "data.eval_split" not in settings
+        values["datasets"] = (train, held_out) if is_evaluated else (train,)
     return RunRecord(**{name: values[name] for name in RunRecord.__dataclass_fields__})
 
 

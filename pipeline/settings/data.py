@@ -36,6 +36,7 @@ class ShardConfig:
         "folder",
         "archive",
         "flat",
+        "images",
         "tiny_imagenet",
         "imagenet21k",
         "imagenet1k",
@@ -43,10 +44,10 @@ class ShardConfig:
         "parquet",
         "list",
         "webdataset",
-    ] = setting("auto", "Layout of source; auto detects it.")
+    ] = setting("auto", "Layout of source; auto detects it. images: any tree of images without labels.")
     splits: dict[str, str] = setting(
         {"train": ""},
-        "Mapping from split name to its part of source ('' is all): the folder that contains its class folders; the tar "
+        "Mapping from split name to its part of source ('' is all): the folder that contains its class folders or images; the tar "
         "(imagenet1k); the list (list); the prefix of its file names (parquet, webdataset).",
     )
     val_share: float = setting(
@@ -66,7 +67,9 @@ class ShardConfig:
     cifar100_labels: Literal["fine", "coarse"] = setting("fine", "cifar: CIFAR-100's 100 classes or 20 groups.")
     image_column: str = setting("image", "parquet: column of encoded images, of type binary or struct<bytes, path>.")
     path_column: str = setting("path", "list: column of paths, relative to the list's folder, or URLs.")
-    label_column: str = setting("label", "parquet, list: column of labels: names, numbers, or lists of them.")
+    label_column: str = setting(
+        "label", "parquet, list: column of labels: names, numbers, or lists of them; empty is none."
+    )
     label_separator: str = setting(
         ";", "list: separator between the labels of an image.", form=TextForm(r"(?s).+", "text that is not empty")
     )
@@ -102,6 +105,12 @@ class ShardConfig:
         for name in ("val_share", "holdout_per_class", "min_images"):
             if getattr(self, name) and "train" not in self.splits:
                 raise UserError(f"{name} needs a split 'train', but splits has only {', '.join(self.splits)}.")
+        needs_classes = ("label_names", "class_map", "class_list", "min_images", "holdout_per_class", "synset_names")
+        for name in needs_classes if self.layout == "images" else ():
+            if getattr(self, name):
+                raise UserError(
+                    f"{name} = {getattr(self, name)} needs classes, and layout=images has none. Leave it out."
+                )
         _check_split_names(self.splits)
 
 
@@ -142,7 +151,9 @@ class IndexConfig:
     """A manifest for existing WebDataset shards, which are not copied."""
 
     source: str = setting(
-        REQUIRED, f"{_URL} of tars, or one tar, with <key>.jpg and <key>.cls or <key>.json", path=True
+        REQUIRED,
+        f"{_URL} of tars, or one tar, with <key>.jpg and, if the images have labels, <key>.cls or <key>.json",
+        path=True,
     )
     out: str = setting(
         "", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder", holds="data set"

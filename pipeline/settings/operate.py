@@ -49,7 +49,7 @@ class PlanConfig(RunConfig):
     def check(self) -> None:
         """Check the run as training would, then the assumptions. Raises UserError."""
         super().check()
-        if (self.samples == 0) != (self.classes == 0):
+        if self.classes and not self.samples:
             raise UserError(f"samples = {self.samples}, classes = {self.classes}: set both, or neither.")
         if self.variant and not self.init.weights:
             raise UserError("variant is the architecture of init.weights: set model.name for a new model.")

@@ -88,7 +88,9 @@ class DataConfig:
         on_change="nothing",
     )
     train_split: str = setting("train", "Split to train on.", on_change="run")
-    eval_split: str = setting("val", "Split to evaluate on.")
+    eval_split: str = setting(
+        "val", "Split to evaluate on; empty is none, and so is val if the data set has no labels and no such split."
+    )
     exclude: str = setting("all", "Lists of excluded samples (exclude/*.parquet): all, none, or names with commas.")
     limit: Limit = setting(
         Limit.parse("100%"),
@@ -124,7 +126,7 @@ class DataConfig:
 
     @property
     def evaluated_split(self) -> str:
-        """Name of the split that the run is evaluated on; the prefix of its metrics."""
+        """Name of the split that the run is evaluated on, "" for none; the prefix of its metrics."""
         return "dev" if self.dev_share else self.eval_split
 
 

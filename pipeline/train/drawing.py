@@ -38,10 +38,10 @@ class DrawingProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._begun = -float("inf")
 
-    def begin(self, predictions: Predictions | None, split: Split) -> None:
+    def begin(self, predictions: Predictions | None, split: Split | None) -> None:
         """Keep the predictions of an evaluation, and draw, unless the last drawing goes on or was just begun."""
         with contextlib.suppress(OSError):  # A full disk, which the next checkpoint reports.
-            if predictions is not None:
+            if predictions is not None and split is not None:
                 self._keep(predictions, split)
             if time.monotonic() - self._begun >= self.every and not self._is_drawing():
                 self._process = self._start()

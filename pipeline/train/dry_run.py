@@ -33,7 +33,7 @@ def room_for_training(config: RunConfig, plan: Plan, model: Config, stop: Stop) 
 
 
 def dry_run_on_all_ranks(
-    config: RunConfig, plan: Plan, engine: Engine, split: Split, evaluation: Split, stop: Stop
+    config: RunConfig, plan: Plan, engine: Engine, split: Split, evaluation: Split | None, stop: Stop
 ) -> None:
     """Run one training step and one evaluation batch of the largest shapes; leaves no trace in model or optimizer.
 
@@ -45,7 +45,7 @@ def dry_run_on_all_ranks(
     mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
     with engine.untouched(len(micro_batches)):
         training_step(engine, micro_batches, step=0, lr=0.0, mixing=mixing)
-    if not objectives.metrics(config)["scores"]:
+    if evaluation is None or not objectives.metrics(config)["scores"]:
         return
     count = min(config.evaluate.batch, -(-len(evaluation) // plan.world_size))
     smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."

@@ -103,6 +103,7 @@ class SplitEvaluator(Evaluator):
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         config, split = self.context.config, self.context.prepared.evaluation
+        assert split is not None, "objectives.metrics has no scores without a held-out split"
 
         def forward(images: Tensor) -> Tensor:
             self.monitoring.watchdog.at(step, "evaluation")

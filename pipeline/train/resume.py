@@ -109,8 +109,9 @@ def go_back_on_all_ranks(
     return None
 
 
-def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split) -> dict[str, Any]:
+def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split | None) -> dict[str, Any]:
     """Settings by dotted name, data and number of ranks, which identify a run. Saved with each checkpoint."""
+    splits = [split, evaluation] if evaluation else [split]
     return {
         **schema.flatten(schema.to_dict(config) | {"objective": objectives.settings_of(config)}),
         "track.uri": hide_passwords(config.track.uri),
@@ -118,8 +119,8 @@ def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, eval
         "classes": dataset.num_classes,
         "ranks": plan.world_size,
         "excluded": split.excluded,
-        "evaluation_excluded": evaluation.excluded,
-        **{f"left_out.{s.name}.{name}": n for s in (split, evaluation) for name, n in s.excluded_by.items()},
+        "evaluation_excluded": evaluation.excluded if evaluation else NOTHING_EXCLUDED,
+        **{f"left_out.{s.name}.{name}": n for s in splits for name, n in s.excluded_by.items()},
     }
 
 

@@ -15,15 +15,15 @@ from pipeline.train.training_run import TrainingRun
 def run_training(config: RunConfig, draw: str | None = None) -> None:
     """Run training in a process that has already imported everything; otherwise use `start.run`. draw: see `start.prepare`."""
     with Stop(config) as stop:
-        train_prepared(config, stop, prepare(config, draw))
+        train_prepared(stop, prepare(config, draw))
 
 
-def train_prepared(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
-    """Start or resume a run and train to the end of `config.train.length`. Raises UserError for a user's mistake.
+def train_prepared(stop: Stop, prepared: Prepared) -> None:
+    """Start or resume a run and train to the end of `train.length`. Raises UserError for a user's mistake.
 
     A run that is asked to stop commits a checkpoint and ends the process with exit code 75.
     """
-    run = set_up(config, stop, prepared)
+    run = set_up(prepared.config, stop, prepared)
     progress, console, meter = run.progress, run.context.console, run.monitoring.meter
     if reason := _train(run):
         console.say(

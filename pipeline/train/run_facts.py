@@ -11,7 +11,7 @@ import torch
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, of_classes
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
@@ -32,7 +32,7 @@ ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.j
 
 
 def run_facts(
-    config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluation: Split, device: torch.device,
+    config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluation: Split | None, device: torch.device,
     origin: WeightsOrigin | None,
 ) -> RunFacts:  # fmt: skip
     """The facts of a run whose model is built and whose data is open. origin: None for new weights, and where it was not recorded."""
@@ -77,7 +77,7 @@ def run_facts(
         DatasetFacts(name, str(dataset.path), dataset.fingerprint, s.name, len(s), dataset.num_classes, context, notes)
         for s, context, notes in (
             (split, "training", {"test_copies": copies, "excluded": f"{split.excluded}"}),
-            (evaluation, "evaluation", {"excluded": f"{evaluation.excluded}"}),
+            *([(evaluation, "evaluation", {"excluded": f"{evaluation.excluded}"})] if evaluation else []),
         )
     ]
     of_steps = objectives.kind(config.train.loss).values(config)
@@ -125,7 +125,7 @@ def _description(
     what = "Fine-tuning" if config.init.weights else "Pre-training"
     lines = [
         f"**{what} of {resolved['model.name']}** at {resolved['model.image_size']} px on **{dataset.path.name}** "
-        f"({counted(len(split), 'image')} of {counted(dataset.num_classes, 'class')}, fingerprint `{dataset.fingerprint}`).",
+        f"({counted(len(split), 'image')} {of_classes(dataset.num_classes)}, fingerprint `{dataset.fingerprint}`).",
         f"Plan: {plan.describe()}.",
     ]
     if config.init.weights:

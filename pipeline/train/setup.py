@@ -81,7 +81,8 @@ def _connect_on_all_ranks(config: RunConfig, stop: Stop, prepared: Prepared) -> 
     console.say(f"{config.name}: {plan.describe()}")
     if not stop.folder.is_locked:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
-    for line in plan.notes(config) + prepared.split.notes() + prepared.evaluation.notes():
+    held_out = prepared.evaluation.notes() if prepared.evaluation else []
+    for line in plan.notes(config) + prepared.split.notes() + held_out:
         console.say(line)
     longest_wait = max(config.data.retry_minutes, commit_minutes(config))
     start_ranks(ranks, config.engine.timeout_minutes, longest_wait)
@@ -166,7 +167,7 @@ def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, t
     flops = objectives.training_flops(config, start.model.config)
     console.say(
         f"{models.num_parameters(start.model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
-        f"{counted(dataset.num_classes, 'class')}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
+        f"{counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
     if config.profile.communication:
         engine.count_communication()

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data and plan of a run, checked. draw: see `prepare`."""
+    """Data and plan of a run, checked. config: with an empty data.eval_split if there is no held-out split. draw: see `prepare`."""
 
+    config: RunConfig
     dataset: "Dataset"
     split: "Split"
-    evaluation: "Split"
+    evaluation: "Split | None"
     run_probe: "RunProbe | None"
     plan: Plan
     draw: str | None = None
@@ -38,7 +39,7 @@ def run(config: RunConfig, draw: str) -> None:
             prepared = prepare(config, draw)
             from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.
 
-        train_prepared(config, stop, prepared)
+        train_prepared(stop, prepared)
 
 
 def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
@@ -47,16 +48,23 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     draw: module that draws the figures of a run folder, in a process of its own (`drawing.py`); None: no figures.
     """
     from pipeline.data.dataset.manifest import open_dataset
-    from pipeline.data.dataset.subset import run_splits
+    from pipeline.data.dataset.subset import held_out_split, run_splits
     from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
 
     world_size = check_environment()
     storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
     dataset = open_dataset(config.data.path, storage)
     split, evaluation = run_splits(dataset, config.data, config.seed)
+    config = replace(config, data=replace(config.data, eval_split=held_out_split(dataset, config.data)))
+    if config.probe.every.amount and not config.probe.data and (any(config.probe.shots) or config.probe.neighbours):
+        dataset.refuse_without_labels(
+            "data.path",
+            "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0.",
+        )
     plan = make_plan(config, len(split), world_size)
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
+    objectives.check_labels(config, dataset.num_classes)
     objectives.check(config)
     plan = replace(plan, best_from=objectives.best_from(config))
     run_probe = None
@@ -66,7 +74,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
         run_probe = open_run_probe(config, dataset, split)
     if config.init.weights:
         _find_weights(config, config.init.weights)
-    return Prepared(dataset, split, evaluation, run_probe, plan, draw)
+    return Prepared(config, dataset, split, evaluation, run_probe, plan, draw)
 
 
 def _find_weights(config: RunConfig, weights: str) -> None:

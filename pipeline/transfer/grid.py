@@ -183,6 +183,9 @@ def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
     """Returns the data set of the runs. Raises UserError for splits and data sets that would fail in the final runs, after days."""
     settings, seed = trial.config.data, trial.config.seed
     dataset = open_dataset(settings.path)
+    dataset.refuse_without_labels("data.path", "Fine-tuning needs some.")
+    if not settings.eval_split:
+        raise UserError("data.eval_split is empty, but the final runs are scored on it. Name a split.")
     for share in (config.dev_share, 0.0):
         run_splits(dataset, replace(settings, dev_share=share), seed)
     for data in config.also:

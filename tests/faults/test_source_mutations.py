@@ -76,6 +76,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Path], dict[str, object]]] = {
     "tar.bz2": (lambda at: write_tar(FILES, at / "a.tar.bz2", "w:bz2"), {}),
     "tar.xz": (lambda at: write_tar(FILES, at / "a.tar.xz", "w:xz"), {}),
     "zip": (lambda at: write_zip(FILES, at / "a.zip"), {}),
+    "images": (lambda at: write_zip(FILES, write_folder(FILES, at / "raw") / "more.zip").parent, {"layout": "images"}),
     "class tars": (lambda at: write_class_tars(FILES, at / "tars"), {}),
     "tiny": (lambda at: write_zip({f"t/{name}": data for name, data in TINY.items()}, at / "t.zip"), {}),
     "tiny folder": (lambda at: write_folder(TINY, at / "t"), {}),

@@ -15,7 +15,9 @@ from pipeline.data.storage.content import content_hash
 NUM_CLASSES = 4
 
 
-def make_dataset(path: Path, splits: dict[str, int], per_shard: int = 40, size: int = 16, seed: int = 0) -> Path:
+def make_dataset(
+    path: Path, splits: dict[str, int], per_shard: int = 40, size: int = 16, seed: int = 0, labelled: bool = True
+) -> Path:
     """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples."""
     path.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -31,16 +33,17 @@ def make_dataset(path: Path, splits: dict[str, int], per_shard: int = 40, size: 
                     buffer = io.BytesIO()
                     Image.fromarray(pixels).save(buffer, "PNG")
                     data = buffer.getvalue()
-                    for ext, content in (("png", data), ("cls", str(label).encode())):
+                    for ext, content in (("png", data), ("cls", str(label).encode()))[: 2 if labelled else 1]:
                         member = tarfile.TarInfo(f"{split}{i:05d}.{ext}")
                         member.size = len(content)
                         if ext == "png":
                             offset = tar.offset + 512
                         tar.addfile(member, io.BytesIO(content))
-                    rows.append({"key": f"{split}{i:05d}", "offset": offset, "size": len(data), "ext": "png", "labels": [label],
+                    rows.append({"key": f"{split}{i:05d}", "offset": offset, "size": len(data), "ext": "png", "labels": [label] * labelled,
                                  "width": size, "height": size, "xxh128": content_hash(data)})  # fmt: skip
             content = (path / name).read_bytes()
             shards.append(Shard(name, split, len(rows), len(content), hashlib.sha256(content).hexdigest()))
             tables.append(pa.Table.from_pylist(rows, ROWS))
-    write_dataset(path, shards, tables, [f"class{c}" for c in range(NUM_CLASSES)], {"made by": "tests"}, {})
+    classes = [f"class{c}" for c in range(NUM_CLASSES)] if labelled else []
+    write_dataset(path, shards, tables, classes, {"made by": "tests"}, {})
     return path

@@ -25,6 +25,7 @@ from data_tools.sources.layouts import (
     folder,
     imagenet1k,
     imagenet21k,
+    images,
     parquet,
     path_list,
     tiny_imagenet,
@@ -57,6 +58,7 @@ LAYOUTS: dict[str, SourceLayout] = {
     "folder": SourceLayout(folder.walk, by_folders=True, form="a folder"),
     "archive": SourceLayout(folder.walk, by_folders=True, form="a file", may_be_compressed=True),
     "flat": SourceLayout(flat.walk, by_folders=True, may_be_compressed=True),
+    "images": SourceLayout(images.walk, may_be_compressed=True),
     "tiny_imagenet": SourceLayout(
         tiny_imagenet.walk, by_folders=True, splits=tiny_imagenet.SPLITS, may_be_compressed=True
     ),

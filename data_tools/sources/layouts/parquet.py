@@ -4,6 +4,7 @@ An image in a Parquet file cannot be read by offset, and shards need samples in 
 into one file of concatenated images for each Parquet file. (Reading a row group of 100 images for each image costs more.)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names
-from data_tools.sources.labels import LabelColumn, check_columns
+from data_tools.sources.labels import LabelColumn, check_columns, label_column
 from data_tools.sources.layouts.archive import staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
@@ -31,27 +32,28 @@ _IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every row of every *.parquet below source to the collector."""
     labels: LabelColumn | None = None
+    column: str | None = None
     given = read_names(config.label_names, "label_names") if config.label_names else []
     for split, name, path in split_files(source, collector.splits, ".parquet"):
         try:
             # Not memory-mapped: all of it is read, once.
             file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema = file.schema_arrow
-            check_columns(
-                schema.names, {"image_column": config.image_column, "label_column": config.label_column}, str(path)
-            )
-            label_field = schema.field(config.label_column)
-            if labels is None:
+            column = label_column(schema.names, config, str(path), collector, column)
+            wanted = {"image_column": config.image_column, "label_column": column}
+            check_columns(schema.names, {setting: name for setting, name in wanted.items() if name}, str(path))
+            if column and labels is None:
                 where = f"{path}, its metadata `huggingface`"
-                known = given or _class_label_names(schema, config.label_column, where)
-                labels = LabelColumn(label_field, str(path), known)
-            labels.check(label_field, str(path))
+                known = given or _class_label_names(schema, column, where)
+                labels = LabelColumn(schema.field(column), str(path), known)
+            if labels is not None:
+                labels.check(schema.field(column), str(path))
             images, sizes = _unpack(path, file, config.image_column, staging)
             container, offset, row = collector.add_container(images), 0, 0
-            for batch in file.iter_batches(_LABELS_AT_ONCE, columns=[config.label_column]):
-                for value in batch.column(config.label_column).to_pylist():
+            for values in _label_values(file, column, len(sizes)):
+                for value in values:
                     where = f"{name}, row {row}"
-                    names = labels.names(value, f"{path}, row {row}")
+                    names = labels.names(value, f"{path}, row {row}") if labels else []
                     key = f"{name.removesuffix('.parquet')}/{row:06d}"
                     collector.sample(split, key, names, where, container, offset, int(sizes[row]))
                     offset += int(sizes[row])
@@ -60,8 +62,15 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # A disk error; Arrow's errors for damaged data have no errno.
             raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}). Fetch it again.") from None
-    assert labels is not None
-    collector.classes = labels.classes()
+    collector.classes = labels.classes() if labels else []
+
+
+def _label_values(file: pq.ParquetFile, column: str, num_rows: int) -> Iterator[list[Any]]:
+    """Yields the labels of a file's rows, part by part; None for each row if column is ""."""
+    if column:
+        yield from (batch.column(column).to_pylist() for batch in file.iter_batches(_LABELS_AT_ONCE, columns=[column]))
+    else:
+        yield from ([None] * min(_LABELS_AT_ONCE, num_rows - start) for start in range(0, num_rows, _LABELS_AT_ONCE))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
-"""A list of image files and their labels, as CSV (.csv, .tsv) or Parquet."""
+"""A list of image files and their labels, if they have any, as CSV (.csv, .tsv) or Parquet."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -8,7 +10,7 @@ import pyarrow.csv as pacsv
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names
-from data_tools.sources.labels import LabelColumn, check_columns
+from data_tools.sources.labels import LabelColumn, check_columns, label_column
 from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, locate, name_inside
@@ -26,20 +28,25 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     """
     given = read_names(config.label_names, "label_names") if config.label_names else []
     labels: LabelColumn | None = None
+    column: str | None = None
     sizes = _Sizes()
     lists = {split: source / name if name else source for split, name in collector.splits.items()}
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
         if not path.is_file():
             raise UserError(f"{path} is no list of images (split {split!r}). Name it: splits.{split}=FILE.csv")
-        table = _read(path, config)
-        field = table.schema.field(config.label_column)
-        if labels is None:
-            if path.suffix != ".parquet" and _are_numbers(table[config.label_column], config.label_separator):
+        there = _column_names(path)
+        column = label_column(there, config, str(path), collector, column)
+        table = _read(path, config, there, column)
+        if not column:
+            table = table.append_column("", pa.nulls(len(table)))
+        elif labels is None:
+            field = table.schema.field(column)
+            if path.suffix != ".parquet" and _are_numbers(table[column], config.label_separator):
                 field = field.with_type(pa.int64())
             labels = LabelColumn(field, str(path), given, config.label_separator)
         elif path.suffix == ".parquet":  # In a CSV, any label is text; its rows are checked.
-            labels.check(field, str(path))
+            labels.check(table.schema.field(column), str(path))
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         row = 0
@@ -48,7 +55,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 row += 1
                 if not name:
                     raise UserError(f"{path}, row {row}: {config.path_column} is empty.")
-                names = labels.names(value, f"{path}, row {row}")
+                names = labels.names(value, f"{path}, row {row}") if labels else []
                 if isinstance(name, bytes):
                     name = name.decode("utf-8", "surrogateescape")
                 if "\0" in name or not is_utf8(name):
@@ -58,38 +65,52 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     continue
                 place = name if name.startswith("/") or "://" in name else inside + name
                 collector.sample(split, _key(name), names, place, -1, 0, sizes.of(locate(folder, name)))
-    assert labels is not None
-    collector.classes = labels.classes()
+    collector.classes = labels.classes() if labels else []
 
 
-def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
-    """Reads the columns of paths and of labels."""
-    wanted = {"path_column": config.path_column, "label_column": config.label_column}
-    columns = list(wanted.values())
-    if config.path_column == config.label_column:
-        raise UserError(f"path_column and label_column name the same column, {config.path_column!r}, of {path}.")
-    try:
+def _column_names(path: AnyPath) -> list[str]:
+    with _reading(path):
         if path.suffix == ".parquet":
-            file = open_parquet(path)
-            check_columns(file.schema_arrow.names, wanted, str(path))
-            table = file.read(columns=columns).select(columns)
+            return open_parquet(path).schema_arrow.names
+        with path.open("rb") as text, pacsv.open_csv(text, parse_options=_parse_options(path)) as reader:
+            return reader.schema.names
+
+
+def _read(path: AnyPath, config: ShardConfig, there: list[str], column: str) -> pa.Table:
+    """Reads the columns of paths and of labels. there: names of all columns. column: of labels, "" for none."""
+    if config.path_column == column:
+        raise UserError(f"path_column and label_column name the same column, {column!r}, of {path}.")
+    wanted = {"path_column": config.path_column} | ({"label_column": column} if column else {})
+    check_columns(there, wanted, str(path))
+    columns = list(wanted.values())
+    with _reading(path):
+        if path.suffix == ".parquet":
+            table = open_parquet(path).read(columns=columns).select(columns)
         else:
-            parse = pacsv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",", newlines_in_values=True)
-            with path.open("rb") as text, pacsv.open_csv(text, parse_options=parse) as reader:
-                check_columns(reader.schema.names, wanted, str(path))
             # Paths as bytes, because Arrow would refuse the whole file for one path that is not UTF-8.
-            kinds = {config.label_column: pa.string(), config.path_column: pa.binary()}
+            kinds = {config.path_column: pa.binary()} | ({column: pa.string()} if column else {})
             convert = pacsv.ConvertOptions(include_columns=columns, column_types=kinds)
             with path.open("rb") as text:
-                table = pacsv.read_csv(text, parse_options=parse, convert_options=convert)
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # A disk error; Arrow's errors for damaged data have no errno.
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+                table = pacsv.read_csv(text, parse_options=_parse_options(path), convert_options=convert)
     kind = table.schema.field(0).type
     if not (types.is_string(kind) or types.is_large_string(kind) or path.suffix != ".parquet"):
         raise UserError(f"{path}: column {config.path_column!r} holds {kind}, but paths are text.")
     return table
+
+
+def _parse_options(path: AnyPath) -> pacsv.ParseOptions:
+    return pacsv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",", newlines_in_values=True)
+
+
+@contextlib.contextmanager
+def _reading(path: AnyPath) -> Iterator[None]:
+    """Turns Arrow's errors into UserError."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # A disk error; Arrow's errors for damaged data have no errno.
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _are_numbers(labels: pa.ChunkedArray, separator: str) -> bool:

@@ -1,4 +1,4 @@
-"""Tars in the format of the webdataset library: `<key>.jpg` and `<key>.cls` or `<key>.json`."""
+"""Tars in the format of the webdataset library: `<key>.jpg` and `<key>.cls` or `<key>.json`; or images without labels."""
 
 import itertools
 import re
@@ -22,7 +22,10 @@ from pipeline.settings.data import ShardConfig
 
 NO_LABEL = "no .cls and no .json"
 _LABEL_KEYS = ("labels", "label", "cls")
+_NO_LABEL_IN_JSON = f".json: no whole numbers under any of {', '.join(_LABEL_KEYS)}"
 _MEMBERS_TO_LOOK_AT = 16
+# Names that tools such as img2dataset give to shards: 00000.tar, train-000000.tar.
+_NUMBERED = re.compile(r"(.*[-_])?\d{5,}\.tar")
 # Limit of a label file; a .json may also hold captions and boxes.
 _MAX_LABEL_BYTES = 2**24
 
@@ -31,7 +34,7 @@ _MAX_LABEL_BYTES = 2**24
 class TarSample:
     """A sample of a tar: key, image (name, offset and size in the tar), and labels or the reason why there are none.
 
-    labels: ascending and distinct.
+    labels: ascending and distinct. has_label_file: False without .cls and with a .json that names no labels, as of captions.
     """
 
     key: str
@@ -40,18 +43,60 @@ class TarSample:
     size: int
     labels: list[int]
     fault: str
+    has_label_file: bool = True
+
+    @property
+    def is_unlabelled(self) -> bool:
+        """Whether it can be used, but for the missing label."""
+        return not self.has_label_file and self.fault in (NO_LABEL, _NO_LABEL_IN_JSON)
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
-    """Report every sample of every *.tar below source to the collector. Class names: label_names, else the numbers."""
-    numbers = ClassNumbers(known_class_names(source, config.label_names))
+    """Report every sample of every *.tar below source to the collector. Class names: label_names, else the numbers.
+
+    Samples without a label are used if no sample of the source has one.
+    """
+    names = known_class_names(source, config.label_names)
+    files = split_files(source, collector.splits, ".tar")
+    if not names and _report_unlabelled(files, collector):
+        collector.is_labelled = False
+        return
+    collector.restart()
+    if not _report_labelled(files, ClassNumbers(names), collector) and names:
+        raise UserError(
+            f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the tars). For "
+            "images without labels: layout=images."
+        )
+
+
+def _report_unlabelled(files: list[tuple[str, str, AnyPath]], collector: Collector) -> bool:
+    """Report every sample without labels. Returns whether no sample has one, else stops at the first that has."""
+    for split, name, path in files:
+        container = collector.add_container(path)
+        collector.prefixes.append(name.removesuffix(".tar"))
+        with path.open("rb") as file:
+            for sample in complete_samples(file, path):
+                if sample.has_label_file:
+                    return False
+                where = f"{name}: {sample.name}"
+                if sample.is_unlabelled:
+                    collector.sample(split, sample.key, (), where, container, sample.offset, sample.size)
+                else:
+                    collector.skip(where, sample.fault)
+    return True
+
+
+def _report_labelled(files: list[tuple[str, str, AnyPath]], numbers: ClassNumbers, collector: Collector) -> bool:
+    """Report every sample with labels. Returns whether any has a label, even one that cannot be read."""
     faults: list[str] = []
-    for split, name, path in split_files(source, collector.splits, ".tar"):
+    has_labels = False
+    for split, name, path in files:
         container = collector.add_container(path)
         collector.prefixes.append(name.removesuffix(".tar"))
         with path.open("rb") as file:
             for sample in complete_samples(file, path):
                 where = f"{name}: {sample.name}"
+                has_labels = has_labels or sample.has_label_file
                 if sample.fault == NO_LABEL:
                     faults.append(f"{printable(where)} ({sample.fault})")
                     continue
@@ -63,6 +108,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     if faults:
         collector.notes.append(f"ignored {len(faults):,} sample{'s' * (len(faults) > 1)}: {'; '.join(faults[:3])}")
     collector.classes = numbers.classes()
+    return has_labels
 
 
 def known_class_names(source: AnyPath, label_names: str) -> list[str]:
@@ -73,10 +119,19 @@ def known_class_names(source: AnyPath, label_names: str) -> list[str]:
 
 
 def is_shard(path: AnyPath) -> bool:
-    """Whether there are labels among the first members of a tar."""
+    """Whether there are labels among the first members of a tar, or captions (.txt) if its name is that of a shard."""
     with path.open("rb") as file:
-        members = itertools.islice(tar_members(file, 0, file_size(path)), _MEMBERS_TO_LOOK_AT)
-        return any(split_name(member.name)[1] in ("cls", "json") for member in members if not member.is_folder)
+        members = list(itertools.islice(tar_members(file, 0, file_size(path)), _MEMBERS_TO_LOOK_AT))
+    parts = [split_name(member.name) for member in members if not member.is_folder]
+    if any(ext in ("cls", "json") for _, ext in parts):
+        return True
+    captions = {key for key, ext in parts if ext == "txt"}
+    return is_numbered(path) and any(key in captions and f".{ext}" in EXTENSIONS for key, ext in parts)
+
+
+def is_numbered(path: AnyPath) -> bool:
+    """Whether a tar has the name of a shard, such as 00000.tar, rather than of a class."""
+    return _NUMBERED.fullmatch(path.name) is not None
 
 
 def complete_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
@@ -103,12 +158,14 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
                 image = image or member
             elif ext in ("cls", "json") and (fault or ext == "cls"):
                 try:
-                    labels, fault = _read_labels(ext, member, read), ""
+                    found = _read_labels(ext, member, read)
+                    labels, fault = found or [], "" if found is not None else _NO_LABEL_IN_JSON
                 except ValueError as error:
                     fault = f".{ext}: {error}"
         if image is not None:
+            has_label_file = fault not in (NO_LABEL, _NO_LABEL_IN_JSON)
             fault = image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
-            yield TarSample(key, image.name, image.offset, image.size, labels, fault)
+            yield TarSample(key, image.name, image.offset, image.size, labels, fault, has_label_file)
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes:
@@ -123,8 +180,8 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, ext.lower()
 
 
-def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) -> list[int]:
-    """Returns sorted, distinct labels. Raises ValueError for invalid content."""
+def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) -> list[int] | None:
+    """Returns sorted, distinct labels; None for a .json that names none. Raises ValueError for invalid content."""
     if member.fault or member.size > _MAX_LABEL_BYTES:
         raise ValueError(member.fault or f"{counted(member.size, 'byte')} is too large for labels")
     data = read(member.offset, member.size)
@@ -135,6 +192,8 @@ def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) ->
     content: Any = json_record.parse(data, Any, "it")
     if isinstance(content, dict):
         content = next((content[key] for key in _LABEL_KEYS if key in content), None)
+        if content is None:
+            return None
     labels = content if isinstance(content, list) else [content]
     if not all(isinstance(label, int) and not isinstance(label, bool) for label in labels):
         raise ValueError(f"no whole numbers under any of {', '.join(_LABEL_KEYS)}")

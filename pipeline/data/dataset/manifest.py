@@ -106,6 +106,11 @@ class Dataset(ManifestTables):
             table=table,
         )
 
+    def refuse_without_labels(self, setting: str, way_out: str) -> None:
+        """Raise UserError if its images have no labels. setting: with which it was named. way_out: what to do instead."""
+        if not self.classes:
+            raise UserError(f"{setting} = {self.path}: the images of this data set have no labels. {way_out}")
+
     def index(self, split: str) -> ManifestIndex:
         """The memory-mapped columns of a split, made on the first call."""
         with reading(self.path / SAMPLES_FILE):

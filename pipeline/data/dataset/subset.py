@@ -1,4 +1,4 @@
-"""The splits of a run: for training and for evaluation, which may be a random share of the training samples."""
+"""The splits of a run: for training, and for evaluation, which may be a random share of the training samples or missing."""
 
 from dataclasses import replace
 from typing import Protocol
@@ -12,6 +12,9 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
 from pipeline.settings.quantities import Limit
+
+# The default of data.eval_split.
+_USUAL_SPLIT = "val"
 
 
 class SplitChoice(Protocol):
@@ -32,12 +35,19 @@ class SplitChoice(Protocol):
     def dev_share(self) -> float: ...
 
 
-def run_splits(dataset: Dataset, choice: SplitChoice, seed: int) -> tuple[Split, Split]:
-    """(training split, evaluation split) of a run. Raises UserError as `Dataset.split` and `hold_out` do."""
+def run_splits(dataset: Dataset, choice: SplitChoice, seed: int) -> tuple[Split, Split | None]:
+    """(training split, evaluation split, None without one) of a run. Raises UserError as `Dataset.split` and `hold_out` do."""
     train = dataset.split(choice.train_split, choice.exclude, choice.limit, seed)
-    if not choice.dev_share:
-        return train, dataset.split(choice.eval_split, choice.exclude)
-    return hold_out(train, choice.dev_share, seed)
+    if choice.dev_share:
+        return hold_out(train, choice.dev_share, seed)
+    name = held_out_split(dataset, choice)
+    return train, dataset.split(name, choice.exclude) if name else None
+
+
+def held_out_split(dataset: Dataset, choice: SplitChoice) -> str:
+    """data.eval_split, "" if there is none: it is empty, or has its default and the data set has neither such a split nor labels."""
+    is_missing = choice.eval_split == _USUAL_SPLIT and choice.eval_split not in dataset.splits
+    return "" if is_missing and not dataset.classes else choice.eval_split
 
 
 def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:

@@ -198,6 +198,10 @@ def open_run_probe(config: RunConfig, own: Dataset, own_split: Split) -> RunProb
         if settings.data
         else own
     )
+    dataset.refuse_without_labels(
+        "probe.data" if settings.data else "data.path",
+        "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0.",
+    )
     exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
     train, test = (dataset.split(name, exclude) for name in (settings.train_split, settings.split))
     choice = choose_samples(settings, train, dataset.num_classes)

@@ -218,7 +218,8 @@ class MlflowStore:
         inputs = []
         for facts in datasets:
             kind = facts.source.partition("://")[0] if "://" in facts.source else "local"
-            schema = {"image": "bytes", "labels": f"int64, {facts.num_classes} classes"}
+            labels = {"labels": f"int64, {facts.num_classes} classes"} if facts.num_classes else {}
+            schema = {"image": "bytes", **labels}
             profile = {
                 "num_samples": facts.num_samples,
                 "num_classes": facts.num_classes,

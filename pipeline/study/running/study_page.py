@@ -62,6 +62,7 @@ def _facts(study: Study) -> RunFacts:
             dataset.path.name, str(dataset.path), dataset.fingerprint, split, dataset.info["samples"][split], dataset.num_classes, context
         )
         for split, context in splits
+        if split in dataset.splits
     ]  # fmt: skip
     description = (
         f"**Study** ({config.question}) of {', '.join(model.name for model in config.models)} on **{dataset.path.name}** (fingerprint "

@@ -50,6 +50,7 @@ IN_BUCKET: dict[str, Callable[[Path], Path]] = {
     "cifar.tar.gz": _packed_cifar,
     "folder": lambda at: write_folder({"cat/1.jpg": jpeg(1), "dog/2.jpg": jpeg(2)}, at / "raw"),
     "zip": lambda at: write_zip({"cat/1.jpg": jpeg(1), "dog/2.jpg": jpeg(2), "dog/3.jpg": jpeg(3)}, at / "raw.zip"),
+    "images": lambda at: write_folder({"1.jpg": jpeg(1), "a/b/1.jpg": jpeg(2)}, at / "raw"),
     "imagenet1k": lambda at: imagenet1k(at / "raw"),
     "webdataset": _webdataset,
     "parquet": lambda at: hugging_face(at / "raw/data/train-0.parquet", pa.array([2, 0, 0, 1, 2]), NAMES).parents[1],
@@ -61,6 +62,9 @@ IN_BUCKET: dict[str, Callable[[Path], Path]] = {
 def test_a_source_in_a_bucket_gives_the_same_samples(layout: str, tmp_path: Path, s3: tuple[S3, str]) -> None:
     source = IN_BUCKET[layout](tmp_path)
     labels = {"val_labels": str(VAL_LABELS["map"](tmp_path))} if layout == "imagenet1k" else {}
+    if layout == "images":
+        write_zip({"2.jpg": jpeg(3)}, source / "a/more.zip")
+        labels = {"layout": "images"}
     for path, _ in walk_files(source) if source.is_dir() else [(source, 0)]:
         put(bucket_path(f"{s3[1]}/{path.relative_to(tmp_path)}"), path.read_bytes())
     there = bucket_path(f"{s3[1]}/{source.name}")

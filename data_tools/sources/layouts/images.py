@@ -1,0 +1,28 @@
+"""Images without labels: any tree of folders, an archive, a bucket, or a tree that holds archives. Folders name no classes."""
+
+import tarfile
+
+from data_tools.sources.layouts import archive
+from data_tools.sources.layouts import folder as class_folders
+from data_tools.sources.listing import Collector
+from pipeline.base.errors import UserError
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.settings.data import ShardConfig
+
+
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Report every image to the collector; an archive below a folder is read as a folder with the archive's name."""
+    collector.is_labelled = False
+    if source.is_dir():
+        collector.archives = {}
+    class_folders.walk(source, config, staging, collector)
+    found, collector.archives = collector.archives or {}, None
+    for name, suffix in sorted(found.items()):
+        path = source / name
+        kind = archive.kind(path)
+        plain = archive.unpack(path, kind, staging) if kind in archive.COMPRESSED else path
+        collector.inside = f"{name.removesuffix(suffix)}/"
+        try:
+            (archive.walk_zip if kind == "zip" else archive.walk_tar)(plain, collector)
+        except tarfile.TarError as error:
+            raise UserError(f"{path} is damaged ({error}). Fetch it again, or leave it out.") from None

@@ -1,0 +1,228 @@
+"""Images without labels in every layout: the same samples from each, zero classes, and one line for what is wrong."""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from raw_images import jpeg, write_folder, write_tar, write_zip
+from test_layouts import listed, refused, samples, table
+
+from data_tools.sources import Listing
+from pipeline.base.errors import UserError
+from pipeline.settings.data import ShardConfig
+
+# The same names in several folders, a folder in a folder, one at the top, and what is no image.
+PHOTOS = {
+    "2019/1.jpg": jpeg(1), "2020/1.jpg": jpeg(2), "2020/may/1.jpg": jpeg(3), "top.png": jpeg(4), "2020/notes.txt": b"x",
+    ".hidden/5.jpg": jpeg(5),
+}  # fmt: skip
+KEYS = {"2019/1": jpeg(1), "2020/1": jpeg(2), "2020/may/1": jpeg(3), "top": jpeg(4)}
+
+
+def unlabelled(listing: Listing) -> dict[str, bytes]:
+    """Key -> bytes of a listing, all of whose samples are in train, without classes and labels."""
+    assert not listing.is_labelled
+    assert listing.classes == []
+    found = samples(listing)
+    assert {(split, classes) for split, classes, _ in found.values()} == {("train", ())}
+    return {key: data for key, (_, _, data) in found.items()}
+
+
+def _list(at: Path, name: str = "list.csv") -> Path:
+    folder = write_folder(PHOTOS, at / "raw")
+    paths = [name for name in PHOTOS if name.endswith(("jpg", "png")) and not name.startswith(".")]
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"path": paths}), folder / name)
+    else:
+        (folder / name).write_text("\n".join(["path", *paths]) + "\n")
+    return folder / name
+
+
+SOURCES: dict[str, tuple[Callable[[Path], Path], dict]] = {
+    "folder": (lambda at: write_folder(PHOTOS, at / "raw"), {"layout": "images"}),
+    "tar": (lambda at: write_tar(PHOTOS, at / "raw.tar"), {"layout": "images"}),
+    "tar.gz": (lambda at: write_tar(PHOTOS, at / "raw.tgz", "w:gz"), {"layout": "images"}),
+    "zip": (lambda at: write_zip(PHOTOS, at / "raw.zip"), {"layout": "images"}),
+    "csv": (_list, {}),
+    "parquet list": (lambda at: _list(at, "list.parquet"), {}),
+}
+
+
+@pytest.mark.parametrize("form", SOURCES)
+def test_every_form_gives_the_same_samples(form: str, tmp_path: Path) -> None:
+    make, settings = SOURCES[form]
+    listing = listed(make(tmp_path), **settings)
+    assert unlabelled(listing) == KEYS
+    (tmp_path / "again").mkdir()
+    assert listing.digest() == listed(write_folder(PHOTOS, tmp_path / "again/raw"), layout="images").digest()
+
+
+def test_archives_below_a_folder_are_folders(tmp_path: Path) -> None:
+    source = write_folder({"a/1.jpg": jpeg(1)}, tmp_path / "raw")
+    write_zip({"x/1.jpg": jpeg(2)}, source / "a/2.zip")
+    write_tar({"1.jpg": jpeg(3), "1.txt": b"a caption"}, source / "b.tar")
+    write_tar({"./1.jpg": jpeg(4), "inner.tar": b"?"}, source / "c.tar.gz", "w:gz")
+    listing = listed(source, layout="images")
+    assert unlabelled(listing) == {"a/1": jpeg(1), "a/2/x/1": jpeg(2), "b/1": jpeg(3), "c/1": jpeg(4)}
+    assert "ignored 2 files without an image extension: b/1.txt, c/inner.tar" in listing.notes
+    (source / "b.tar").write_bytes((source / "b.tar").read_bytes()[:-9000])
+    assert "b.tar is damaged (cut off" in refused(source, layout="images")
+    (source / "b.tar").write_text("hello")
+    assert "b.tar is no .tar" in refused(source, layout="images")
+
+
+def test_names_that_differ_in_the_extension_keep_it(tmp_path: Path) -> None:
+    source = write_folder(
+        {"a/1.jpg": jpeg(1), "a/1.JPG": jpeg(2), "a/1.png": jpeg(3), "b/1.jpg": jpeg(4)}, tmp_path / "raw"
+    )
+    listing = listed(source, layout="images")
+    assert unlabelled(listing) == {"a/1_jpg": jpeg(1), "a/1_JPG": jpeg(2), "a/1_png": jpeg(3), "b/1": jpeg(4)}
+    assert any("named as another but for the extension" in note for note in listing.notes)
+    write_folder({"c/x.y.jpg": jpeg(1), "c/x_y.jpg": jpeg(2)}, source)
+    assert "c/x.y.jpg and c/x_y.jpg have the same key, 'c/x_y_jpg'. Keys are path without the extension" in refused(source, layout="images")  # fmt: skip
+
+
+def test_splits_are_folders(tmp_path: Path) -> None:
+    source = write_folder({"a/1.jpg": jpeg(1), "b/2/1.jpg": jpeg(2), "c/3.jpg": jpeg(3)}, tmp_path / "raw")
+    listing = listed(source, layout="images", splits={"train": "a", "val": "b"})
+    assert samples(listing) == {"1": ("train", (), jpeg(1)), "2/1": ("val", (), jpeg(2))}
+    assert any(note.startswith("ignored 1 image outside the folders of splits") for note in listing.notes)
+
+
+def test_auto_offers_it_and_invents_no_labels(tmp_path: Path) -> None:
+    source = write_folder({"1.jpg": jpeg(1), "2.jpg": jpeg(2)}, tmp_path / "raw")
+    assert f"without labels, run: python launch/shard.py layout=images source={source} out=unused ." in refused(source)
+    (tmp_path / "empty").mkdir()
+    assert "layout=images" in refused(tmp_path / "empty")
+    assert "split 'train' (all of it) has no images." in refused(tmp_path / "empty", layout="images")
+    texts = write_folder({"a/1.txt": b"x", "b.pdf": b"x"}, tmp_path / "texts")
+    assert "has no images. 2 files without an image extension: " in refused(texts, layout="images")
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    write_tar({"1.jpg": jpeg(1)}, shards / "00000.tar")
+    said = refused(shards)
+    assert "is 00000.tar a shard of images without labels (layout=webdataset)" in said
+    assert unlabelled(listed(shards, layout="webdataset")) == {"1": jpeg(1)}
+    assert listed(shards, layout="imagenet21k").classes == ["00000"]
+
+
+@pytest.mark.parametrize(
+    "name", ["class_list", "class_map", "label_names", "synset_names", "min_images", "holdout_per_class"]
+)
+def test_settings_of_classes_are_refused(name: str, tmp_path: Path) -> None:
+    value = 3 if name in ("min_images", "holdout_per_class") else "names.txt"
+    with pytest.raises(UserError, match=f"{name} = {value} needs classes, and layout=images has none"):
+        ShardConfig(source="x", out="y", layout="images", **{name: value}).check()
+
+
+# --- tables without a label column
+
+
+def test_a_table_without_labels_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "list.csv"
+    path.write_text("path,kind,caption\n1.jpg,cat,a cat\n2.jpg,dog,a dog\n")
+    listing = listed(path)
+    assert (len(listing), listing.classes, listing.is_labelled) == (2, [], False)
+    (note,) = listing.notes
+    assert note == f"{path} has no column 'label': its images have no labels. If another column holds labels, name it: label_column=NAME (there: kind, caption)."  # fmt: skip
+    assert listed(path, label_column="kind").classes == ["cat", "dog"]
+    assert "has no column 'breed' (label_column)" in refused(path, label_column="breed")
+    (tmp_path / "names.txt").write_text("cat\n")
+    assert "has no column 'label' (label_column)" in refused(path, label_names=str(tmp_path / "names.txt"))
+    table(path, [("1.jpg", "cat")])
+    assert not listed(path, label_column="").is_labelled
+    assert listed(path).is_labelled
+
+
+def test_lists_of_which_one_has_labels_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("path\n1.jpg\n")
+    table(tmp_path / "val.csv", [("2.jpg", "cat")])
+    splits = {"train": "train.csv", "val": "val.csv"}
+    said = refused(tmp_path, layout="list", splits=splits)
+    assert "val.csv has labels, but a table before it has none. Shard them into two data sets, or all without" in said
+    listing = listed(tmp_path, layout="list", splits=splits, label_column="")
+    assert (len(listing), listing.classes) == (2, [])
+
+
+def test_a_label_column_that_is_null_in_every_row(tmp_path: Path) -> None:
+    images = [jpeg(1), jpeg(2)]
+    pq.write_table(pa.table({"image": images, "label": pa.nulls(2)}), tmp_path / "a.parquet")
+    assert "holds null, but labels are text, whole numbers or lists of them. For images without labels: label_column= ." in refused(tmp_path / "a.parquet")  # fmt: skip
+    assert set(unlabelled(listed(tmp_path / "a.parquet", label_column="")).values()) == set(images)
+    # With a type, it is a column of labels as any other, all of them missing.
+    pq.write_table(pa.table({"image": images, "label": pa.nulls(2, pa.string())}), tmp_path / "b.parquet")
+    listing = listed(tmp_path / "b.parquet")
+    assert (listing.classes, listing.is_labelled, listing.notes) == ([], True, ["2 images without any label"])
+
+
+def test_parquet_of_images_alone(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [jpeg(1), jpeg(2)], "text": ["a", "b"]}), tmp_path / "a.parquet")
+    listing = listed(tmp_path / "a.parquet")
+    assert unlabelled(listing) == {"a/000000": jpeg(1), "a/000001": jpeg(2)}
+    assert "label_column=NAME (there: text)" in listing.notes[0]
+
+
+# --- tars of others
+
+
+def _img2dataset(at: Path, with_json: bool = True) -> Path:
+    at.mkdir()
+    for number in range(2):
+        files: dict[str, bytes] = {}
+        for i in (0, 1):
+            key = f"{number:05d}{i:04d}"
+            caption = json.dumps({"caption": "a cat", "key": key, "status": "success", "sha256": "x"}).encode()
+            files |= {f"{key}.jpg": jpeg(10 * number + i), f"{key}.txt": b"a cat"} | (
+                {f"{key}.json": caption} if with_json else {}
+            )
+        write_tar(files, at / f"{number:05d}.tar")
+    return at
+
+
+@pytest.mark.parametrize("with_json", [True, False])
+def test_shards_of_captions(with_json: bool, tmp_path: Path) -> None:
+    listing = listed(_img2dataset(tmp_path / "raw", with_json))
+    assert unlabelled(listing) == {f"{n:05d}{i:04d}": jpeg(10 * n + i) for n in (0, 1) for i in (0, 1)}
+
+
+def test_tars_of_which_some_have_labels_use_those_alone(tmp_path: Path) -> None:
+    """As ever, wherever the first label is; layout=images uses all images and no label."""
+    source = tmp_path / "raw"
+    source.mkdir()
+    write_tar({"1.jpg": jpeg(1), "2.jpg": jpeg(2)}, source / "a.tar")
+    write_tar({"3.jpg": jpeg(3), "4.jpg": jpeg(4), "4.cls": b"1"}, source / "b.tar")
+    listing = listed(source, layout="webdataset")
+    assert samples(listing) == {"4": ("train", ("1",), jpeg(4))}
+    assert listing.containers == [str(source / name) for name in ("a.tar", "b.tar")]
+    assert [note for note in listing.notes if note.startswith("ignored 3 samples: a.tar: 1.jpg (no .cls and no .json)")]
+    assert set(unlabelled(listed(source, layout="images"))) == {"a/1", "a/2", "b/3", "b/4"}
+    # A .json of another sample that names no label is a bad sample then, as is one that cannot be parsed.
+    write_tar(
+        {"5.jpg": jpeg(5), "5.json": b'{"caption": "x"}', "6.jpg": jpeg(6), "6.json": b'{"label": "x"}'},
+        source / "c.tar",
+    )
+    assert [where for _, where, _ in listed(source, layout="webdataset").skipped] == ["c.tar: 5.jpg", "c.tar: 6.jpg"]
+
+
+def test_class_names_without_labels_are_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text("cat\n")
+    source = _img2dataset(tmp_path / "raw")
+    said = refused(source, label_names=str(tmp_path / "names.txt"))
+    assert "no sample has a label, though class names are given" in said
+
+
+def test_class_tars_keep_their_classes(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    for wnid in ("n01440764", "n01443537"):
+        write_tar({f"{wnid}_1.JPEG": jpeg(1), f"{wnid}_1.txt": b"x"}, tmp_path / f"raw/{wnid}.tar")
+    assert listed(tmp_path / "raw").classes == ["n01440764", "n01443537"]
+
+
+def test_the_command_in_the_message_is_quoted_for_a_shell(tmp_path: Path) -> None:
+    source = write_folder({"1.jpg": jpeg(1)}, tmp_path / "my photos")
+    words = shlex.split(refused(source).partition("python launch/shard.py ")[2].partition(" . ")[0])
+    assert words == ["layout=images", f"source={source}", "out=unused"]

@@ -1,0 +1,133 @@
+"""Runs on a data set without labels or without a held-out split: what they measure, what they refuse, exact resume."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import Forge
+from ranks import metrics, settings
+from safetensors.numpy import load_file
+from test_start import refused
+from tiny import make_dataset
+
+from pipeline import objectives
+from pipeline.base.errors import UserError
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.dataset.subset import held_out_split, run_splits
+from pipeline.estimate.forecast import make_forecast
+from pipeline.estimate.forecast_text import describe
+from pipeline.estimate.plan import make_plan
+from pipeline.evaluate.report import run as evaluate
+from pipeline.settings import schema
+from pipeline.settings.operate import PlanConfig
+from pipeline.settings.run import RunConfig
+from pipeline.settings.run_sections import OBJECTIVES, DataConfig
+from pipeline.settings.weights import ScoreConfig
+from pipeline.train.start import prepare
+
+MASKED = ("train.loss=masked_mean_color", "model.representation=false", "model.name=ViT-Ti/4")
+FOUR_STEPS = ("train.length=4 steps", "checkpoint.every=2 steps", "schedule.warmup=1 steps")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """150 training images without labels, and no other split."""
+    return make_dataset(tmp_path_factory.mktemp("photos") / "photos", {"train": 150}, labelled=False)
+
+
+def load(photos: Path, *more: str) -> RunConfig:
+    return schema.load(RunConfig, None, settings(photos, photos.parent / "runs", "x", *more))
+
+
+def test_the_held_out_split_is_optional_without_labels_or_when_it_is_said(photos: Path, dataset: Path) -> None:
+    bare, labelled = open_dataset(photos), open_dataset(dataset)
+    usual = DataConfig(path="x")
+    assert held_out_split(bare, usual) == ""
+    assert run_splits(bare, usual, 0)[1] is None
+    assert held_out_split(labelled, usual) == "val"
+    assert run_splits(labelled, dataclasses.replace(usual, eval_split=""), 0)[1] is None
+    dev = run_splits(bare, dataclasses.replace(usual, dev_share=0.1), 0)[1]
+    assert dev is not None
+    assert (dev.name, len(dev)) == ("dev", 15)
+    with pytest.raises(UserError, match=r"has no split 'vla'. It has: train"):
+        run_splits(bare, dataclasses.replace(usual, eval_split="vla"), 0)
+    with pytest.raises(UserError, match=r"has no split 'val'. It has: train"):
+        run_splits(open_dataset(make_dataset(photos.parent / "labelled", {"train": 9})), usual, 0)
+
+
+def test_labels_are_wanted_where_there_are_none(photos: Path) -> None:
+    said = "learns labels, and this data set has none"
+    with pytest.raises(UserError, match=f"train.loss = softmax {said}") as error:
+        prepare(load(photos))
+    for loss in OBJECTIVES:
+        assert (loss in str(error.value).partition("train.loss=")[2]) is not objectives.kind(loss).reads_labels
+    with pytest.raises(UserError, match=said):  # Not that nothing is measured.
+        prepare(load(photos, "checkpoint.best=val_top1"))
+    with pytest.raises(UserError, match=f"train.loss = sigmoid {said}"):
+        objectives.new_backbone(load(photos, "train.loss=sigmoid"), 0)
+    with pytest.raises(UserError, match=r"probe.data = .*photos: the images of this data set have no labels"):
+        prepare(load(photos, *MASKED, "probe.every=2 steps", f"probe.data={photos}"))
+    with pytest.raises(UserError, match=r"have no labels. Scores need some"):
+        evaluate(ScoreConfig(weights="w", data=str(photos)))
+    line = "must be empty: nothing is measured; data.dev_share=0.01 would hold out images"
+    with pytest.raises(UserError, match=line):
+        prepare(load(photos, *MASKED, "checkpoint.best=val_loss"))
+
+
+def test_probes_of_images_without_labels_are_refused_before_the_long_imports(photos: Path, tmp_path: Path) -> None:
+    said = refused("pretrain", *settings(photos, tmp_path, "x", *MASKED, "probe.every=2 steps"))
+    assert (
+        "have no labels. Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0."
+        in said
+    )
+
+
+def test_a_run_without_a_held_out_split_measures_what_it_can(photos: Path, dataset: Path) -> None:
+    alone = prepare(load(photos, *MASKED))
+    assert objectives.metrics(alone.config) == {"scores": {}, "probe": {}}
+    assert alone.plan.eval_every == 0
+    assert "no evaluation, checkpoint every" in alone.plan.describe()
+    assert not any(alone.plan.due(step).evaluations for step in range(1, alone.plan.steps + 1))
+    (note,) = [line for line in alone.plan.notes(alone.config) if "held-out" in line]
+    assert note.startswith("no held-out split: the run is not evaluated, nothing measures it but its loss. To hold out")
+    probed = prepare(load(photos, *MASKED, "probe.every=2 steps", f"probe.data={dataset}"))
+    (note,) = [line for line in probed.plan.notes(probed.config) if "held-out" in line]
+    assert "only its probes measure it" in note
+    held_out = prepare(load(photos, *MASKED, "data.dev_share=0.1", "checkpoint.best=dev_loss"))
+    assert "dev_loss" in objectives.metrics(held_out.config)["scores"]
+    assert make_plan(load(photos, *MASKED), 150, 1).eval_every == 3
+
+
+def test_the_plan_says_it(photos: Path) -> None:
+    run = settings(photos, photos.parent, "x", *MASKED)
+    said = "\n".join(describe(make_forecast(schema.load(PlanConfig, None, run))))
+    assert "150 samples without labels" in said
+    assert "no evaluation" in said
+    assert make_forecast(schema.load(PlanConfig, None, [*run, "samples=1e6"])).data.classes == 0
+    with pytest.raises(UserError, match="softmax learns labels, and this data set has none"):
+        make_forecast(schema.load(PlanConfig, None, [*settings(photos, photos.parent, "x"), "samples=1e6"]))
+
+
+@pytest.mark.ranks
+def test_a_run_on_images_alone_is_probed_and_resumes_exactly(
+    forge: Forge, photos: Path, dataset: Path, tmp_path: Path
+) -> None:
+    probe = ("probe.every=2 steps", f"probe.data={dataset}", "probe.neighbours=5", "checkpoint.best=tiny_5nn")
+    overrides = settings(photos, tmp_path, "whole", *MASKED, *FOUR_STEPS, *probe)
+    said = forge.start(1, overrides).finish()
+    assert "no held-out split: the run is not evaluated, only its probes measure it" in said
+    whole = tmp_path / "whole"
+    assert set(metrics(whole, "tiny_5nn")) == {2, 4}
+    assert not (whole / "scores.json").exists()
+    assert schema.load(RunConfig, str(whole / "config.yaml"), []).data.eval_split == ""
+    cut = Path(shutil.copytree(whole, tmp_path / "cut"))
+    shutil.rmtree(cut / "checkpoints/step-00000004")
+    said = forge.start(1, [*overrides, "name=cut"]).finish()
+    assert "step-00000002 at step 2 of 4" in said
+    name = "checkpoints/step-00000004/model.safetensors"
+    assert load_file(whole / name).keys() == load_file(cut / name).keys()
+    for tensor, value in load_file(whole / name).items():
+        assert np.array_equal(value, load_file(cut / name)[tensor]), tensor
+    assert metrics(whole, "loss") == metrics(cut, "loss")
