@@ -38,6 +38,10 @@ _COUNTS = {
     "bad_samples": "training images that could not be read",
     "storage_retries": "storage requests that were tried again",
 }
+_COLLAPSES = {
+    "collapse": "the objective's values",
+    "probe_collapse": "the probe's features",
+}  # Logged only where there is one.
 _MAX_IGNORED = 4  # Damaged runs that are named.
 _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
@@ -268,6 +272,11 @@ def _health(record: RunRecord) -> Iterator[Block]:
         f"{int(count):,} {what}"
         for name, what in _COUNTS.items()
         if (series := record.metrics.get(name)) and (count := series.values.max()) > 0
+    ]
+    problems += [
+        f"{what} showed a collapse at {counted(len(series), 'step')}, first at step {series.steps[0]:,}"
+        for name, what in _COLLAPSES.items()
+        if (series := record.metrics.get(name)) and len(series)
     ]
     unreadable = record.metrics.get(f"{record.split}_num_unreadable")
     if unreadable and unreadable.values[-1] > 0:

@@ -56,7 +56,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     dataset = open_dataset(config.data.path, storage)
     split, evaluation = run_splits(dataset, config.data, config.seed)
     config = replace(config, data=replace(config.data, eval_split=held_out_split(dataset, config.data)))
-    if config.probe.every.amount and not config.probe.data and (any(config.probe.shots) or config.probe.neighbours):
+    if config.probe.every.amount and not config.probe.data and config.probe.reads_labels:
         dataset.refuse_without_labels(
             "data.path",
             "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0.",
