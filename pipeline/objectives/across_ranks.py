@@ -18,6 +18,14 @@ def summed(tensor: Tensor) -> Tensor:
     return total
 
 
+def total(tensor: Tensor) -> Tensor:
+    """Returns the sum over ranks, with a gradient to every rank: that of the sum of the losses of all ranks. Collective.
+
+    DeepSpeed divides it by the number of ranks, so the gradient of a loss that is the same on all ranks is as in one process.
+    """
+    return _Total.apply(tensor) if distributed.is_initialized() else tensor
+
+
 def largest(tensor: Tensor) -> Tensor:
     """Returns the maximum over ranks of each element, without a gradient. Collective."""
     found = tensor.detach().clone()
@@ -37,6 +45,16 @@ def gathered(tensor: Tensor) -> Tensor:
 def rank() -> int:
     """The number of this rank: its rows in what `gathered` returns begin at rank() * B."""
     return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return summed(tensor.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return summed(gradient.contiguous())
 
 
 class _Gather(torch.autograd.Function):

@@ -57,6 +57,8 @@ class Objective(nn.Module):
     reads_labels: ClassVar[bool] = False
     # Whether the backbone's output is logits of classes, which are scored as those of `launch/evaluate.py`.
     predicts_classes: ClassVar[bool] = False
+    # Whether its loss is of all samples of a step at once, so that a step must be one micro-batch of each rank.
+    needs_whole_batch: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ settings, views and module
     # A dataclass of `setting(...)` fields: the section `objective` of a run's settings.

@@ -25,6 +25,7 @@ OBJECTIVES = {
     "softmax": "classification:Classification",
     "sigmoid": "classification:Classification",
     "dino": "dino:Dino",
+    "lejepa": "lejepa:Lejepa",
     "masked_mean_color": "masked_patches:MaskedPatches",
     "masked_small_patch": "masked_patches:MaskedPatches",
     "masked_pixels": "masked_patches:MaskedPatches",
@@ -219,7 +220,8 @@ class TrainConfig:
     )
     loss: str = setting(
         "sigmoid",
-        "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino), or "
+        "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino), "
+        "prediction between views with normal projections (lejepa), or "
         "masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
         choices=OBJECTIVES,
         on_change="run",

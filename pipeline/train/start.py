@@ -66,6 +66,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     objectives.check_labels(config, dataset.num_classes)
     objectives.check(config)
+    objectives.check_batch(config, world_size, plan.accumulation)
     plan = replace(plan, best_from=objectives.best_from(config))
     run_probe = None
     if config.probe.every.amount:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from distillation import FROZEN_STEPS, MOMENTUM, SETTINGS, step_of_tiny_dinov2
 from forked import Forge, ForkedRun
+from lejepa_step import tensors_of_step
 from ranks import ROOT, STEPS, metrics, settings
 
 from pipeline import model as models
@@ -158,6 +159,38 @@ def test_two_ranks_compute_what_one_does_of_the_whole_batch(forge: Forge, tmp_pa
     assert len(found) > 30
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_two_ranks_of_lejepa_compute_what_one_does_of_the_whole_batch(forge: Forge, tmp_path: Path) -> None:
+    """Though the ranks can read different numbers of images."""
+    forge.start_work(2, "lejepa_step:save_step_of_tiny_lejepa", str(tmp_path)).finish()
+    found, expected = torch.load(tmp_path / "found.pt"), tensors_of_step(0, 1)
+    assert found.keys() == expected.keys()
+    assert len(found) > 25
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_lejepa_resumes_bit_for_bit(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    """At stage 2 on two ranks, from the third of six steps; the worked example is killed at stages 1 and 3."""
+
+    def given(name: str) -> list[str]:
+        return settings(
+            dataset, tmp_path, name, "train.loss=lejepa", "model.representation=false", "engine.zero_stage=2", "engine.precision=bf16",
+            "objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16", "checkpoint.every=1 steps",
+            "checkpoint.keep=9", "train.micro_batch=8",
+        )  # fmt: skip
+
+    forge.start_work(2, "forked:train", [given("whole")]).finish()
+    begin_again(tmp_path / "whole", tmp_path / "cut")
+    forge.start_work(2, "forked:train", [given("cut")]).finish()
+    for name in ("loss", "train_sigreg", "train_prediction", "grad_norm"):
+        expected = after_3(metrics(tmp_path / "whole", name))
+        assert expected
+        assert metrics(tmp_path / "cut", name) == expected
+    for state in ("weights", "exp_avg"):
+        expected, found = tensors(tmp_path / "whole", STEPS, state), tensors(tmp_path / "cut", STEPS, state)
+        assert all(np.array_equal(array, found[name]) for name, array in expected.items())
 
 
 # -------------------------------------------------------------------- the worked example of docs/extending.md

@@ -573,7 +573,7 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["augment.aspect_min=2"], "augment.aspect_min = 2.0 must not be above augment.aspect_max = 1.33"),
         (
             ["augment.crop=none", "augment.area_min=0.3"],
-            "augment.area_min = 0.3 belongs to augment.crop = inception and has no effect with none. Leave it at 0.05.",
+            "augment.area_min = 0.3 belongs to augment.crop = inception or random_resized and has no effect with none. Leave it at 0.05.",
         ),
         (
             ["augment.resize_to=300"],

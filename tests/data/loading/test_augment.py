@@ -165,10 +165,9 @@ def test_bicubic_is_pillows(size: tuple[int, int]) -> None:
     for side in (32, 96):
         reference = np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC), int)
         found = view(image, size=side, crop="none", flip=False, resize_filter="bicubic")
-        assert decibels(found, reference) > 50
-        assert np.abs(found - reference).max() <= 3  # Of noise; 1 of most pixels.
+        assert (np.abs(found - reference) > 1).mean() < 0.03  # Of noise, which overshoots 0 and 255.
         write_eval_view(image, found, AugmentConfig(resize_filter="bicubic", eval_crop="resize"))
-        assert decibels(found, reference) > 50
+        assert (np.abs(found - reference) > 1).mean() < 0.03
 
 
 def test_random_resized_crop_is_torchvisions() -> None:

@@ -1,0 +1,264 @@
+"""LeJEPA (Balestriero & LeCun, arXiv 2511.08544): views of an image predict one another, and projections are normally distributed.
+
+Large and small views of each image go through the backbone and a projector. The prediction loss draws the projections of all views of
+an image to the mean of those of its large views. SIGReg alone prevents collapse, without a teacher: along random directions,
+projections must have a standard normal distribution, as the Epps-Pulley test measures it.
+
+The statistics, those of BatchNorm included, are of all views of all readable images on all ranks, so the loss does not depend on how a
+batch is divided over ranks.
+
+Shapes: B batch, V views, W width of the backbone, R rows, D width of the projections, M directions, K knots.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.base.errors import UserError
+from pipeline.base.metric import Metric
+from pipeline.base.random_numbers import Purpose, torch_seed
+from pipeline.data.loading.loader import to_device
+from pipeline.data.loading.views import Views
+from pipeline.model import Config, Model, ViTConfig, forward_macs
+from pipeline.model.position import check_any_grid
+from pipeline.objectives.across_ranks import summed, total
+from pipeline.objectives.objective import Objective, mean_of_valid
+from pipeline.settings.quantities import MAX_SIDE
+from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import setting
+
+_DIRECTIONS = Purpose.named("sigreg_directions")
+_EPS = 1e-5  # Of BatchNorm, as torch's.
+# The deviation of embeddings that is called a collapse.
+_SAME = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class LejepaSettings:
+    global_views: int = setting(2, "Number of large views of each image, of model.image_size.", min=1, max=100)
+    local_views: int = setting(6, "Number of small views of each image.", min=0, max=100)
+    local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE)
+    local_area_min: float = setting(0.05, "Small views: smallest share of the image's area.", above=0, max=1)
+    local_area_max: float = setting(
+        0.3, "Small views: largest share of the image's area; augment.area_min is the smallest of large views.", above=0, max=1
+    )  # fmt: skip
+    hidden: int = setting(2048, "Width of the projector's two hidden layers.", min=1, max=2**16)
+    width: int = setting(128, "Width of the projections; 16 to 512.", min=1, max=2**16)
+    directions: int = setting(1024, "Random directions of each step, along which projections are tested; 256 to 1024.", min=1, max=2**16)  # fmt: skip
+    weight: float = setting(
+        0.05, "Weight of SIGReg; the prediction loss has the rest, 1 - weight. 0.02 to 0.05.", above=0, below=1
+    )
+
+
+class Lejepa(Objective):
+    """A backbone and a projector. It keeps no state: statistics are those of the step, directions come from (seed, step)."""
+
+    Settings = LejepaSettings
+    needs_whole_batch = True
+    directions: Tensor
+
+    # ------------------------------------------------------------------ settings and views
+    @classmethod
+    def views(cls, config: RunConfig) -> tuple[Views, ...]:
+        given: LejepaSettings = cls.settings(config)
+        views = [Views(given.global_views, config.model.image_size, config.augment)]
+        if given.local_views:
+            local = replace(config.augment, area_min=given.local_area_min, area_max=given.local_area_max)
+            views.append(Views(given.local_views, given.local_size, local))
+        return tuple(views)
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        super().check(config)
+        given: LejepaSettings = cls.settings(config)
+        if given.global_views + given.local_views < 2:
+            raise UserError("objective.global_views = 1 and objective.local_views = 0 leave no view to predict: use 2 or more.")  # fmt: skip
+        if config.augment.crop not in ("inception", "random_resized"):
+            raise UserError(
+                f"train.loss = lejepa needs random crops: augment.crop = {config.augment.crop} must be random_resized or inception."
+            )
+        if given.local_area_min > given.local_area_max:
+            raise UserError(
+                f"objective.local_area_min = {given.local_area_min} must not be above objective.local_area_max = {given.local_area_max}."
+            )
+        if config.train.global_batch == 1:
+            raise UserError("train.loss = lejepa tests the distribution of a batch: train.global_batch = 1 must be 2 or more.")  # fmt: skip
+        if config.model.name:
+            check_backbone(config, cls.new_backbone(config, 0))
+
+    @classmethod
+    def metrics(cls, config: RunConfig) -> dict[str, Metric]:
+        """None: the loss is a property of a batch. Probes measure the features."""
+        return {}
+
+    @classmethod
+    def values(cls, config: RunConfig) -> dict[str, Metric]:
+        return {
+            "prediction": Metric("loss", "lower"),
+            "sigreg": Metric("loss", "lower"),
+            "embedding_std": Metric("ratio", "higher"),
+        }
+
+    @classmethod
+    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": 0, "representation": False}
+
+    @classmethod
+    def training_flops(cls, config: RunConfig, model: Config) -> int:
+        """Of the backbone and the projector for each view, and the products with the directions."""
+        given: LejepaSettings = cls.settings(config)
+        views = given.global_views + given.local_views
+        head = _width(model) * given.hidden + given.hidden**2 + given.hidden * given.width
+        macs = given.global_views * forward_macs(model) + views * (head + given.width * given.directions)
+        if given.local_views:
+            macs += given.local_views * forward_macs(replace(model, image_size=(given.local_size, given.local_size)))
+        return 2 * 3 * macs
+
+    # ------------------------------------------------------------------ module
+    @classmethod
+    def create(cls, config: RunConfig, backbone: Model) -> Objective:
+        check_backbone(config, backbone.config)
+        return cls(backbone, cls.settings(config), config.seed)
+
+    def __init__(self, backbone: Model, given: LejepaSettings, seed: int = 0) -> None:
+        super().__init__(backbone)
+        self.given, self.seed = given, seed
+        self.projector = Projector(_width(backbone.config), given.hidden, given.width)
+        # Those of the step; every start draws them again.
+        self.register_buffer("directions", torch.zeros(given.width, given.directions), persistent=False)
+
+    # ------------------------------------------------------------------ from a batch to the loss
+    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        valid, V = facts["valid"], self.given.global_views + self.given.local_views
+        large, *small = views
+        features = torch.cat([self.backbone(large), *(self.backbone(images, any_size=True) for images in small)])
+        counted = valid.repeat(V)
+        projections = self.projector(features, counted).float()  # (V * B, D)
+        errors = prediction_losses(projections.view(V, len(valid), -1), self.given.global_views)
+        prediction = mean_of_valid(errors, valid)
+        normality = sigreg_of_counted(projections, counted, self.directions)
+        values = {
+            "prediction": prediction.detach(),
+            "sigreg": normality.detach(),
+            "embedding_std": _std(features.detach().float(), counted),
+        }
+        return (1 - self.given.weight) * prediction + self.given.weight * normality, values
+
+    # ------------------------------------------------------------------ around a step
+    def before_step(self, step: int, num_steps: int) -> None:
+        drawn = random_directions(self.given.width, self.given.directions, torch_seed(self.seed, _DIRECTIONS, step))
+        self.directions.copy_(to_device(drawn, self.directions.device), non_blocking=True)
+
+    def collapse(self, values: Mapping[str, float]) -> str:
+        if values["embedding_std"] < _SAME:
+            return (
+                f"the features of all images are nearly the same (embedding_std {values['embedding_std']:.3f}); raise objective.weight, "
+                "or lower optimizer.lr"
+            )
+        return ""
+
+
+class Projector(nn.Module):
+    """Dense, BatchNorm, ReLU, dense, BatchNorm, ReLU, dense: (R, W) -> (R, D)."""
+
+    def __init__(self, inputs: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(inputs, hidden), nn.Linear(hidden, hidden)])
+        self.norms = nn.ModuleList([StepNorm(hidden), StepNorm(hidden)])
+        self.last = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor, counted: Tensor) -> Tensor:
+        """counted: bool (R,), the rows that statistics are of."""
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x), counted))
+        return self.last(x)
+
+
+class StepNorm(nn.Module):
+    """BatchNorm with the statistics of this step's rows on all ranks, and no running ones: the projector is only trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor, counted: Tensor) -> Tensor:
+        """(R, W), bool (R,): the rows that count -> (R, W). Computed in float32. Collective."""
+        rows, kept = x.float(), counted.float()
+        number = summed(kept.sum()).clamp(min=1)
+        centred = rows - total(kept @ rows) / number
+        variance = total(kept @ centred.square()) / number
+        return (centred * (variance + _EPS).rsqrt()).to(x.dtype) * self.weight + self.bias
+
+
+# ---------------------------------------------------------------------- the formulae
+def sigreg(projections: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
+    """How far projections are from a standard normal distribution: the mean over directions of the Epps-Pulley statistic. Collective.
+
+    For each direction, N times the integral over t of |phi(t) - exp(-t^2 / 2)|^2 exp(-t^2 / 2), where phi(t) = mean exp(i t x) of the
+    projections x on it; by the trapezoidal rule with `knots` points of [0, t_max], doubled because it is symmetric.
+    projections: (N, D) of this rank; N and the means are over all ranks. directions: (D, M), unit columns, the same on all ranks.
+    Returns a scalar, float32.
+    """
+    counted = torch.ones(len(projections), dtype=torch.bool, device=projections.device)
+    return sigreg_of_counted(projections, counted, directions, knots, t_max)
+
+
+def sigreg_of_counted(
+    projections: Tensor, counted: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0
+) -> Tensor:
+    """`sigreg` of the rows that count, bool (N,): the others contribute nothing."""
+    kept = counted.float()
+    number = summed(kept.sum())
+    along = projections.float() @ directions.float()  # (N, M)
+    t = torch.linspace(0, t_max, knots, device=along.device)
+    # A knot at a time, so that no tensor is (N, M, K).
+    sums = torch.stack([torch.stack([kept @ (knot * along).cos(), kept @ (knot * along).sin()]) for knot in t])
+    real, imaginary = (total(sums) / number.clamp(min=1)).unbind(1)  # (K, M) each
+    normal = (-t.square() / 2).exp()
+    spacing = torch.full_like(t, 2 * t_max / (knots - 1))
+    spacing[0] = spacing[-1] = t_max / (knots - 1)
+    distance = (real - normal[:, None]).square() + imaginary.square()
+    return number * ((spacing * normal) @ distance).mean()
+
+
+def prediction_losses(projections: Tensor, global_views: int) -> Tensor:
+    """(V, B, D), the large views first -> (B,): the mean over views of the squared distance to the mean of the large views."""
+    return (projections - projections[:global_views].mean(0)).square().sum(2).mean(0)
+
+
+def random_directions(width: int, number: int, seed: int) -> Tensor:
+    """float32 (width, number): columns of length 1, uniform on the sphere."""
+    drawn = torch.randn(width, number, generator=torch.Generator().manual_seed(seed))
+    return F.normalize(drawn, dim=0)
+
+
+def _std(features: Tensor, counted: Tensor) -> Tensor:
+    """Standard deviation over rows of L2-normalised features, as of DINO: 0 if all are the same, 1 if they point everywhere alike."""
+    units, kept = F.normalize(features, dim=1), counted.float()
+    number = kept.sum().clamp(min=1)
+    return (kept @ (units - kept @ units / number).square() / number).sum().sqrt()
+
+
+# ---------------------------------------------------------------------- settings and models
+def check_backbone(config: RunConfig, model: Config) -> None:
+    """Raise UserError if the backbone cannot read the small views of these settings."""
+    given: LejepaSettings = Lejepa.settings(config)
+    if not given.local_views or not isinstance(model, ViTConfig):
+        return
+    side, patch, step = given.local_size, model.patch_pixels, model.stride * model.reduction
+    if side < patch or (side - patch) % step:
+        covered = patch + max(0, side - patch) // step * step
+        raise UserError(
+            f"objective.local_size = {side}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}, or "
+            "objective.local_views=0."
+        )
+    if model.grid_at(side, side) != model.grid:
+        check_any_grid(model)
+
+
+def _width(model: Config) -> int:
+    return model.width if isinstance(model, ViTConfig) else model.num_features

@@ -1,0 +1,60 @@
+"""A small LeJEPA, and a step of it on a rank's part of a batch."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.data.loading.loader import Batch
+from pipeline.model import build, configure
+from pipeline.objectives.across_ranks import summed
+from pipeline.objectives.lejepa import Lejepa, LejepaSettings
+
+GIVEN = LejepaSettings(local_views=2, local_size=8, hidden=16, width=6, directions=12)
+UNREADABLE = (0, 1, 6)  # Two of the first half, one of the second.
+
+
+def tiny_lejepa() -> Lejepa:
+    torch.manual_seed(0)
+    objective = Lejepa(build(configure("ViT-mu/4", 16, num_classes=0)), GIVEN, seed=5)
+    with torch.no_grad():
+        for parameter in objective.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    objective.before_step(3, 10)
+    return objective.train()
+
+
+def step_of_tiny_lejepa(
+    rank: int, world_size: int, unreadable: tuple[int, ...] = UNREADABLE, fill: int = 0
+) -> dict[str, Any]:
+    """Loss, values and gradients of a step on a rank's part of 8 images. fill: the pixels of unreadable ones."""
+    draw, rows = np.random.default_rng(0), np.arange(8).reshape(world_size, -1)[rank]
+    views = [torch.from_numpy(draw.integers(0, 256, (2, 8, side, side, 3), np.uint8)) for side in (16, 8)]
+    for view in views:
+        view[:, list(unreadable)] = fill
+    valid = torch.from_numpy(~np.isin(rows, unreadable))
+    batch = Batch(tuple(view[:, rows] for view in views), torch.zeros(len(rows), 0), valid, rows, 0 * rows)
+    objective = tiny_lejepa()
+    inputs = objective.inputs(batch, torch.device("cpu"), None)
+    loss, values = objective(*inputs)
+    loss.backward()
+    gradients = {name: p.grad for name, p in objective.named_parameters() if p.grad is not None}
+    return {"objective": objective, "views": inputs.views, "facts": inputs.facts, "loss": loss.detach(), "values": values,
+            "gradients": gradients}  # fmt: skip
+
+
+def tensors_of_step(rank: int, world_size: int) -> dict[str, Tensor]:
+    found = step_of_tiny_lejepa(rank, world_size)
+    return {"loss": found["loss"], "sigreg": found["values"]["sigreg"], **found["gradients"]}
+
+
+def save_step_of_tiny_lejepa(folder: str) -> None:
+    """In a rank: saves the mean over ranks of loss and gradients, as DeepSpeed's gradient is."""
+    torch.distributed.init_process_group("gloo")
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = {name: summed(value) / world_size for name, value in tensors_of_step(rank, world_size).items()}
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
