@@ -24,7 +24,7 @@ from pipeline.model import Model, ViTConfig
 from pipeline.model.layers import Dense, run_block
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
-from pipeline.objectives.objective import Inputs, Objective, mean_of_valid
+from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
@@ -144,6 +144,23 @@ class Mae(Objective):
         for name, part in self.named_modules():
             if isinstance(part, Dense) and name.startswith("decoder_"):
                 nn.init.xavier_uniform_(part.weight)
+
+    def load_additions(self, additions: dict[str, Tensor]) -> None:
+        """Copy a decoder, as `read_additions` of weights returns it. Raises UserError if its size is not that of the settings."""
+        own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
+        for name, tensor in additions.items():
+            if name not in own or own[name].shape != tensor.shape:
+                size = " x ".join(map(str, tensor.shape))
+                raise UserError(
+                    f"init.weights: its decoder does not fit: {name} is {size}. Set objective.decoder_width and "
+                    "objective.decoder_depth to those of the weights."
+                )
+        missing = own.keys() - additions.keys()
+        if missing:
+            raise UserError(
+                f"init.weights: its decoder has no {min(missing)}. Set objective.decoder_depth to its depth."
+            )
+        self.load_state_dict(additions, strict=False)
 
     # ------------------------------------------------------------------ from a batch to the loss
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:

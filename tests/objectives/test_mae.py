@@ -1,6 +1,8 @@
 """MAE against transformers' ViTMAEForPreTraining, and its masks."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.architecture.config import ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
-from pipeline.model import build, configure
+from pipeline.model import build, configure, read_weights
+from pipeline.model.convert.mae import read_decoder, split, write_decoder
+from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.position import sincos2d
+from pipeline.model.weights import read_additions
 from pipeline.objectives import mae
 from pipeline.objectives.mae import Mae, MaeSettings, as_places
 from pipeline.settings import schema
@@ -147,3 +152,51 @@ def test_as_places() -> None:
     kept, places = as_places(np.array([[1, 3]]), 4)
     assert kept.tolist() == [[1, 3]]
     assert places.tolist() == [[2, 0, 2, 1]]
+
+
+# -------------------------------------------------------------------- transformers' model
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("official", [True, False])
+def test_loss_and_reconstruction_are_those_of_transformers(tmp_path: Path, normalise: bool, official: bool) -> None:
+    """The same random weights and mask, read from a Hugging Face folder and from a .pth with the names of facebookresearch."""
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    decoder = {f"decoder_{name}": size for name, size in (sizes | {"hidden_size": 16}).items()}
+    theirs = ViTMAEForPreTraining(
+        ViTMAEConfig(**sizes, **decoder, image_size=32, patch_size=8, norm_pix_loss=normalise, layer_norm_eps=1e-6)
+    ).eval()
+    torch.manual_seed(1)
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    config, state, _ = read_weights(tmp_path)
+    additions = read_additions(tmp_path)
+    if official:
+        assert isinstance(config, ViTConfig)
+        file = vit_entries(config, NAMES["timm"]).write(state) | write_decoder(additions, config, "timm")
+        encoder, found = split(file)
+        assert "patch_embed.proj.weight" in encoder
+        assert not set(encoder) & set(found)
+        additions = read_decoder(found, config)
+    settings = MaeSettings(decoder_width=16, decoder_depth=2, decoder_heads=4, normalise=normalise)
+    backbone = build(config)
+    backbone.load_state_dict(state)
+    objective = Mae(backbone, settings).eval()
+    objective.load_additions(additions)
+    images, noise = torch.randn(3, 3, 32, 32), torch.rand(3, 16)
+    kept, places = as_places(np.sort(noise.argsort(1)[:, :4].numpy(), axis=1), 16)
+    with torch.no_grad():
+        expected = theirs(images, noise=noise)
+        found = objective.predict(images, kept, places)
+    torch.testing.assert_close(found, expected.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        mae.loss(images, found, expected.mask > 0, 8, normalise), expected.loss, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_decoder_of_another_size_is_refused() -> None:
+    objective = small()
+    with pytest.raises(UserError, match=r"decoder_embed.weight is 16 x .*objective.decoder_width"):
+        objective.load_additions({"decoder_embed.weight": torch.zeros(16, 48)})
