@@ -101,8 +101,10 @@ class ViTConfig(_Config):
     ] = None
     # ViT paper, D.4.
     positions: Annotated[
-        Literal["learned", "learned2d", "sincos2d", "relative", "none"],
-        Option(doc="Position embedding: learned 1-D or 2-D, fixed sine-cosine, relative attention, or none."),
+        Literal["learned", "learned2d", "sincos2d", "sincos2d_mae", "relative", "none"],
+        Option(
+            doc="Position embedding: learned 1-D or 2-D, fixed sine-cosine (with MAE's frequencies: sincos2d_mae), relative attention, or none."
+        ),
     ] = "learned"
     positions_at: Annotated[
         Literal["stem", "blocks", "shared"],
@@ -203,7 +205,7 @@ class ViTConfig(_Config):
             raise UserError(
                 f"model: positions = {self.positions} adds nothing to the tokens. Leave positions_at at stem."
             )
-        parts = {"learned2d": 2, "sincos2d": 4}.get(self.positions, 1)
+        parts = {"learned2d": 2, "sincos2d": 4, "sincos2d_mae": 4}.get(self.positions, 1)
         if self.width % parts:
             raise UserError(
                 f"model: positions = {self.positions} needs a width divisible by {parts}, not {self.width}."

@@ -5,7 +5,7 @@ each block has a table of its own. Other letters as in vit.py; h x w patches.
 
     learned    (T, N, D)         one vector for each token of the sequence, the class token first
     learned2d  (T, h + w, D/2)   one vector for each row, then one for each column; a patch gets both, concatenated
-    sincos2d   (1, N, D)         fixed; zeros for the class token
+    sincos2d   (1, N, D)         fixed; zeros for the class token; sincos2d_mae is the same with other frequencies
 """
 
 import math
@@ -37,7 +37,7 @@ def new_table(config: ViTConfig) -> nn.Parameter | nn.Buffer | None:
         return nn.Parameter(torch.empty(num_tables, config.num_positions, config.width))
     if config.positions == "learned2d":
         return nn.Parameter(torch.empty(num_tables, sum(config.grid), config.width // 2))
-    return nn.Buffer(sincos2d(config), persistent=False) if config.positions == "sincos2d" else None
+    return nn.Buffer(sincos2d(config), persistent=False) if config.positions in ("sincos2d", "sincos2d_mae") else None
 
 
 def per_token(table: Tensor, config: ViTConfig, grid: Grid | None = None) -> Tensor:
@@ -58,14 +58,16 @@ def per_token(table: Tensor, config: ViTConfig, grid: Grid | None = None) -> Ten
 
 
 def sincos2d(config: ViTConfig, grid: Grid | None = None, device: torch.device | None = None) -> Tensor:
-    """(1, N, D) float32: sin and cos of x, then of y, at D/4 frequencies from 1 down to 1/10,000.
+    """(1, N, D) float32: sin and cos of x, then of y, at D/4 frequencies from 1 down to 1/10,000; x counts columns, y rows.
 
-    As in MoCo v3 and big_vision (models/vit.py, posemb_sincos_2d); x counts columns, y rows. grid: None is the configuration's.
+    As in big_vision (models/vit.py, posemb_sincos_2d). sincos2d_mae: as in MoCo v3 and MAE (util/pos_embed.py), whose frequencies end
+    one step before 1/10,000. grid: None is the configuration's.
     """
     h, w = grid or config.grid
     quarter = config.width // 4
+    steps = quarter if config.positions == "sincos2d_mae" else max(quarter - 1, 1)
     f64: dict[str, Any] = {"dtype": torch.float64, "device": device}
-    frequencies = 10_000.0 ** -(torch.arange(quarter, **f64) / max(quarter - 1, 1))
+    frequencies = 10_000.0 ** -(torch.arange(quarter, **f64) / steps)
     y, x = torch.meshgrid(torch.arange(h, **f64), torch.arange(w, **f64), indexing="ij")
     angles_x, angles_y = x.reshape(-1, 1) * frequencies, y.reshape(-1, 1) * frequencies
     patches = torch.cat([angles_x.sin(), angles_x.cos(), angles_y.sin(), angles_y.cos()], dim=1)
@@ -143,7 +145,7 @@ def _at_grid(table: Tensor, config: ViTConfig, grid: Grid) -> Tensor:
     A product with the kernel's weights, because the gradient of F.interpolate is not deterministic on a GPU, and a resumed run must
     be exact.
     """
-    if config.positions == "sincos2d":
+    if config.positions in ("sincos2d", "sincos2d_mae"):
         return sincos2d(config, grid, table.device).to(table.dtype)
     (old_h, old_w), values = config.grid, table.to(torch.promote_types(table.dtype, torch.float32))
     by_row, by_column = (_weights(config, *sizes, values) for sizes in zip(config.grid, grid, strict=True))

@@ -101,6 +101,11 @@ def read_weights(path: StrPath, say: Say = _silent) -> tuple[Config, dict[str, T
     return weights.config, weights.state, weights.extra
 
 
+def read_additions(path: StrPath) -> dict[str, Tensor]:
+    """Returns what a training objective added to the model in these weights, such as MAE's decoder: fp32, {} for nothing."""
+    return _read(files.find_file(Path(path))).added or {}
+
+
 def _read(path: Path) -> Weights:
     if path.suffix == ".npz":
         return read_npz(path)
@@ -129,14 +134,14 @@ def _read_ours(content: dict[str, Any]) -> Weights:
         state = content.get("state")
         if not isinstance(state, Mapping):
             raise UserError("it holds no state.")
-        added = [name for name in state if name.startswith(ADDITION)]
-        state = {name: tensor for name, tensor in state.items() if name not in added}
+        added = {n.removeprefix(ADDITION): tensor.float() for n, tensor in state.items() if n.startswith(ADDITION)}
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(ADDITION)}
         with torch.device("meta"):
             expected = build(config).state_dict()
         check_tensors(state, {name: tuple(tensor.shape) for name, tensor in expected.items()})
     except UserError as error:
         raise UserError(f"{error} {ADVICE}") from error
-    weights = Weights(config, {name: tensor.float() for name, tensor in state.items()}, dict(found.extra), [])
+    weights = Weights(config, {name: tensor.float() for name, tensor in state.items()}, dict(found.extra), [], added)
     if added:
         weights.notes.append(f"{counted(len(added), 'tensor')} that the training objective added left out")
     return _without_masking(weights, config) if isinstance(config, ViTConfig) and config.masked else weights

@@ -29,6 +29,7 @@ OBJECTIVES = {
     "masked_mean_color": "masked_patches:MaskedPatches",
     "masked_small_patch": "masked_patches:MaskedPatches",
     "masked_pixels": "masked_patches:MaskedPatches",
+    "mae": "mae:Mae",
 }
 
 

@@ -28,6 +28,7 @@ class Weights(NamedTuple):
     state: dict[str, Tensor]  # fp32, on the CPU
     extra: dict[str, Any]  # plain data that belongs to the weights, such as "classes" and "preprocessing"
     notes: list[str]  # what was assumed, converted and left out, a line each
+    added: dict[str, Tensor] | None = None  # what a training objective added, without "objective." in front
 
 
 class Entry(NamedTuple):

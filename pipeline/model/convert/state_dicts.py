@@ -6,18 +6,18 @@ The defaults of these projects: erf GELU; LayerNorm eps 1e-6, in Hugging Face's 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Config, Gelu, Kernel, ResNetConfig, stem_reduction
+from pipeline.architecture.config import Config, Gelu, Kernel, ResNetConfig, ViTConfig, stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.model.convert import preprocessing
+from pipeline.model.convert import mae, preprocessing
 from pipeline.model.convert.entries import Weights, check_values
 from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
 from pipeline.model.convert.plain import as_plain
@@ -68,7 +68,7 @@ _TIMM_HYBRIDS = {
 }  # fmt: skip
 _TIMM_BITS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")
 
-_HUGGINGFACE_KINDS = ("vit", "dinov2", "dinov2_with_registers")
+_HUGGINGFACE_KINDS = ("vit", "dinov2", "dinov2_with_registers", "vit_mae")
 _ALTERNATIVES = {  # Model type of Hugging Face -> what to do instead.
     "siglip": "Use big_vision's .npz of it, or timm's weights of the same model (vit_*_siglip_*).",
     "clip": "CLIP has a norm before the blocks, which is not supported: there is no way to load it.",
@@ -132,6 +132,11 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
         known = ", ".join(_HUGGINGFACE_KINDS)
         raise UserError(f'its config.json says model_type = "{kind[:100]}"; what can be read is {known}. {remedy}')
     tensors = {key.removeprefix("module."): tensor for key, tensor in tensors.items()}
+    tensors, decoder = mae.split(tensors)
+    if decoder:
+        for key, tensor in decoder.items():
+            check_values(key, tensor)
+        return _with_decoder(from_state_dict(tensors, config_files), decoder)
     for key, tensor in tensors.items():
         check_values(key, tensor)
         for part, feature in _UNSUPPORTED.items():
@@ -153,6 +158,13 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
         return _from_huggingface(tensors, config_files)
     some = ", ".join(sorted(tensors)[:3]) or "nothing"
     raise UserError(f"its tensors are neither named as timm's nor as Hugging Face's ViT ({some} ...).")
+
+
+def _with_decoder(weights: Weights, decoder: dict[str, Tensor]) -> Weights:
+    """Weights of MAE with their decoder, which only continuing their pre-training reads."""
+    assert isinstance(weights.config, ViTConfig)
+    note = "the decoder of MAE, which only train.loss=mae uses, is no part of the model"
+    return weights._replace(notes=[*weights.notes, note], added=mae.read_decoder(decoder, weights.config))
 
 
 def _from_timm(tensors: dict[str, Tensor], config: Json) -> Weights:
@@ -228,6 +240,10 @@ def _read(
 ) -> Weights:
     config = find_config(tensors, NAMES[kind], hints)
     state = vit_entries(config, NAMES[kind]).read(tensors)
+    if config.positions == "learned" and not images.view and mae.has_fixed_positions(config, state["positions"]):
+        notes.append("positions of MAE: images taken as normalised by ImageNet's mean")
+        images = Preprocessing({}, preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD)
+        config = replace(config, kernel="bicubic")
     if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
         if config.stem is not None:
             _check_normalisation(images)

@@ -1,0 +1,220 @@
+"""MAE (He et al., arXiv 2111.06377): an encoder sees a quarter of an image's patches, and a small decoder predicts the rest.
+
+Most patches are removed at random. The backbone runs on the remaining ones only, so its blocks cost about a quarter; the
+decoder gets their tokens in the order of the image, with a mask token in each removed place, and predicts the pixels there.
+Details as in facebookresearch/mae (models_mae.py). What is removed is drawn from (seed, epoch, sample), so it is the same on
+any number of ranks and after a restart.
+
+Shapes: B batch, N patches, K kept patches, D width of the backbone, E width of the decoder, P patch side in pixels.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
+from pipeline.data.loading.loader import Batch, to_device
+from pipeline.data.loading.mix import Mixing
+from pipeline.model import Model, ViTConfig
+from pipeline.model.layers import Dense, run_block
+from pipeline.model.position import sincos2d
+from pipeline.model.vit import Block, SelfAttention, VisionTransformer
+from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
+from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import setting
+
+_REMOVED = Purpose.named("mae_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaeSettings:
+    mask_share: float = setting(0.75, "Share of the patches that are removed and predicted.", above=0, below=1)
+    decoder_width: int = setting(512, "Width of the decoder, a multiple of 4 and of decoder_heads.", min=4, max=2**16)
+    decoder_depth: int = setting(8, "Number of blocks of the decoder.", min=1, max=1024)
+    decoder_heads: int = setting(16, "Attention heads of the decoder.", min=1, max=2**12)
+    normalise: bool = setting(True, "Predict the pixels of a patch minus their mean, divided by their deviation.")
+
+    def check(self) -> None:
+        """Raise UserError for a width that does not fit the heads or the positions."""
+        if self.decoder_width % self.decoder_heads or self.decoder_width % 4:
+            raise UserError(
+                f"objective.decoder_width = {self.decoder_width} must be divisible by objective.decoder_heads = "
+                f"{self.decoder_heads} and by 4, for its sine-cosine positions."
+            )
+
+
+def loss(images: Tensor, predictions: Tensor, removed: Tensor, patch_size: int, normalise: bool) -> Tensor:
+    """The mean over the removed patches of a batch of the mean squared difference to their pixels; float32 scalar.
+
+    images: (B, 3, H, W), as the network sees them. predictions: (B, N, 3 P P), the values of a patch in the order row, column,
+    channel. removed: bool (B, N). patch_size: P. normalise: predict (pixels - mean) / sqrt(variance + 1e-6) of each patch.
+    """
+    return (errors(images, predictions, patch_size, normalise) * removed).sum() / removed.sum()
+
+
+def errors(images: Tensor, predictions: Tensor, patch_size: int, normalise: bool) -> Tensor:
+    """Mean squared difference of each patch, float32 (B, N); arguments as of `loss`."""
+    targets = patches_of(images.float(), patch_size)
+    if normalise:
+        variance, mean = torch.var_mean(targets, dim=-1, keepdim=True)
+        targets = (targets - mean) / (variance + 1e-6).sqrt()
+    return (predictions.float() - targets).square().mean(-1)
+
+
+def patches_of(images: Tensor, patch_size: int) -> Tensor:
+    """(B, 3, H, W) -> (B, N, 3 P P): patches row by row, each in the order row, column, channel."""
+    P = patch_size
+    B, C, H, W = images.shape
+    cut = images.view(B, C, H // P, P, W // P, P)
+    return cut.permute(0, 2, 4, 3, 5, 1).reshape(B, (H // P) * (W // P), P * P * C)
+
+
+class Mae(Objective):
+    """A ViT that encodes the kept patches, and a decoder with a mask token, which no other use of the weights needs."""
+
+    Settings = MaeSettings
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        super().check(config)
+        cls.settings(config).check()
+        name = config.model.name
+        model: Any = config.model  # Its other fields are declared in architecture/config.py.
+        if name and ("+" in name or name.startswith(("BiT-", "Axial-"))):
+            raise UserError(
+                f"train.loss = mae removes patches of a plain ViT, not of {name}. Use a model such as ViT-B/16."
+            )
+        if name and (model.positions == "relative" or model.positions_at != "stem"):
+            raise UserError(
+                f"train.loss = mae encodes kept patches only, with positions added once before the first block, not model.positions = "
+                f"{model.positions}, model.positions_at = {model.positions_at}. Use positions=sincos2d_mae, positions_at=stem."
+            )
+        if name and (model.representation or model.pool == "map" or model.patch_stride is not None):
+            raise UserError(
+                "train.loss = mae trains neither a representation layer nor attention pooling, and its patches do not overlap: set "
+                "model.representation=false and model.pool=token or gap, and leave out model.patch_stride."
+            )
+
+    @classmethod
+    def create(cls, config: RunConfig, backbone: Model) -> Objective:
+        return cls(backbone, cls.settings(config), config.seed)
+
+    def __init__(self, backbone: Model, settings: MaeSettings, seed: int = 0) -> None:
+        """Raises UserError for a backbone that cannot encode a part of its patches, as one of init.weights may be."""
+        super().__init__(backbone)
+        self.normalise, self.seed = settings.normalise, seed
+        vit = backbone.config
+        if (
+            not isinstance(vit, ViTConfig)
+            or (vit.stem, vit.axial, vit.positions_at, vit.stride) != (None, False, "stem", vit.patch_size)
+            or vit.positions == "relative"
+            or vit.representation
+            or vit.pool == "map"
+            or any(vit.unseen)
+        ):
+            raise UserError(
+                "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches cover the image without "
+                "overlap, with positions at the stem and without representation layer; this backbone is another one."
+            )
+        self.num_patches = vit.grid[0] * vit.grid[1]
+        self.num_kept = int(self.num_patches * (1 - settings.mask_share))
+        if self.num_kept < 1:
+            raise UserError(
+                f"objective.mask_share = {settings.mask_share} keeps none of {self.num_patches} patches. Use smaller patches or a "
+                "smaller share."
+            )
+        E = settings.decoder_width
+        decoder = replace(
+            vit, width=E, depth=settings.decoder_depth, mlp_width=4 * E, num_heads=settings.decoder_heads, positions="sincos2d_mae",
+            dropout=0.0, drop_path=0.0, registers=0, num_classes=0,
+        )  # fmt: skip
+        self.decoder_embed = Dense(vit.width, E)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, E))
+        self.decoder_positions = nn.Buffer(sincos2d(decoder))  # saved, since weights may bring other ones
+        self.decoder_blocks = nn.ModuleList(
+            Block(decoder, SelfAttention(decoder, decoder.num_tokens), 0.0) for _ in range(decoder.depth)
+        )
+        self.decoder_norm = nn.LayerNorm(E, eps=vit.layer_norm_eps)
+        self.decoder_pred = Dense(E, 3 * vit.patch_size**2)
+        nn.init.normal_(self.mask_token, std=0.02)
+        for name, part in self.named_modules():
+            if isinstance(part, Dense) and name.startswith("decoder_"):
+                nn.init.xavier_uniform_(part.weight)
+
+    def load_additions(self, additions: dict[str, Tensor]) -> None:
+        """Copy a decoder, as `read_additions` of weights returns it. Raises UserError if its size is not that of the settings."""
+        own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
+        for name, tensor in additions.items():
+            if name not in own or own[name].shape != tensor.shape:
+                size = " x ".join(map(str, tensor.shape))
+                raise UserError(
+                    f"init.weights: its decoder does not fit: {name} is {size}. Set objective.decoder_width and "
+                    "objective.decoder_depth to those of the weights."
+                )
+        missing = own.keys() - additions.keys()
+        if missing:
+            raise UserError(
+                f"init.weights: its decoder has no {min(missing)}. Set objective.decoder_depth to its depth."
+            )
+        self.load_state_dict(additions, strict=False)
+
+    # ------------------------------------------------------------------ from a batch to the loss
+    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
+        """Adds to the default: the pixels in float32; `kept`, int64 (B, K), the kept patches in the order of the image; and `places`,
+        int64 (B, N): the number of each patch among the kept ones, or K for a removed one."""
+        views, facts = super().inputs(batch, device, mixing)
+        N, K = self.num_patches, self.num_kept
+        sample = (batch.epochs[:, None], batch.rows[:, None], np.arange(N))
+        order = np.argsort(random_numbers.bits(self.seed, _REMOVED, *sample), axis=1, kind="stable")
+        kept, places = as_places(np.sort(order[:, :K], axis=1), N)
+        return Inputs(
+            views, facts | {"images": views[0], "kept": to_device(kept, device), "places": to_device(places, device)}
+        )
+
+    def predict(self, images: Tensor, kept: Tensor, places: Tensor) -> Tensor:
+        """(B, 3, H, W), `kept` and `places` as `inputs` gives them -> the pixels of all patches, (B, N, 3 P P)."""
+        return self.decode(self.encode(images, kept), places)
+
+    def encode(self, images: Tensor, kept: Tensor) -> Tensor:
+        """-> (B, 1 + registers + K, D): the backbone's tokens of the kept patches, behind the class token if it has one."""
+        vit = cast(VisionTransformer, self.backbone)
+        tokens = vit.add_positions(vit.add_class_token(vit.embed(images)), block=0)
+        first = tokens.shape[1] - self.num_patches
+        chosen = tokens[:, first:].gather(1, kept[..., None].expand(-1, -1, tokens.shape[2]))
+        return vit.encode_tokens(vit.add_registers(torch.cat([tokens[:, :first], chosen], dim=1)))
+
+    def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Tokens of `encode` -> predictions (B, N, 3 P P). Registers are left out."""
+        x = self.decoder_embed(tokens)
+        B, _, E = x.shape
+        K, first = self.num_kept, self.decoder_positions.shape[1] - self.num_patches
+        choices = torch.cat([x[:, -K:], self.mask_token.expand(B, -1, -1)], dim=1)
+        patches = choices.gather(1, places[..., None].expand(-1, -1, E))
+        x = torch.cat([x[:, :first], patches], dim=1) + self.decoder_positions.to(x.dtype)
+        for block in self.decoder_blocks:
+            x = run_block(block, x, bool(self.backbone.activation_checkpointing))
+        return self.decoder_pred(self.decoder_norm(x)[:, first:])
+
+    def losses(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
+        """The loss of each image, float32 (B,): as many patches are removed of each, so the batch's is their mean."""
+        predictions = self.predict(views[0], facts["kept"], facts["places"])
+        found = errors(facts["images"], predictions, cast(ViTConfig, self.backbone.config).patch_size, self.normalise)
+        return (found * (facts["places"] == self.num_kept)).sum(1) / (self.num_patches - self.num_kept)
+
+    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return mean_of_valid(self.losses(views, facts), facts["valid"]), {}
+
+    def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": self.losses(views, facts)}
+
+
+def as_places(kept: np.ndarray, num_patches: int) -> tuple[Tensor, Tensor]:
+    """(`kept`, `places`) of `Mae.inputs` from the kept patches, int64 (B, K)."""
+    places = np.full((len(kept), num_patches), kept.shape[1], np.int64)
+    np.put_along_axis(places, kept, np.broadcast_to(np.arange(kept.shape[1]), kept.shape), axis=1)
+    return torch.from_numpy(kept), torch.from_numpy(places)

@@ -1,0 +1,202 @@
+"""MAE against transformers' ViTMAEForPreTraining, and its masks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.architecture.config import ViTConfig
+from pipeline.base.errors import UserError
+from pipeline.data.loading.loader import Batch
+from pipeline.model import build, configure, read_weights
+from pipeline.model.convert.mae import read_decoder, split, write_decoder
+from pipeline.model.convert.names import NAMES, vit_entries
+from pipeline.model.position import sincos2d
+from pipeline.model.weights import read_additions
+from pipeline.objectives import mae
+from pipeline.objectives.mae import Mae, MaeSettings, as_places
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+
+SMALL = MaeSettings(decoder_width=32, decoder_depth=2, decoder_heads=4)
+
+
+def small(pool: str = "token", size: int = 32, settings: MaeSettings = SMALL, **changes: object) -> Mae:
+    torch.manual_seed(0)
+    return Mae(build(configure("ViT-mu/8", size, 0, pool=pool, positions="sincos2d_mae", **changes)), settings)
+
+
+def batch_of(rows: list[int], epoch: int = 0, size: int = 32) -> Batch:
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, len(rows), size, size, 3), np.uint8))
+    valid = torch.ones(len(rows), dtype=torch.bool)
+    labels = torch.zeros(len(rows), 1, dtype=torch.int64)
+    return Batch((images,), labels, valid, np.array(rows), np.full(len(rows), epoch))
+
+
+def given(objective: Mae, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    return objective.inputs(batch, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_loss_is_its_formula(normalise: bool) -> None:
+    generator = np.random.default_rng(0)
+    images, predictions = generator.normal(size=(2, 3, 8, 12)), generator.normal(size=(2, 6, 48))
+    removed = generator.random((2, 6)) < 0.7
+    terms = []
+    for b, n in np.argwhere(removed):
+        row, column = n // 3 * 4, n % 3 * 4
+        pixels = images[b, :, row : row + 4, column : column + 4].transpose(1, 2, 0).ravel()
+        if normalise:
+            pixels = (pixels - pixels.mean()) / np.sqrt(pixels.var(ddof=1) + 1e-6)
+        terms.append(((predictions[b, n] - pixels) ** 2).mean())
+    found = mae.loss(*map(torch.from_numpy, (images, predictions, removed)), patch_size=4, normalise=normalise)
+    assert found.item() == pytest.approx(np.mean(terms), rel=1e-5)
+
+
+def test_masks_are_drawn_from_seed_epoch_and_sample() -> None:
+    objective = small()
+    facts = given(objective, batch_of([3, 7, 5]))[1]
+    kept, places = facts["kept"], facts["places"]
+    assert kept.shape == (3, 4)
+    assert ((places < 4).sum(1) == 4).all()
+    assert torch.equal(places.gather(1, kept), torch.arange(4).expand(3, -1))
+    alone = given(objective, batch_of([7]))[1]
+    assert torch.equal(alone["kept"][0], kept[1])
+    assert not torch.equal(given(objective, batch_of([3, 7, 5], epoch=1))[1]["kept"], kept)
+    assert len({tuple(row.tolist()) for row in kept}) > 1
+
+
+@pytest.mark.parametrize("pool", ["token", "gap"])
+def test_an_unreadable_image_contributes_nothing(pool: str) -> None:
+    objective = small(pool, registers=2)
+    views, facts = given(objective, batch_of([0, 1, 2]))
+    valid = facts | {"valid": torch.tensor([True, False, True])}
+    expected = objective.measure(views, facts)["loss"]
+    found = objective.loss(views, valid)[0]
+    torch.testing.assert_close(found, (expected[0] + expected[2]) / 3)
+    found.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in objective.parameters())
+
+
+def test_the_loss_of_a_batch_is_that_of_the_pure_function() -> None:
+    objective = small()
+    views, facts = given(objective, batch_of([0, 1, 2]))
+    predictions = objective.predict(views[0], facts["kept"], facts["places"])
+    expected = mae.loss(views[0], predictions, facts["places"] == objective.num_kept, 8, normalise=True)
+    torch.testing.assert_close(objective.loss(views, facts)[0], expected)
+
+
+def test_the_encoder_sees_kept_patches_only() -> None:
+    objective = small()
+    views, facts = given(objective, batch_of([0, 1]))
+    tokens = objective.encode(views[0], facts["kept"])
+    assert tokens.shape[1] == 1 + objective.num_kept
+    hidden = mae.patches_of(torch.ones_like(views[0]), 8) * (facts["places"] == objective.num_kept)[..., None]
+    shown = hidden.view(2, 4, 4, 8, 8, 3).permute(0, 5, 1, 3, 2, 4).reshape(views[0].shape) == 0
+    assert torch.equal(objective.encode(views[0] * shown, facts["kept"]), tokens)
+
+
+def test_it_runs_on_the_meta_device_where_blocks_cost_their_kept_share() -> None:
+    settings = replace(SMALL, decoder_width=4, decoder_depth=1, decoder_heads=1)
+    with torch.device("meta"):
+        objective = small(size=128, settings=settings)
+        whole = build(configure("ViT-mu/8", 128, 0))
+    views, facts = given(small(size=128, settings=settings), batch_of([0, 1], size=128))
+    views, facts = (views[0].to("meta"),), {name: tensor.to("meta") for name, tensor in facts.items()}
+    with FlopCounterMode(display=False) as part:
+        objective.loss(views, facts)
+    with FlopCounterMode(display=False) as full:
+        whole(views[0])
+    assert part.get_total_flops() < 0.45 * full.get_total_flops()
+
+
+def test_positions_are_those_of_mae() -> None:
+    """util/pos_embed.py of facebookresearch/mae: half of the channels for columns, then half for rows."""
+    config = configure("ViT-mu/8", (24, 32), 0, positions="sincos2d_mae")
+    assert isinstance(config, ViTConfig)
+    omega = 1 / 10_000 ** (np.arange(config.width // 4) / (config.width / 4.0))
+    grid = np.meshgrid(np.arange(4, dtype=np.float32), np.arange(3, dtype=np.float32))
+    halves = [np.concatenate([np.sin(o := np.outer(part.ravel(), omega)), np.cos(o)], axis=1) for part in grid]
+    expected = np.concatenate([np.zeros((1, config.width)), np.concatenate(halves, axis=1)])
+    np.testing.assert_allclose(sincos2d(config)[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ("model={name: R50+ViT-B/16, representation: false}", "plain ViT"),
+        ("model={name: BiT-R50x1}", "plain ViT"),
+        ("model={name: ViT-B/16, representation: false, positions: relative}", "positions"),
+        ("model={name: ViT-B/16}", "representation"),
+        ("objective={decoder_width: 30}", "objective.decoder_width = 30"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: str, text: str) -> None:
+    needed = ["name=try", "data.path=here", "train.length=1 epochs", "train.loss=mae", "model.name=ViT-B/16"]
+    given = needed if settings.startswith("model") else [*needed, "model.representation=false"]
+    with pytest.raises(UserError, match=text):
+        Mae.check(schema.load(RunConfig, None, [*given, settings]))
+
+
+def test_a_share_that_keeps_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="keeps none of 16 patches"):
+        small(settings=replace(SMALL, mask_share=0.99))
+
+
+def test_as_places() -> None:
+    kept, places = as_places(np.array([[1, 3]]), 4)
+    assert kept.tolist() == [[1, 3]]
+    assert places.tolist() == [[2, 0, 2, 1]]
+
+
+# -------------------------------------------------------------------- transformers' model
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("official", [True, False])
+def test_loss_and_reconstruction_are_those_of_transformers(tmp_path: Path, normalise: bool, official: bool) -> None:
+    """The same random weights and mask, read from a Hugging Face folder and from a .pth with the names of facebookresearch."""
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    decoder = {f"decoder_{name}": size for name, size in (sizes | {"hidden_size": 16}).items()}
+    theirs = ViTMAEForPreTraining(
+        ViTMAEConfig(**sizes, **decoder, image_size=32, patch_size=8, norm_pix_loss=normalise, layer_norm_eps=1e-6)
+    ).eval()
+    torch.manual_seed(1)
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    config, state, _ = read_weights(tmp_path)
+    additions = read_additions(tmp_path)
+    if official:
+        assert isinstance(config, ViTConfig)
+        file = vit_entries(config, NAMES["timm"]).write(state) | write_decoder(additions, config, "timm")
+        encoder, found = split(file)
+        assert "patch_embed.proj.weight" in encoder
+        assert not set(encoder) & set(found)
+        additions = read_decoder(found, config)
+    settings = MaeSettings(decoder_width=16, decoder_depth=2, decoder_heads=4, normalise=normalise)
+    backbone = build(config)
+    backbone.load_state_dict(state)
+    objective = Mae(backbone, settings).eval()
+    objective.load_additions(additions)
+    images, noise = torch.randn(3, 3, 32, 32), torch.rand(3, 16)
+    kept, places = as_places(np.sort(noise.argsort(1)[:, :4].numpy(), axis=1), 16)
+    with torch.no_grad():
+        expected = theirs(images, noise=noise)
+        found = objective.predict(images, kept, places)
+    torch.testing.assert_close(found, expected.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        mae.loss(images, found, expected.mask > 0, 8, normalise), expected.loss, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_decoder_of_another_size_is_refused() -> None:
+    objective = small()
+    with pytest.raises(UserError, match=r"decoder_embed.weight is 16 x .*objective.decoder_width"):
+        objective.load_additions({"decoder_embed.weight": torch.zeros(16, 48)})
