@@ -178,7 +178,7 @@ def test_lejepa_resumes_bit_for_bit(forge: Forge, dataset: Path, tmp_path: Path)
         return settings(
             dataset, tmp_path, name, "train.loss=lejepa", "model.representation=false", "engine.zero_stage=2", "engine.precision=bf16",
             "objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16", "checkpoint.every=1 steps",
-            "checkpoint.keep=9", "train.micro_batch=8",
+            "checkpoint.keep=9", "train.micro_batch=12",
         )  # fmt: skip
 
     forge.start_work(2, "forked:train", [given("whole")]).finish()
