@@ -184,7 +184,7 @@ def test_lejepa_resumes_bit_for_bit(forge: Forge, dataset: Path, tmp_path: Path)
     forge.start_work(2, "forked:train", [given("whole")]).finish()
     begin_again(tmp_path / "whole", tmp_path / "cut")
     forge.start_work(2, "forked:train", [given("cut")]).finish()
-    for name in ("loss", "train_sigreg", "train_prediction", "grad_norm"):
+    for name in ("loss", "sigreg", "prediction", "grad_norm"):
         expected = after_3(metrics(tmp_path / "whole", name))
         assert expected
         assert metrics(tmp_path / "cut", name) == expected
