@@ -78,6 +78,7 @@ class Mae(Objective):
     """A ViT that encodes the kept patches, and a decoder with a mask token, which no other use of the weights needs."""
 
     Settings = MaeSettings
+    continues_additions = True
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
@@ -145,8 +146,10 @@ class Mae(Objective):
             if isinstance(part, Dense) and name.startswith("decoder_"):
                 nn.init.xavier_uniform_(part.weight)
 
-    def load_additions(self, additions: dict[str, Tensor]) -> None:
-        """Copy a decoder, as `read_additions` of weights returns it. Raises UserError if its size is not that of the settings."""
+    def load_additions(self, additions: dict[str, Tensor]) -> str:
+        """Copy the decoder of MAE's weights. Raises UserError if its size is not that of the settings."""
+        if "decoder_embed.weight" not in additions:
+            return "init.weights: holds no decoder of MAE, so the decoder starts new"
         own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
         for name, tensor in additions.items():
             if name not in own or own[name].shape != tensor.shape:
@@ -161,6 +164,7 @@ class Mae(Objective):
                 f"init.weights: its decoder has no {min(missing)}. Set objective.decoder_depth to its depth."
             )
         self.load_state_dict(additions, strict=False)
+        return "init.weights: continued with its decoder"
 
     # ------------------------------------------------------------------ from a batch to the loss
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:

@@ -137,6 +137,18 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
     if resumed is not None:
         return models.build(models.config_from_dict(read_state(resumed).model))
     if config.init.weights:
+        of_backbone = objectives.kind(config.train.loss).of_backbone(config, dataset.num_classes)
+        if of_backbone.get("num_classes") == 0:  # It trains neither a head nor the layer before it.
+            return models.load(
+                config.init.weights,
+                image_size=settings.image_size,
+                num_classes=0,
+                representation=False,
+                seed=config.seed,
+                kernel=config.init.kernel,
+                say=console.say,
+                **settings.for_weights(),
+            )
         model = models.load(
             config.init.weights,
             image_size=settings.image_size,

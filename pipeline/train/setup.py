@@ -33,6 +33,7 @@ from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
+from pipeline.model.weights import read_additions
 from pipeline.objectives import optimizers
 from pipeline.objectives.optimizers import peak_rate
 from pipeline.process import waits
@@ -143,6 +144,8 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
     config, prepared, plan, ranks = context.config, context.prepared, context.plan, context.ranks
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)
+    if start.resumed is None and start.origin is not None and objective.continues_additions:
+        context.console.say(objective.load_additions(read_additions(start.origin.path)))
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, context.identity["fused_optimizer"])
     clock = StepClock(ranks.device)
     with room_for_training(config, plan, start.model.config, context.stop):
