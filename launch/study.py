@@ -46,11 +46,11 @@ their checkpoints. A cell that fails or diverges is reported, and the others con
 def study(config: StudyConfig) -> None:
     from data_tools.driver import only_driver  # Late: --help and mistakes in the settings need no torch.
     from pipeline.ray_tasks import run_here, shared_path
+    from pipeline.study.running.cells import run_for_all
     from pipeline.study.running.driver import run
-    from pipeline.transfer.child_run import make_child
 
     folder = Path(str(shared_path("out", config.out))) / config.name
-    shared_path("data.path", make_child("study", config.run, config.base).config.data.path)
+    shared_path("data.path", run_for_all(config).config.data.path)
     if config.plan or config.cell:
         run(config)
         return

@@ -2,7 +2,7 @@
 
 Most patches are removed at random. The backbone runs on the remaining ones only, so its blocks cost about a quarter; the
 decoder gets their tokens in the order of the image, with a mask token in each removed place, and predicts the pixels there.
-Details as in facebookresearch/mae (models_mae.py). What is removed is drawn from (seed, epoch, sample), so it is the same on
+Details as in facebookresearch/mae (module models_mae). What is removed is drawn from (seed, epoch, sample), so it is the same on
 any number of ranks and after a restart.
 
 Shapes: B batch, N patches, K kept patches, D width of the backbone, E width of the decoder, P patch side in pixels.
@@ -78,6 +78,7 @@ class Mae(Objective):
     """A ViT that encodes the kept patches, and a decoder with a mask token, which no other use of the weights needs."""
 
     Settings = MaeSettings
+    continues_additions = True
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
@@ -146,8 +147,10 @@ class Mae(Objective):
             if isinstance(part, Dense) and name.startswith("decoder_"):
                 nn.init.xavier_uniform_(part.weight)
 
-    def load_additions(self, additions: dict[str, Tensor]) -> None:
-        """Copy a decoder, as `read_additions` of weights returns it. Raises UserError if its size is not that of the settings."""
+    def load_additions(self, additions: dict[str, Tensor]) -> str:
+        """Copy the decoder of MAE's weights. Raises UserError if its size is not that of the settings."""
+        if "decoder_embed.weight" not in additions:
+            return "init.weights: holds no decoder of MAE, so the decoder starts new"
         own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
         for name, tensor in additions.items():
             if name not in own or own[name].shape != tensor.shape:
@@ -162,6 +165,7 @@ class Mae(Objective):
                 f"init.weights: its decoder has no {min(missing)}. Set objective.decoder_depth to its depth."
             )
         self.load_state_dict(additions, strict=False)
+        return "init.weights: continued with its decoder"
 
     # ------------------------------------------------------------------ from a batch to the loss
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:

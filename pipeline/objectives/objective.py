@@ -59,6 +59,8 @@ class Objective(nn.Module):
     predicts_classes: ClassVar[bool] = False
     # Whether its loss is of all samples of a step at once, so that a step must be one micro-batch of each rank.
     needs_whole_batch: ClassVar[bool] = False
+    # Whether a run with init.weights continues what such an objective added to them; else only the backbone is loaded.
+    continues_additions: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ settings, views and module
     # A dataclass of `setting(...)` fields: the section `objective` of a run's settings.
@@ -143,6 +145,10 @@ class Objective(nn.Module):
 
     def teacher_momentum(self, step: int, num_steps: int) -> float:
         """Returns the weight of the old average after step `step` (from 0) of a run: mean = momentum * mean + (1 - momentum) * weights."""
+        raise NotImplementedError
+
+    def load_additions(self, additions: dict[str, Tensor]) -> str:
+        """Copy what init.weights hold beside a backbone, by name; returns a line about it. Only where `continues_additions`."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ from a batch to the loss

@@ -26,10 +26,10 @@ OBJECTIVES = {
     "sigmoid": "classification:Classification",
     "dino": "dino:Dino",
     "lejepa": "lejepa:Lejepa",
+    "mae": "mae:Mae",
     "masked_mean_color": "masked_patches:MaskedPatches",
     "masked_small_patch": "masked_patches:MaskedPatches",
     "masked_pixels": "masked_patches:MaskedPatches",
-    "mae": "mae:Mae",
 }
 
 

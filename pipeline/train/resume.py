@@ -149,7 +149,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
             say=console.say,
             **settings.for_weights(),
         )
-        if not num_classes:
+        if not num_classes and not objectives.kind(config.train.loss).continues_additions:
             console.say(
                 f"train.loss = {config.train.loss} begins with the backbone of {config.init.weights}; its head is new"
             )

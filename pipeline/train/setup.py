@@ -25,6 +25,7 @@ from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.model.files import find_file
+from pipeline.model.weights import read_additions
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
@@ -144,6 +145,8 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
     config, prepared, plan, ranks = context.config, context.prepared, context.plan, context.ranks
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)
+    if start.resumed is None and start.origin is not None and objective.continues_additions:
+        context.console.say(objective.load_additions(read_additions(start.origin.path)))
     fused = context.identity["fused_optimizer"]
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused, plan.steps)
     clock = StepClock(ranks.device)

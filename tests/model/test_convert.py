@@ -67,9 +67,9 @@ def test_in_and_out_again_is_exact(npz, random_arrays, layout, representation):
 
 def test_out_and_in_again_is_exact():
     model = create("ViT-mu/4", 12, 7, representation=True, width=24, depth=3, mlp_width=40, num_heads=3)
-    config, state, extra, notes = from_npz(to_npz(model))
-    assert (config, extra, notes) == (model.config, {}, [])
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    found = from_npz(to_npz(model))
+    assert (found.config, found.extra, found.notes, found.added) == (model.config, {}, [], None)
+    assert all(torch.equal(found.state[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_configuration_from_the_tensors(npz):

@@ -55,11 +55,6 @@ class StudyModel:
         path=True,
     )
 
-    @property
-    def overrides(self) -> list[str]:
-        """Its settings over those of the study, with that of its weights."""
-        return [*self.settings, *([f"init.weights={self.weights}"] if self.weights else [])]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
@@ -157,11 +152,6 @@ class StudyConfig:
     report: bool = setting(False, "Run nothing: write the report of the cells that are done.")
     mlflow: str = mlflow_of_runs("study")
     plan: bool = setting(False, "Only list the cells, their compute, hours and cost.")
-
-    @property
-    def base(self) -> list[str]:
-        """Settings over those of `run` that stand for all cells; with question = labels, the file may leave the model open."""
-        return [*self.settings, *(self.models[0].overrides if self.question == "labels" else []), "name=study"]
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --plan only prints."""

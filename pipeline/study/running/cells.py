@@ -145,7 +145,7 @@ class Study:
 def open_study(config: StudyConfig) -> Study:
     """Make the cells of a study and check them as far as can be without training. Raises UserError."""
     folder = Path(config.out) / config.name
-    base = make_child("study", config.run, config.base).config
+    base = run_for_all(config).config
     if base.init.weights and config.question != "labels":
         raise UserError(
             f"{config.run} has init.weights: a study pre-trains new models. Use a file of launch/pretrain.py, or question=labels."
@@ -175,6 +175,13 @@ def open_study(config: StudyConfig) -> Study:
     return Study(config, folder, dataset, max(base.model.image_size), cells, notes)
 
 
+def run_for_all(config: StudyConfig) -> ChildRun:
+    """A run that stands for all cells in what they have in common. Raises UserError."""
+    # With question = labels, the file of settings may leave the model open.
+    model = _overrides(config.models[0]) if config.question == "labels" else []
+    return make_child("study", config.run, [*config.settings, *model, "name=study"])
+
+
 def new_flops(cells: list[StudyCell]) -> list[float]:
     """FLOPs that each cell of a job adds, with its fine-tuning: a trunk's steps are done once."""
     added, trained = [], 0
@@ -193,7 +200,7 @@ def _cells_of(
 
     extra: FLOPs for which they train in addition.
     """
-    common = [*config.settings, *model.overrides, f"out={folder}", f"seed={seed}", f"data.limit={size}"]
+    common = [*config.settings, *_overrides(model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
     built = _starting_model(first, dataset.num_classes)
     flops = objectives.training_flops(first, built)
@@ -225,6 +232,10 @@ def _cells_of(
                  sum(_finetune_flops(finetune.config, built) for finetune in finetunes))
         )  # fmt: skip
     return sorted(found, key=lambda cell: cell.steps)
+
+
+def _overrides(model: StudyModel) -> list[str]:
+    return [*model.settings, *([f"init.weights={model.weights}"] if model.weights else [])]
 
 
 def _starting_model(config: RunConfig, num_classes: int) -> models.Config:
