@@ -24,6 +24,7 @@ from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.model.files import find_file
+from pipeline.model.weights import read_additions
 from pipeline.monitor.health import SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
@@ -33,7 +34,6 @@ from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
-from pipeline.model.weights import read_additions
 from pipeline.objectives import optimizers
 from pipeline.objectives.optimizers import peak_rate
 from pipeline.process import waits
