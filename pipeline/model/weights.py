@@ -23,7 +23,7 @@ from pipeline.base.files import replacing
 from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
-from pipeline.model.convert.entries import Weights, check_tensors
+from pipeline.model.convert.entries import ADDITION, Weights, check_tensors
 from pipeline.model.convert.official import read_npz
 from pipeline.model.convert.preprocessing import SavedPreprocessing
 from pipeline.model.convert.state_dicts import from_state_dict
@@ -32,8 +32,6 @@ from pipeline.model.position import resample_state, resampling_note
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
-# Before the name of a tensor in a checkpoint of training that is no part of the model.
-ADDITION = "objective."
 
 Say = Callable[[str], object]
 
@@ -98,12 +96,14 @@ def read_weights(path: StrPath, say: Say = _silent) -> tuple[Config, dict[str, T
         notes = [*weights.notes, *_check_extra(weights.extra, weights.config)]
     for note in notes:
         say(note)
-    return weights.config, weights.state, weights.extra
+    state = {name: tensor for name, tensor in weights.state.items() if not name.startswith(ADDITION)}
+    return weights.config, state, weights.extra
 
 
 def read_additions(path: StrPath) -> dict[str, Tensor]:
     """Returns what a training objective added to the model in these weights, such as MAE's decoder: fp32, {} for nothing."""
-    return _read(files.find_file(Path(path))).added or {}
+    state = _read(files.find_file(Path(path))).state
+    return {name.removeprefix(ADDITION): tensor for name, tensor in state.items() if name.startswith(ADDITION)}
 
 
 def _read(path: Path) -> Weights:
@@ -134,14 +134,14 @@ def _read_ours(content: dict[str, Any]) -> Weights:
         state = content.get("state")
         if not isinstance(state, Mapping):
             raise UserError("it holds no state.")
-        added = {n.removeprefix(ADDITION): tensor.float() for n, tensor in state.items() if n.startswith(ADDITION)}
+        added = {name: tensor for name, tensor in state.items() if name.startswith(ADDITION)}
         state = {name: tensor for name, tensor in state.items() if not name.startswith(ADDITION)}
         with torch.device("meta"):
             expected = build(config).state_dict()
         check_tensors(state, {name: tuple(tensor.shape) for name, tensor in expected.items()})
     except UserError as error:
         raise UserError(f"{error} {ADVICE}") from error
-    weights = Weights(config, {name: tensor.float() for name, tensor in state.items()}, dict(found.extra), [], added)
+    weights = Weights(config, {name: tensor.float() for name, tensor in (state | added).items()}, dict(found.extra), [])
     if added:
         weights.notes.append(f"{counted(len(added), 'tensor')} that the training objective added left out")
     return _without_masking(weights, config) if isinstance(config, ViTConfig) and config.masked else weights

@@ -2,7 +2,7 @@
 
 Most patches are removed at random. The backbone runs on the remaining ones only, so its blocks cost about a quarter; the
 decoder gets their tokens in the order of the image, with a mask token in each removed place, and predicts the pixels there.
-Details as in facebookresearch/mae (module models_mae). What is removed is drawn from (seed, epoch, sample), so it is the same on
+Details as in facebookresearch/mae. What is removed is drawn from (seed, epoch, sample), so it is the same on
 any number of ranks and after a restart.
 
 Shapes: B batch, N patches, K kept patches, D width of the backbone, E width of the decoder, P patch side in pixels.

@@ -18,6 +18,8 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 
 Tensors = Mapping[str, Tensor]
+# Before the name of a tensor that is no part of the model, but of the objective that trained it.
+ADDITION = "objective."
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -25,10 +27,9 @@ class Weights(NamedTuple):
     """A weights file in our terms."""
 
     config: Config
-    state: dict[str, Tensor]  # fp32, on the CPU
+    state: dict[str, Tensor]  # fp32, on the CPU; what a training objective added has ADDITION before its name
     extra: dict[str, Any]  # plain data that belongs to the weights, such as "classes" and "preprocessing"
     notes: list[str]  # what was assumed, converted and left out, a line each
-    added: dict[str, Tensor] | None = None  # what a training objective added, without "objective." in front
 
 
 class Entry(NamedTuple):

@@ -1,4 +1,4 @@
-"""Weights of MAE: the decoder of facebookresearch/mae (module models_mae) and of Hugging Face's ViTMAEForPreTraining.
+"""Weights of MAE: the decoder of facebookresearch/mae and of Hugging Face's ViTMAEForPreTraining.
 
 Its names here are those of `pipeline/objectives/mae.py`. The encoder is a ViT with timm's or Hugging Face's names.
 """

@@ -18,7 +18,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import mae, preprocessing
-from pipeline.model.convert.entries import Weights, check_values
+from pipeline.model.convert.entries import ADDITION, Weights, check_values
 from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import Json, Preprocessing
@@ -164,7 +164,8 @@ def _with_decoder(weights: Weights, decoder: dict[str, Tensor]) -> Weights:
     """Weights of MAE with their decoder, which only continuing their pre-training reads."""
     assert isinstance(weights.config, ViTConfig)
     note = "the decoder of MAE, which only train.loss=mae uses, is no part of the model"
-    return weights._replace(notes=[*weights.notes, note], added=mae.read_decoder(decoder, weights.config))
+    added = {f"{ADDITION}{name}": part for name, part in mae.read_decoder(decoder, weights.config).items()}
+    return weights._replace(state=weights.state | added, notes=[*weights.notes, note])
 
 
 def _from_timm(tensors: dict[str, Tensor], config: Json) -> Weights:
