@@ -63,7 +63,13 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
 
 @on_meta.remembered
 def saved_by_loss(
-    cls: type[Objective], config: RunConfig, model: Config, images: int, dtype: torch.dtype, checkpointing: bool, ranks: int
+    cls: type[Objective],
+    config: RunConfig,
+    model: Config,
+    images: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    ranks: int,
 ) -> Saved:
     """Bytes saved by an objective's loss of `images` images on one of `ranks` ranks, without inputs, parameters and buffers.
 
@@ -83,7 +89,10 @@ def saved_by_loss(
     else:
         *models, deeper = found
         two, three = (count(one, checkpointing) for one in models)
-        total, plain = two.total + deeper * (three.total - two.total), count(models[1], False) if checkpointing else three
+        total, plain = (
+            two.total + deeper * (three.total - two.total),
+            count(models[1], False) if checkpointing else three,
+        )
     return replace(plain, total=total)
 
 

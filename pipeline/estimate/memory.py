@@ -21,7 +21,7 @@ from pipeline.model import Config, num_parameters
 from pipeline.objectives import kind, on_meta
 from pipeline.objectives.objective import TEACHER, Objective, constants, trained_parameters
 from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig
+from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_sections import TrainPrecision
 
 # Sizes in elements: DeepSpeed's defaults, which train/zero/engine.py sets explicitly.
