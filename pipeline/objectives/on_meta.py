@@ -58,7 +58,7 @@ def make(cls: type["Objective"], config: RunConfig, model: Config, dtype: torch.
     """The objective on the meta device, in training mode, with parameters of `dtype`; its small state stays as it is."""
     with META:
         objective = cls.create(config, build(model))
-    state = {name: buffer for name, buffer in objective.named_buffers(recurse=False)}
+    state = dict(objective.named_buffers(recurse=False))
     objective.to(dtype)
     for name, buffer in state.items():
         setattr(objective, name, buffer)

@@ -35,7 +35,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "simclr", simclr)
     exec("".join(f"{line[1:]}\n" for line in added[1].splitlines()), simclr.__dict__)
     plant("distillation", Distillation)
-    plant("simclr", simclr.Simclr)  # type: ignore[attr-defined]
+    plant("simclr", simclr.Simclr)
     yield
     run_sections.OBJECTIVES.clear()
     run_sections.OBJECTIVES.update(kept)
@@ -79,7 +79,6 @@ def test_prediction_is_what_a_backward_pass_holds(loss: str, checkpointing: bool
             read = objective.inputs(pixels, torch.device("cpu"), None)
             objective(*read)[0].backward()
     predicted = backward.weights + backward.gradients + backward.activations + backward.inputs
-    print("RATIO", loss, checkpointing, predicted / live.peak, backward, live.peak)
     assert predicted == pytest.approx(live.peak, rel=0.10), backward
 
 
