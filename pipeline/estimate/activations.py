@@ -1,6 +1,6 @@
 """Counts the bytes that a forward pass saves for the backward pass, on the meta device: no arithmetic, no memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -10,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pipeline.model import Config, ResNetConfig, VisionTransformer, ViTConfig, build
+from pipeline.model import Config, Model, ResNetConfig, VisionTransformer, build
+from pipeline.objectives import on_meta
+from pipeline.objectives.objective import Objective
+from pipeline.objectives.on_meta import shallow
+from pipeline.settings.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -18,12 +22,13 @@ class Saved:
     """Bytes saved for a micro-batch.
 
     total: by the whole model. block: by the largest block (or ResNet unit), without recomputation. largest: the largest
-    tensor that the last block saves, without recomputation.
+    tensor that the last block saves, without recomputation. outside: the largest tensor that no block saves, only for an objective.
     """
 
     total: int
     block: int
     largest: int
+    outside: int = 0
 
 
 def saved_bytes(config: Config, micro_batch: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
@@ -37,17 +42,6 @@ def saved_bytes(config: Config, micro_batch: int, dtype: torch.dtype, checkpoint
         without_checkpointing.block * micro_batch,
         without_checkpointing.largest * micro_batch,
     )
-
-
-def shallow(config: Config) -> tuple[Config, Config, int] | None:
-    """Returns models of depth 2 and 3, and how much deeper than the first the model is; None unless it is a ViT
-    deeper than both, and without a stem, which takes longer than its blocks.
-
-    All blocks but the first are alike, so what each adds to a count is the difference of the two; counting all 56 takes seconds.
-    """
-    if not isinstance(config, ViTConfig) or config.stem is not None or config.depth <= 3:
-        return None
-    return replace(config, depth=2), replace(config, depth=3), config.depth - 2
 
 
 def _count_all(config: Config, images: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
@@ -64,8 +58,49 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
         model = build(config).to(dtype)
     pixels, *masks = meta_inputs(config, images, dtype)
     model.activation_checkpointing = checkpointing
-    ours = {parameter.untyped_storage()._cdata for parameter in model.parameters()} | {pixels.untyped_storage()._cdata}
+    return _saved_by(model, lambda: model(pixels, *masks), [*model.parameters(), pixels])
+
+
+@on_meta.remembered
+def saved_by_loss(
+    cls: type[Objective],
+    config: RunConfig,
+    model: Config,
+    images: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    ranks: int,
+) -> Saved:
+    """Bytes saved by an objective's loss of `images` images on one of `ranks` ranks, without inputs, parameters and buffers.
+
+    model: the backbone's. Counted for this number of images, of which a loss that compares them need be no linear function.
+    """
+
+    def count(one: Config, again: bool) -> Saved:
+        objective = on_meta.make(cls, config, one, dtype)
+        objective.backbone.activation_checkpointing = again
+        read = on_meta.inputs(objective, config, images, dtype)
+        ours = [*objective.parameters(), *objective.buffers(), *read.views, *read.facts.values()]
+        return _saved_by(objective.backbone, lambda: on_meta.loss(objective, read, ranks), ours)
+
+    if not (found := shallow(model)):
+        counted = count(model, checkpointing)
+        total, plain = counted.total, count(model, False) if checkpointing else counted
+    else:
+        *models, deeper = found
+        two, three = (count(one, checkpointing) for one in models)
+        total, plain = (
+            two.total + deeper * (three.total - two.total),
+            count(models[1], False) if checkpointing else three,
+        )
+    return replace(plain, total=total)
+
+
+def _saved_by(model: Model, forward: Callable[[], Tensor], left_out: Iterable[Tensor]) -> Saved:
+    """Counts what `forward`, which calls the model, saves beside the tensors that are left out."""
+    ours = {tensor.untyped_storage()._cdata for tensor in left_out}
     kept: dict[int, torch.UntypedStorage] = {}
+    of_blocks: set[int] = set()
     before: set[int] = set()
     block = largest = 0
 
@@ -80,6 +115,7 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
 
     def leave(*_: Any) -> None:
         nonlocal block, largest
+        of_blocks.update(kept.keys() - before)
         added = [kept[key].nbytes() for key in kept.keys() - before] or [0]
         block, largest = max(block, sum(added)), max(added)
 
@@ -87,9 +123,10 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
     with OperatorsOfAGpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = model(pixels, *masks)
-    assert logits.is_meta
-    return Saved(sum(storage.nbytes() for storage in kept.values()), block, largest)
+        out = forward()
+    assert out.is_meta
+    outside = max((kept[key].nbytes() for key in kept.keys() - of_blocks), default=0)
+    return Saved(sum(storage.nbytes() for storage in kept.values()), block, largest, outside)
 
 
 def meta_inputs(config: Config, images: int, dtype: torch.dtype) -> list[Tensor]:

@@ -6,20 +6,22 @@ activations, the reduction of gradients over ranks, and the optimizer step.
 
 Not counted: the CUDA context, NCCL's buffers, fragmentation of the allocator, workspaces of kernels.
 
-Letters: P parameters of the model, p = P / ranks, e bytes of a parameter (fp32 4, bf16 2), T tokens of a micro-batch.
+Letters: P trained parameters (the model's, and those that the objective adds), p = P / ranks, e bytes of a parameter (fp32 4, bf16 2), T tokens of a micro-batch.
 """
 
 import math
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 
 import torch
 
 from pipeline.base.errors import UserError
-from pipeline.estimate.activations import saved_bytes
+from pipeline.estimate.activations import saved_by_loss, saved_bytes
 from pipeline.estimate.plan import Plan
-from pipeline.model import Config, Model, build, num_parameters
-from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig
+from pipeline.model import Config, num_parameters
+from pipeline.objectives import kind, on_meta
+from pipeline.objectives.objective import TEACHER, Objective, constants, trained_parameters
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
 
 # Sizes in elements: DeepSpeed's defaults, which train/zero/engine.py sets explicitly.
@@ -112,21 +114,25 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
     """Returns a rank's memory in the backward pass, the reduction of gradients and the optimizer step."""
     engine = config.engine
     e = element_bytes(engine.precision)
-    P = num_parameters(model)
+    found = parameters(config, model)
+    P = found.trained
     p = math.ceil(P / world_size)
-    full = _backward_activations(model, micro_batch, engine)
+    full = _backward_activations(model, config, micro_batch, world_size)
     # If gradients exceed one bucket, it is reduced before the backward pass has finished.
     left = int(full * (1 - reduce_bucket(P) / P)) if engine.zero_stage >= 2 else 0
-    inputs = input_bytes(model, micro_batch, engine.precision)
-    state = _moments_bytes(config.optimizer)
+    inputs = _input_bytes(model, config, micro_batch)
+    state = _moments_bytes(config.optimizer) + found.average_bytes
     optimizer = state * P if engine.zero_stage == 0 else (4 + state) * p
     if engine.offload:
         optimizer = 0
-    weights = e * P
-    gathered = e * P
+    # At stages 1 and 2 the teacher's parameters are views of flat tensors that have room for all trained ones.
+    frozen = e * (found.frozen + (P if found.teacher and engine.zero_stage in (1, 2) else found.teacher))
+    weights = gathered = e * P + frozen
     if engine.zero_stage == 3:
         # Parameters are gathered when used, and stay for the backward pass up to a limit.
-        weights, gathered = e * (p + persistent(model)), e * (p + min(P, MAX_LIVE_PARAMETERS))
+        untrained = found.frozen + found.teacher
+        weights = e * (p + found.persistent + math.ceil(untrained / world_size))
+        gathered = e * (p + math.ceil(untrained / world_size) + min(P + untrained, MAX_LIVE_PARAMETERS))
     gradients, buffers = _gradients_and_buffers(model, config, accumulation > 1, world_size)
     return [
         Memory("backward", gathered, optimizer, gradients[0], full, inputs, buffers[0]),
@@ -140,10 +146,11 @@ def _gradients_and_buffers(
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Returns (gradients, buffers) in bytes, each for the backward pass, the reduction and the optimizer step."""
     stage, e = config.engine.zero_stage, element_bytes(config.engine.precision)
-    P = num_parameters(model)
+    found = parameters(config, model)
+    P = found.trained
     p = math.ceil(P / world_size)
     # The two parameter groups are updated one after the other; this is the larger.
-    group = math.ceil((P - _undecayed(model)) / (1 if stage == 0 else world_size))
+    group = math.ceil((P - found.undecayed) / (1 if stage == 0 else world_size))
     # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors. (A CPU's has, briefly.)
     work = _optimizer_work(config.optimizer) * group if config.engine.fused is False else 0
     bucket = e * reduce_bucket(P)
@@ -160,7 +167,7 @@ def _gradients_and_buffers(
         bucket = 4 * reduce_bucket(P)
         return (4 * P * accumulates, 4 * P - bucket, 4 * p), (bucket, 2 * bucket, 4 * group + work)
     if stage == 2 and e == 2:
-        as_fp32 = 4 * _largest_parameter(model)
+        as_fp32 = 4 * found.largest
         return (4 * p * accumulates, 4 * p, 4 * p), (bucket, 2 * bucket + as_fp32, work)
     if stage == 2:
         return (4 * p * accumulates, 4 * p * accumulates, 4 * p), (bucket, 2 * bucket, 4 * group + work)
@@ -168,20 +175,38 @@ def _gradients_and_buffers(
     return (4 * p, 4 * p, 4 * p), (bucket, 2 * bucket + as_fp32, bucket + 4 * group + work)
 
 
-def _backward_activations(model: Config, micro_batch: int, engine: EngineConfig) -> int:
+def _backward_activations(model: Config, config: RunConfig, micro_batch: int, world_size: int) -> int:
     """Bytes of activations at the start of the backward pass: saved tensors and temporary ones.
 
     The temporary ones are the gradients of the last block's activations, of its largest kernel and of the head; with
-    checkpointing, also the recomputed activations of one block.
+    checkpointing, also the recomputed activations of one block. What an objective adds may save a larger tensor than a block: it
+    and its gradient are then the temporary ones.
     """
-    saved = saved_bytes(model, micro_batch, dtype_of(engine.precision), engine.activation_checkpointing)
-    e = element_bytes(engine.precision)
-    # The loss is computed in fp32: logits, targets and their product.
-    loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
+    engine, cls = config.engine, kind(config.train.loss)
+    dtype, e = dtype_of(engine.precision), element_bytes(engine.precision)
+    found = parameters(config, model)
+    if cls.trains_backbone_alone:
+        saved = saved_bytes(model, micro_batch, dtype, engine.activation_checkpointing)
+        # The loss is computed in fp32: logits, targets and their product.
+        loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
+    else:
+        saved = saved_by_loss(cls, config, model, micro_batch, dtype, engine.activation_checkpointing, world_size)
+        loss = 0
     again = saved.block if engine.activation_checkpointing else 0
     # Per token, the MLP's M and twice D: 6 D, where the largest saved tensor has 4 D.
-    gradients = 3 * saved.largest // 2 + e * (_largest_parameter(model) + _head(model))
+    gradients = max(3 * saved.largest // 2, 2 * saved.outside) + e * (found.largest + found.head)
     return saved.total + loss + again + gradients
+
+
+def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
+    """Bytes of all views of a micro-batch's images."""
+    precision, cls = config.engine.precision, kind(config.train.loss)
+    if cls.trains_backbone_alone:
+        return input_bytes(model, micro_batch, precision)
+    return sum(
+        input_bytes(replace(model, image_size=ImageSize.parse(group.size)), group.count * micro_batch, precision)
+        for group in cls.views(config)
+    )
 
 
 def input_bytes(model: Config, micro_batch: int, precision: TrainPrecision) -> int:
@@ -191,13 +216,18 @@ def input_bytes(model: Config, micro_batch: int, precision: TrainPrecision) -> i
 
 
 def checkpoint_bytes(model: Config, config: RunConfig) -> int:
-    """Bytes of one checkpoint over all ranks: fp32 weights and moments, and model.safetensors."""
-    return num_parameters(model) * (4 + _moments_bytes(config.optimizer) + 4)
+    """Bytes of one checkpoint over all ranks: fp32 weights, moments and what is frozen, and model.safetensors of the backbone."""
+    return _state_bytes(model, config) + 4 * num_parameters(model)
 
 
 def copied_bytes(model: Config, config: RunConfig, world_size: int) -> int:
-    """Bytes that a rank copies to host memory for a checkpoint: its part of fp32 weights and moments."""
-    return math.ceil(num_parameters(model) * (4 + _moments_bytes(config.optimizer)) / world_size)
+    """Bytes that a rank copies to host memory for a checkpoint: its part of fp32 weights, moments and what is frozen."""
+    return math.ceil(_state_bytes(model, config) / world_size)
+
+
+def _state_bytes(model: Config, config: RunConfig) -> int:
+    found = parameters(config, model)
+    return found.trained * (4 + _moments_bytes(config.optimizer) + found.average_bytes) + 4 * found.frozen
 
 
 def element_bytes(precision: TrainPrecision) -> int:
@@ -224,36 +254,43 @@ def _optimizer_work(optimizer: OptimizerConfig) -> int:
     return 4 if optimizer.name == "adam" or optimizer.weight_decay else 0
 
 
-@cache
-def _undecayed(model: Config) -> int:
-    """Number of parameters without weight decay: biases, norms, class token, positions."""
-    decayed = _built(model).weight_decay_mask()
-    return sum(p.numel() for name, p in _built(model).named_parameters() if name not in decayed)
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of an objective's parameters, and of tensors."""
+
+    trained: int
+    frozen: int  # with its persistent buffers, without the teacher
+    teacher: int
+    undecayed: int  # trained without weight decay: biases, norms, class token, positions
+    largest: int  # of the largest trained tensor
+    head: int  # of the backbone's head and what is added to be trained
+    persistent: int  # of trained tensors below stage 3's threshold
+    sharded_tensors: int  # trained tensors that stage 3 shards
+
+    @property
+    def average_bytes(self) -> int:
+        """Bytes per trained parameter of the fp32 average that a teacher is copied from."""
+        return 4 * bool(self.teacher)
 
 
-@cache
-def _largest_parameter(model: Config) -> int:
-    return max(parameter.numel() for parameter in _built(model).parameters())
+def parameters(config: RunConfig, model: Config) -> Parameters:
+    """Counts the parameters of a run's objective. model: the backbone's."""
+    return _parameters(kind(config.train.loss), config, model)
 
 
-@cache
-def _head(model: Config) -> int:
-    return sum(parameter.numel() for parameter in _built(model).head.parameters())
-
-
-@cache
-def persistent(model: Config) -> int:
-    """Number of parameters in tensors below stage 3's threshold."""
-    return sum(p.numel() for p in _built(model).parameters() if p.numel() < PERSISTENCE_THRESHOLD)
-
-
-@cache
-def sharded_tensors(model: Config) -> int:
-    """Number of parameter tensors that stage 3 shards."""
-    return sum(parameter.numel() >= PERSISTENCE_THRESHOLD for parameter in _built(model).parameters())
-
-
-@cache
-def _built(model: Config) -> Model:
-    with torch.device("meta"):
-        return build(model)
+@on_meta.remembered
+def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Parameters:
+    objective = on_meta.make(cls, config, model, torch.float32)
+    trained = {name: parameter.numel() for name, parameter in trained_parameters(objective)}
+    decayed = objective.decayed()
+    heads = tuple(name for name in trained if name.startswith("backbone.head.") or not name.startswith("backbone."))
+    return Parameters(
+        sum(trained.values()),
+        sum(tensor.numel() for _, tensor in constants(objective)),
+        sum(p.numel() for name, p in objective.named_parameters() if name.startswith(TEACHER)),
+        sum(count for name, count in trained.items() if name not in decayed),
+        max(trained.values()),
+        sum(trained[name] for name in heads),
+        sum(count for count in trained.values() if count < PERSISTENCE_THRESHOLD),
+        sum(count >= PERSISTENCE_THRESHOLD for count in trained.values()),
+    )

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.estimate.activations import OperatorsOfAGpu, meta_inputs, shallow
+from pipeline.estimate.activations import OperatorsOfAGpu, meta_inputs
 from pipeline.model import Config, ViTConfig, build
+from pipeline.objectives.on_meta import shallow
 
 MATRICES, ATTENTION, NORMS, GELU, OTHER = "matrix products", "attention", "norms", "GELU", "other"
 # Operators whose name contains a word belong to its class.

@@ -13,7 +13,7 @@ from pipeline.estimate import memory
 from pipeline.estimate.network import Kind, Network, find_network
 from pipeline.estimate.operators import MATRICES, traffic
 from pipeline.estimate.plan import Plan
-from pipeline.model import Config, num_parameters, training_flops_per_image
+from pipeline.model import Config, training_flops_per_image
 from pipeline.monitor.gpus import Gpu, find_gpu
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import OptimizerConfig, RunConfig
@@ -125,7 +125,8 @@ def is_predictable(config: PlanConfig) -> bool:
 def collectives(config: RunConfig, model: Config, accumulation: int) -> list[Collective]:
     """Collectives of a step, without the few bytes of norms and flags. The moving average of the weights needs none."""
     stage, e = config.engine.zero_stage, memory.element_bytes(config.engine.precision)
-    P = num_parameters(model)
+    found = memory.parameters(config, model)
+    P = found.trained
     bucket = memory.reduce_bucket(P)
     buckets = math.ceil(P / bucket)
     if stage == 0:
@@ -137,7 +138,7 @@ def collectives(config: RunConfig, model: Config, accumulation: int) -> list[Col
             Collective("all-reduce", times * e * P, times * buckets, "backward's end"),
             Collective("all-gather", e * P, 2, "step"),  # one call for each parameter group
         ]
-    kept, tensors = memory.persistent(model), memory.sharded_tensors(model)
+    kept, tensors = found.persistent, found.sharded_tensors
     sharded = P - kept
     # A parameter is used again in the backward pass; between lie twice the parameters behind it.
     again = max(0, sharded - REUSE_DISTANCE // 2)
@@ -154,7 +155,7 @@ def collectives(config: RunConfig, model: Config, accumulation: int) -> list[Col
 def optimizer_bytes(config: RunConfig, model: Config, world_size: int, accumulation: int) -> int:
     """Memory traffic of a rank's optimizer step, each tensor read and written once: a fused optimizer (engine.fused)."""
     stage, e = config.engine.zero_stage, memory.element_bytes(config.engine.precision)
-    P = num_parameters(model)
+    P = memory.parameters(config, model).trained
     p = P if stage == 0 else math.ceil(P / world_size)
     # fp32 gradients of the whole model stay on every rank at stage 0, and at stage 1 in bf16.
     held = P if stage == 0 or (stage == 1 and config.engine.precision == "bf16") else p

@@ -4,16 +4,31 @@ DeepSpeed averages gradients over ranks, so a loss that is a mean over this rank
 gradient of the mean over all of them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+_ranks_on_meta = 1
+
+
+@contextmanager
+def on_meta(ranks: int) -> Iterator[None]:
+    """Give tensors on the meta device, which no rank sends, the shapes that they have on so many ranks."""
+    global _ranks_on_meta
+    kept, _ranks_on_meta = _ranks_on_meta, ranks
+    try:
+        yield
+    finally:
+        _ranks_on_meta = kept
+
 
 def summed(tensor: Tensor) -> Tensor:
     """Returns the sum over ranks, without a gradient. Collective."""
     total = tensor.detach().clone()
-    if distributed.is_initialized():
+    if distributed.is_initialized() and not total.is_meta:
         distributed.all_reduce(total)
     return total
 
@@ -39,6 +54,8 @@ def gathered(tensor: Tensor) -> Tensor:
 
     B must be the same on all ranks.
     """
+    if tensor.is_meta:
+        return torch.cat([tensor] * _ranks_on_meta)
     return _Gather.apply(tensor) if distributed.is_initialized() else tensor
 
 

@@ -23,6 +23,7 @@ class Classification(Objective):
 
     reads_labels = True
     predicts_classes = True
+    trains_backbone_alone = True
 
     @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:

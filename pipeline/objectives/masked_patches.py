@@ -34,6 +34,8 @@ _PREDICTED = {"masked_mean_color": "mean_color", "masked_small_patch": "small_pa
 class MaskedPatches(Objective):
     """Masked patch prediction. The mask token and the head are parts of the backbone, a MaskedViT, and are left out of its weights."""
 
+    trains_backbone_alone = True
+
     @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:
         colors = {"color_accuracy": Metric("share", "higher")} if _PREDICTED[config.train.loss] != "pixels" else {}

@@ -27,6 +27,7 @@ from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, configure, training_flops_per_image
 from pipeline.model.weights import ADDITION
+from pipeline.objectives import on_meta
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import build
@@ -61,6 +62,9 @@ class Objective(nn.Module):
     needs_whole_batch: ClassVar[bool] = False
     # Whether a run with init.weights continues what such an objective added to them; else only the backbone is loaded.
     continues_additions: ClassVar[bool] = False
+    # Whether the backbone reads each image once and nothing is added to it: then memory and arithmetic are the model's, from its
+    # configuration. Otherwise `loss` is run on the meta device to count them.
+    trains_backbone_alone: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ settings, views and module
     # A dataclass of `setting(...)` fields: the section `objective` of a run's settings.
@@ -114,7 +118,9 @@ class Objective(nn.Module):
 
     @classmethod
     def training_flops(cls, config: RunConfig, model: Config) -> int:
-        """Floating-point operations of training on one image: those of the backbone for each view. model: the backbone's."""
+        """Floating-point operations of training on one image: of all views, what is added and a teacher. model: the backbone's."""
+        if not cls.trains_backbone_alone:
+            return on_meta.training_flops(cls, config, model)
         return sum(
             group.count * training_flops_per_image(replace(model, image_size=ImageSize.parse(group.size)))
             for group in cls.views(config)

@@ -1,0 +1,106 @@
+"""An objective on the meta device, where tensors have shapes but no memory: its loss runs there to count memory and arithmetic.
+
+Nothing waits for a device and nothing is computed, so `loss` must choose no shape by a value.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.data.loading.loader import Batch
+from pipeline.model import Config, ViTConfig, build
+from pipeline.objectives import across_ranks
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import RunConfig
+
+if TYPE_CHECKING:
+    from pipeline.objectives.objective import Inputs, Objective
+
+META = torch.device("meta")
+T = TypeVar("T")
+_IMAGES = 4  # of a micro-batch whose arithmetic is counted
+
+
+def shallow(config: Config) -> tuple[Config, Config, int] | None:
+    """Returns models of depth 2 and 3, and how much deeper than the first the model is; None unless it is a ViT
+    deeper than both, and without a stem, which takes longer than its blocks.
+
+    All blocks but the first are alike, so what each adds to a count is the difference of the two; counting all 56 takes seconds.
+    """
+    if not isinstance(config, ViTConfig) or config.stem is not None or config.depth <= 3:
+        return None
+    return replace(config, depth=2), replace(config, depth=3), config.depth - 2
+
+
+def remembered(function: Callable[..., T]) -> Callable[..., T]:
+    """A cache of a function of (objective's class, config, more): a RunConfig is not hashable.
+
+    Settings of the engine and of the micro-batch are no part of the key: what depends on them is in `more`.
+    """
+    known: dict[Any, T] = {}
+
+    @wraps(function)
+    def found(cls: type["Objective"], config: RunConfig, *more: Any) -> T:
+        key = (cls, repr([config.train.loss, config.objective, config.model, config.augment, config.seed]), *more)
+        if key not in known:
+            known[key] = function(cls, config, *more)
+        return known[key]
+
+    return found
+
+
+def make(cls: type["Objective"], config: RunConfig, model: Config, dtype: torch.dtype) -> "Objective":
+    """The objective on the meta device, in training mode, with parameters of `dtype`; its small state stays as it is."""
+    with META:
+        objective = cls.create(config, build(model))
+    state = dict(objective.named_buffers(recurse=False))
+    objective.to(dtype)
+    for name, buffer in state.items():
+        setattr(objective, name, buffer)
+    return objective.train()
+
+
+def inputs(objective: "Objective", config: RunConfig, images: int, dtype: torch.dtype) -> "Inputs":
+    """What `loss` reads of a micro-batch of so many images, by the objective's own `inputs`; views of `dtype`."""
+    groups = [(group.count, images, *ImageSize.parse(group.size), 3) for group in objective.views(config)]
+    views = tuple(torch.empty(shape, dtype=torch.uint8, device=META) for shape in groups)
+    labels, valid = torch.zeros((images, 1), dtype=torch.int64), torch.ones(images, dtype=torch.bool)
+    batch = Batch(views, labels, valid, np.arange(images), np.zeros(images, np.int64))
+    found = objective.inputs(batch, META, None)
+    return found._replace(views=tuple(view.to(dtype) for view in found.views))
+
+
+def loss(objective: "Objective", read: "Inputs", ranks: int) -> Tensor:
+    """The loss of one of `ranks` ranks."""
+    objective.before_step(0, 1)
+    with across_ranks.on_meta(ranks):
+        return objective(*read)[0]
+
+
+@remembered
+def training_flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:
+    """Floating-point operations of training on one image: of matrix products and convolutions, forward and backward.
+
+    They are those that `loss` does and that its gradient does: all views, what is added, and a teacher's forward pass alone.
+    Recomputed activations do not count.
+    """
+    if not (found := shallow(model)):
+        return _flops(cls, config, model)
+    *models, deeper = found
+    two, three = (_flops(cls, config, one) for one in models)
+    return two + deeper * (three - two)
+
+
+def _flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    objective = make(cls, config, model, torch.float32)
+    read = inputs(objective, config, _IMAGES, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        loss(objective, read, 1).backward()
+    return counter.get_total_flops() // _IMAGES

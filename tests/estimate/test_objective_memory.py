@@ -1,0 +1,119 @@
+"""Memory and arithmetic of objectives that add to the backbone: counted on the meta device, and of real steps in one process."""
+
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from distillation import Distillation, plant
+from live_tensors import LiveTensors, operators_of_a_gpu
+
+from pipeline import objectives
+from pipeline.data.loading.loader import Batch
+from pipeline.estimate import memory
+from pipeline.model import Config, build, training_flops_per_image
+from pipeline.objectives import across_ranks, on_meta
+from pipeline.settings import run_sections, schema
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import RunConfig
+
+IMAGES = 16
+EXTENDING = Path(__file__).resolve().parents[2] / "docs/extending.md"
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The planted objective and the worked example of docs/extending.md are values of train.loss."""
+    kept = dict(run_sections.OBJECTIVES)
+    added = re.search(r"^\+\+\+ b/pipeline/objectives/simclr.py\n@@.*?@@\n((?:\+.*\n)+)", EXTENDING.read_text(), re.M)
+    assert added is not None
+    simclr = types.ModuleType("simclr")
+    monkeypatch.setitem(sys.modules, "simclr", simclr)
+    exec("".join(f"{line[1:]}\n" for line in added[1].splitlines()), simclr.__dict__)
+    plant("distillation", Distillation)
+    plant("simclr", simclr.Simclr)
+    yield
+    run_sections.OBJECTIVES.clear()
+    run_sections.OBJECTIVES.update(kept)
+    (rule,) = (f.metadata["rule"] for f in run_sections.TrainConfig.__dataclass_fields__.values() if f.name == "loss")
+    object.__setattr__(rule, "choices", tuple(kept))
+
+
+def run_of(loss: str, *more: str) -> tuple[RunConfig, Config]:
+    config = schema.load(RunConfig, None, [
+        "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps",
+        "model.name=ViT-Ti/8", "model.image_size=32", "model.representation=false", "model.depth=5", f"train.loss={loss}",
+        f"train.micro_batch={IMAGES}", f"train.global_batch={2 * IMAGES}", "engine.precision=fp32", "engine.zero_stage=0", *more,
+    ])  # fmt: skip
+    return config, objectives.new_backbone(config, 4)
+
+
+def batch(config: RunConfig) -> Batch:
+    rng = np.random.default_rng(0)
+    groups = objectives.kind(config.train.loss).views(config)
+    views = [rng.integers(0, 256, (g.count, IMAGES, *ImageSize.parse(g.size), 3), np.uint8) for g in groups]
+    return Batch(tuple(map(torch.from_numpy, views)), torch.zeros(IMAGES, 1, dtype=torch.int64),
+                 torch.ones(IMAGES, dtype=torch.bool), np.arange(IMAGES), np.zeros(IMAGES, np.int64))  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("loss", ["distillation", "simclr"])
+def test_prediction_is_what_a_backward_pass_holds(loss: str, checkpointing: bool) -> None:
+    """Weights with the teacher's, gradients, activations and inputs of the second micro-batch of a step, within 10 %."""
+    config, model = run_of(loss, f"engine.activation_checkpointing={str(checkpointing).lower()}")
+    backward = memory.moments(model, config, IMAGES, 2, 1)[0]
+    objective = objectives.create(config, build(model, seed=0)).train()
+    objective.backbone.activation_checkpointing = checkpointing
+    pixels = batch(config)
+    for _ in range(2):
+        with LiveTensors() as live, operators_of_a_gpu():
+            live.bytes = live.peak = sum(p.numel() * 4 for p in objective.parameters())
+            live.sizes = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in objective.parameters()}
+            for p in objective.parameters():
+                if p.grad is not None:
+                    live._meet(p.grad.untyped_storage())
+            read = objective.inputs(pixels, torch.device("cpu"), None)
+            objective(*read)[0].backward()
+    predicted = backward.weights + backward.gradients + backward.activations + backward.inputs
+    assert predicted == pytest.approx(live.peak, rel=0.10), backward
+
+
+def test_parameters_are_counted_apart() -> None:
+    config, model = run_of("distillation")
+    objective = objectives.create(config, build(model, seed=0))
+    found = memory.parameters(config, model)
+    trained = sum(p.numel() for p in objective.parameters() if p.requires_grad)
+    assert (found.trained, found.teacher, found.frozen) == (trained, trained, 8 * 8 + 8)
+    assert memory.checkpoint_bytes(model, config) == 4 * (4 * trained + found.frozen + memory.num_parameters(model))
+    plain, teacher = (memory.moments(m, c, 2, 1, 4) for c, m in (run_of("softmax"), run_of("distillation")))
+    assert teacher[2].weights > 1.9 * plain[2].weights
+    assert teacher[2].optimizer > 1.2 * plain[2].optimizer
+
+
+@pytest.mark.parametrize("loss", ["softmax", "masked_mean_color"])
+def test_counted_arithmetic_is_the_configurations(loss: str) -> None:
+    """Within 4 %: the configuration's has no head, and has a gradient of the images, which nothing needs."""
+    config, model = run_of(loss)
+    exact = objectives.training_flops(config, model)
+    assert exact == training_flops_per_image(model)
+    assert on_meta.training_flops(objectives.kind(loss), config, model) == pytest.approx(exact, rel=0.04)
+
+
+def test_arithmetic_counts_views_and_a_teacher_without_its_backward_pass() -> None:
+    config, model = run_of("simclr")
+    alone = on_meta.training_flops(objectives.kind("softmax"), config, model)
+    assert objectives.training_flops(config, model) == pytest.approx(2 * alone, rel=0.02)
+    config, model = run_of("distillation")
+    assert objectives.training_flops(config, model) == pytest.approx(4 / 3 * alone, rel=0.02)
+
+
+def test_samples_of_other_ranks_are_counted() -> None:
+    config, model = run_of("simclr")
+    one, many = (memory.moments(model, config, IMAGES, 1, ranks)[0].activations for ranks in (1, 64))
+    assert many - one > 2 * 63 * (2 * IMAGES) ** 2 * 4
+    with across_ranks.on_meta(3):
+        assert across_ranks.gathered(torch.empty(2, 5, device="meta")).shape == (6, 5)
