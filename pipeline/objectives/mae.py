@@ -9,7 +9,7 @@ Shapes: B batch, N patches, K kept patches, D width of the backbone, E width of 
 """
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -84,7 +84,8 @@ class Mae(Objective):
     def check(cls, config: RunConfig) -> None:
         super().check(config)
         cls.settings(config).check()
-        name, model = config.model.name, config.model
+        name = config.model.name
+        model: Any = config.model  # its fields are those of ViTConfig
         if name and ("+" in name or name.startswith(("BiT-", "Axial-"))):
             raise UserError(
                 f"train.loss = mae removes patches of a plain ViT, not of {name}. Use a model such as ViT-B/16."
