@@ -58,7 +58,8 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
         model = build(config).to(dtype)
     pixels, *masks = meta_inputs(config, images, dtype)
     model.activation_checkpointing = checkpointing
-    return _saved_by(model, lambda: model(pixels, *masks), [*model.parameters(), pixels])
+    found = _saved_by(model, lambda: model(pixels, *masks), [*model.parameters(), pixels])
+    return replace(found, outside=0)
 
 
 @on_meta.remembered

@@ -263,7 +263,7 @@ class Parameters:
     teacher: int
     undecayed: int  # trained without weight decay: biases, norms, class token, positions
     largest: int  # of the largest trained tensor
-    head: int  # of the backbone's head and what is added to be trained
+    head: int  # of the backbone's head, or the largest of what is added to be trained
     persistent: int  # of trained tensors below stage 3's threshold
     sharded_tensors: int  # trained tensors that stage 3 shards
 
@@ -283,14 +283,15 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
     objective = on_meta.make(cls, config, model, torch.float32)
     trained = {name: parameter.numel() for name, parameter in trained_parameters(objective)}
     decayed = objective.decayed()
-    heads = tuple(name for name in trained if name.startswith("backbone.head.") or not name.startswith("backbone."))
+    head = sum(count for name, count in trained.items() if name.startswith("backbone.head."))
+    added = (count for name, count in trained.items() if not name.startswith("backbone."))
     return Parameters(
         sum(trained.values()),
         sum(tensor.numel() for _, tensor in constants(objective)),
         sum(p.numel() for name, p in objective.named_parameters() if name.startswith(TEACHER)),
         sum(count for name, count in trained.items() if name not in decayed),
         max(trained.values()),
-        sum(trained[name] for name in heads),
+        max(head, *added, 0),
         sum(count for count in trained.values() if count < PERSISTENCE_THRESHOLD),
         sum(count >= PERSISTENCE_THRESHOLD for count in trained.values()),
     )

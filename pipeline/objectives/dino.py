@@ -23,7 +23,7 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
-from pipeline.model import Config, Model, ViTConfig, forward_macs
+from pipeline.model import Config, Model, ViTConfig
 from pipeline.model.position import check_any_grid
 from pipeline.objectives.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.dino_head import DinoHead
@@ -143,20 +143,6 @@ class Dino(Objective):
         found = {"teacher_entropy": Metric(), "teacher_kl": Metric(), "embedding_std": Metric("ratio", "higher")}
         of_terms = {"ibot_loss": given.ibot_weight, "koleo_loss": given.koleo_weight}
         return found | {name: Metric("loss", "lower") for name, weight in of_terms.items() if weight}
-
-    @classmethod
-    def training_flops(cls, config: RunConfig, model: Config) -> int:
-        """The student's forward and backward pass of each view, and the teacher's forward pass of the global ones, with the heads."""
-        given: DinoSettings = cls.settings(config)
-        whole, local = (
-            forward_macs(model),
-            forward_macs(replace(model, image_size=(given.local_size, given.local_size))),
-        )
-        width, hidden, bottleneck = _width(model), given.hidden, given.bottleneck
-        head = width * hidden + hidden**2 + hidden * bottleneck + bottleneck * given.prototypes
-        masked = cls._masks(config, model).most if given.ibot_weight else 0
-        student = 2 * whole + given.local_views * local + (2 + given.local_views + masked) * head
-        return 2 * (3 * student + 2 * whole + (2 + masked) * head)
 
     # ------------------------------------------------------------------ module
     @classmethod

@@ -23,7 +23,7 @@ from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
-from pipeline.model import Config, Model, ViTConfig, forward_macs
+from pipeline.model import Config, Model, ViTConfig
 from pipeline.model.position import check_any_grid
 from pipeline.objectives.across_ranks import summed, total
 from pipeline.objectives.objective import Objective, mean_of_valid
@@ -106,17 +106,6 @@ class Lejepa(Objective):
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
         return {"num_classes": 0, "representation": False}
-
-    @classmethod
-    def training_flops(cls, config: RunConfig, model: Config) -> int:
-        """Of the backbone and the projector for each view, and the products with the directions."""
-        given: LejepaSettings = cls.settings(config)
-        views = given.global_views + given.local_views
-        head = _width(model) * given.hidden + given.hidden**2 + given.hidden * given.width
-        macs = given.global_views * forward_macs(model) + views * (head + given.width * given.directions)
-        if given.local_views:
-            macs += given.local_views * forward_macs(replace(model, image_size=(given.local_size, given.local_size)))
-        return 2 * 3 * macs
 
     # ------------------------------------------------------------------ module
     @classmethod
