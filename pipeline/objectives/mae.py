@@ -95,11 +95,15 @@ class Mae(Objective):
                 f"train.loss = mae encodes kept patches only, with positions added once before the first block, not model.positions = "
                 f"{model.positions}, model.positions_at = {model.positions_at}. Use positions=sincos2d_mae, positions_at=stem."
             )
-        if name and (model.representation or model.pool == "map" or model.patch_stride is not None):
+        if name and (model.pool == "map" or model.patch_stride is not None):
             raise UserError(
-                "train.loss = mae trains neither a representation layer nor attention pooling, and its patches do not overlap: set "
-                "model.representation=false and model.pool=token or gap, and leave out model.patch_stride."
+                "train.loss = mae trains no attention pooling, and its patches do not overlap: set model.pool=token or gap, and leave out "
+                "model.patch_stride."
             )
+
+    @classmethod
+    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": 0, "representation": False}
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
