@@ -1,10 +1,11 @@
 """Counts the bytes that a forward pass saves for the backward pass, on the meta device: no arithmetic, no memory."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +16,8 @@ from pipeline.objectives import on_meta
 from pipeline.objectives.objective import Objective
 from pipeline.objectives.on_meta import shallow
 from pipeline.settings.run import RunConfig
+
+_COUNTED = (8, 16, 32)  # images
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,6 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
     return replace(found, outside=0)
 
 
-@on_meta.remembered
 def saved_by_loss(
     cls: type[Objective],
     config: RunConfig,
@@ -74,9 +76,29 @@ def saved_by_loss(
 ) -> Saved:
     """Bytes saved by an objective's loss of `images` images on one of `ranks` ranks, without inputs, parameters and buffers.
 
-    model: the backbone's. Counted for this number of images, of which a loss that compares them need be no linear function.
+    model: the backbone's. A count takes a third of a second for a large model, so more than 32 images are extrapolated by the
+    quadratic through three counts: a loss that compares images of a batch is no linear function of their number.
     """
+    if images <= _COUNTED[-1]:
+        return _saved_by_loss(cls, config, model, images, dtype, checkpointing, ranks)
+    found = [_saved_by_loss(cls, config, model, number, dtype, checkpointing, ranks) for number in _COUNTED]
 
+    def at(values: list[int]) -> int:
+        return round(float(np.polynomial.Polynomial.fit(_COUNTED, values, 2)(images)))
+
+    return Saved(*(at([getattr(one, field.name) for one in found]) for field in fields(Saved)))
+
+
+@on_meta.remembered
+def _saved_by_loss(
+    cls: type[Objective],
+    config: RunConfig,
+    model: Config,
+    images: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    ranks: int,
+) -> Saved:
     def count(one: Config, again: bool) -> Saved:
         objective = on_meta.make(cls, config, one, dtype)
         objective.backbone.activation_checkpointing = again

@@ -14,7 +14,7 @@ from live_tensors import LiveTensors, operators_of_a_gpu
 
 from pipeline import objectives
 from pipeline.data.loading.loader import Batch
-from pipeline.estimate import memory
+from pipeline.estimate import activations, memory
 from pipeline.model import Config, build, training_flops_per_image
 from pipeline.objectives import across_ranks, on_meta
 from pipeline.settings import run_sections, schema
@@ -113,6 +113,16 @@ def test_arithmetic_counts_views_and_a_teacher_without_its_backward_pass() -> No
     assert objectives.training_flops(config, model) == pytest.approx(2 * alone, rel=0.02)
     config, model = run_of("dino", "objective.local_views=0", "objective.ibot_weight=0")
     assert objectives.training_flops(config, model) == pytest.approx(2 * 4 / 3 * alone, rel=0.02), "two views"
+
+
+@pytest.mark.parametrize("loss", ["dino", "simclr", "lejepa"])
+def test_many_images_are_extrapolated(loss: str) -> None:
+    config, model = run_of(loss)
+    given = objectives.kind(loss), config, model, 80, torch.float32, False, 4
+    counted, found = activations._saved_by_loss(*given), activations.saved_by_loss(*given)
+    assert (found.total, found.block, found.outside) == pytest.approx(
+        (counted.total, counted.block, counted.outside), rel=0.01
+    )
 
 
 def test_samples_of_other_ranks_are_counted() -> None:
