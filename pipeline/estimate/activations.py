@@ -65,6 +65,23 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
     return replace(found, outside=0)
 
 
+def of_many(count: Callable[[int], Saved], images: int) -> Saved:
+    """What `count` gives for a number of images; for more than 32, extrapolated by the quadratic through three counts.
+
+    A count takes a third of a second for a large model, and a loss that compares images of a batch is no linear function of
+    their number.
+    """
+    if images <= _COUNTED[-1]:
+        return count(images)
+    found = [count(number) for number in _COUNTED]
+
+    def at(values: list[int]) -> int:
+        return round(float(np.polynomial.Polynomial.fit(_COUNTED, values, 2)(images)))
+
+    return Saved(*(at([getattr(one, field.name) for one in found]) for field in fields(Saved)))
+
+
+@on_meta.remembered
 def saved_by_loss(
     cls: type[Objective],
     config: RunConfig,
@@ -76,29 +93,9 @@ def saved_by_loss(
 ) -> Saved:
     """Bytes saved by an objective's loss of `images` images on one of `ranks` ranks, without inputs, parameters and buffers.
 
-    model: the backbone's. A count takes a third of a second for a large model, so more than 32 images are extrapolated by the
-    quadratic through three counts: a loss that compares images of a batch is no linear function of their number.
+    model: the backbone's.
     """
-    if images <= _COUNTED[-1]:
-        return _saved_by_loss(cls, config, model, images, dtype, checkpointing, ranks)
-    found = [_saved_by_loss(cls, config, model, number, dtype, checkpointing, ranks) for number in _COUNTED]
 
-    def at(values: list[int]) -> int:
-        return round(float(np.polynomial.Polynomial.fit(_COUNTED, values, 2)(images)))
-
-    return Saved(*(at([getattr(one, field.name) for one in found]) for field in fields(Saved)))
-
-
-@on_meta.remembered
-def _saved_by_loss(
-    cls: type[Objective],
-    config: RunConfig,
-    model: Config,
-    images: int,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    ranks: int,
-) -> Saved:
     def count(one: Config, again: bool) -> Saved:
         objective = on_meta.make(cls, config, one, dtype)
         objective.backbone.activation_checkpointing = again

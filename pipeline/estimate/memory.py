@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.base.errors import UserError
-from pipeline.estimate.activations import saved_by_loss, saved_bytes
+from pipeline.estimate.activations import of_many, saved_by_loss, saved_bytes
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters
 from pipeline.objectives import kind, on_meta
@@ -190,7 +190,12 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
         # The loss is computed in fp32: logits, targets and their product.
         loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
     else:
-        saved = saved_by_loss(cls, config, model, micro_batch, dtype, engine.activation_checkpointing, world_size)
+        saved = of_many(
+            lambda images: saved_by_loss(
+                cls, config, model, images, dtype, engine.activation_checkpointing, world_size
+            ),
+            micro_batch,
+        )
         loss = 0
     again = saved.block if engine.activation_checkpointing else 0
     # Per token, the MLP's M and twice D: 6 D, where the largest saved tensor has 4 D.

@@ -9,6 +9,7 @@ Letters: P parameters, p = P / ranks, e bytes of a parameter (fp32 4, 16 bits 2)
 import math
 from dataclasses import dataclass, fields
 
+from pipeline import objectives
 from pipeline.estimate import memory
 from pipeline.estimate.network import Kind, Network, find_network
 from pipeline.estimate.operators import MATRICES, traffic
@@ -94,10 +95,12 @@ def passes(config: PlanConfig, model: Config, gpu: Gpu, micro_batch: int) -> tup
 
     Each class of operators takes the time of its arithmetic or of its memory traffic, whichever is longer, at
     `efficiency` of the data sheet's rates; and a kernel cannot start before it is launched. `mfu` or `measured` replace this.
+    That is of the model on one view; an objective with more views, additions or a teacher takes longer as its arithmetic is more.
     Attention's arithmetic is counted with the matrix products. The peak must be known (`is_predictable`).
     """
     peak = (config.engine.peak_tflops or gpu.tflops) * 1e12
-    flops = training_flops_per_image(model) * micro_batch
+    work = objectives.training_flops(config, model) / training_flops_per_image(model)
+    flops = training_flops_per_image(model) * micro_batch * work
     again = config.engine.activation_checkpointing
     if config.measured or config.mfu:
         seconds = micro_batch / config.measured if config.measured else flops / (peak * config.mfu)
@@ -109,10 +112,10 @@ def passes(config: PlanConfig, model: Config, gpu: Gpu, micro_batch: int) -> tup
         traffic(model, micro_batch, memory.dtype_of(config.engine.precision)), (1 / 3, 2 / 3), strict=True
     ):
         seconds = sum(
-            max(count / gpu.bandwidth, flops * share / peak if kind == MATRICES else 0.0)
+            max(count * work / gpu.bandwidth, flops * share / peak if kind == MATRICES else 0.0)
             for kind, count in part.bytes.items()
         )
-        found.append(max(seconds / config.efficiency, part.kernels * _LAUNCH))
+        found.append(max(seconds / config.efficiency, part.kernels * work * _LAUNCH))
     forward, backward = found
     return forward, backward + (forward if again else 0.0)
 

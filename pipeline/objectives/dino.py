@@ -24,11 +24,10 @@ from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig
-from pipeline.model.position import check_any_grid
 from pipeline.objectives.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.dino_head import DinoHead
 from pipeline.objectives.ibot import BlockMasks
-from pipeline.objectives.objective import Inputs, Objective, mean_of_valid
+from pipeline.objectives.objective import Inputs, Objective, check_small_views, embedding_std, mean_of_valid, width_of
 from pipeline.settings.quantities import MAX_SIDE, Length
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -169,10 +168,10 @@ class Dino(Objective):
         """masks: of iBOT; None without it. warmup, frozen: shares of the run, of the temperature and of the frozen prototypes."""
         super().__init__(backbone)
         self.given, self.masks, self.warmup, self.frozen, self.progress = given, masks, warmup, frozen, 0.0
-        shape = _width(backbone.config), given.hidden, given.bottleneck, given.prototypes
+        shape = width_of(backbone.config), given.hidden, given.bottleneck, given.prototypes
         self.head = DinoHead(*shape)
         self.patch_head = DinoHead(*shape) if masks and given.ibot_head == "separate" else None
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, _width(backbone.config))) if masks else None
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width_of(backbone.config))) if masks else None
         for name in ("centre", "patch_centre") if masks else ("centre",):
             self.register_buffer(name, torch.zeros(given.prototypes))
             # Of the teacher's outputs of this step, and last how many they are.
@@ -373,16 +372,6 @@ def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
     return mean_of_valid(-(distance + 1e-8).log(), counted & (closeness > -torch.inf))
 
 
-def embedding_std(features: Tensor, counted: Tensor) -> Tensor:
-    """Standard deviation over samples of L2-normalised features (B, D), root mean square over D, times the root of D.
-
-    1 if they point in all directions alike, 0 if all are the same. counted: bool (B,), which samples take part. Returns a scalar.
-    """
-    units, kept = F.normalize(features.float(), dim=1), counted.float()
-    mean = kept @ units / kept.sum().clamp(min=1)
-    return (kept @ (units - mean).square() / kept.sum().clamp(min=1)).sum().sqrt()
-
-
 # ---------------------------------------------------------------------- settings and models
 def check_backbone(config: RunConfig, model: Config) -> None:
     """Raise UserError if DINO cannot train this backbone with these settings."""
@@ -393,17 +382,8 @@ def check_backbone(config: RunConfig, model: Config) -> None:
                 f"objective.ibot_weight = {given.ibot_weight} masks patches, and a ResNet has none. Use a ViT."
             )
         return
-    if not given.local_views:
-        return
-    side, patch, step = given.local_size, model.patch_pixels, model.stride * model.reduction
-    if side < patch or (side - patch) % step:
-        covered = patch + max(0, side - patch) // step * step
-        raise UserError(
-            f"objective.local_size = {side}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}, or "
-            "objective.local_views=0."
-        )
-    if model.grid_at(side, side) != model.grid:
-        check_any_grid(model)
+    if given.local_views:
+        check_small_views(model, given.local_size)
 
 
 def _share(config: RunConfig, name: str) -> Fraction:
@@ -416,10 +396,6 @@ def _share(config: RunConfig, name: str) -> Fraction:
             f"objective.{name} in %."
         )
     return min(share, Fraction(1))
-
-
-def _width(model: Config) -> int:
-    return model.width if isinstance(model, ViTConfig) else model.num_features
 
 
 def _mean_of(values: Tensor, valid: Tensor) -> Tensor:

@@ -23,10 +23,9 @@ from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
-from pipeline.model import Config, Model, ViTConfig
-from pipeline.model.position import check_any_grid
+from pipeline.model import Model
 from pipeline.objectives.across_ranks import summed, total
-from pipeline.objectives.objective import Objective, mean_of_valid
+from pipeline.objectives.objective import Objective, check_small_views, embedding_std, mean_of_valid, width_of
 from pipeline.settings.quantities import MAX_SIDE
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -87,8 +86,8 @@ class Lejepa(Objective):
             )
         if config.train.global_batch == 1:
             raise UserError("train.loss = lejepa tests the distribution of a batch: train.global_batch = 1 must be 2 or more.")  # fmt: skip
-        if config.model.name:
-            check_backbone(config, cls.new_backbone(config, 0))
+        if config.model.name and given.local_views:
+            check_small_views(cls.new_backbone(config, 0), given.local_size)
 
     @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:
@@ -110,13 +109,15 @@ class Lejepa(Objective):
     # ------------------------------------------------------------------ module
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        check_backbone(config, backbone.config)
-        return cls(backbone, cls.settings(config), config.seed)
+        given: LejepaSettings = cls.settings(config)
+        if given.local_views:
+            check_small_views(backbone.config, given.local_size)
+        return cls(backbone, given, config.seed)
 
     def __init__(self, backbone: Model, given: LejepaSettings, seed: int = 0) -> None:
         super().__init__(backbone)
         self.given, self.seed = given, seed
-        self.projector = Projector(_width(backbone.config), given.hidden, given.width)
+        self.projector = Projector(width_of(backbone.config), given.hidden, given.width)
         # Those of the step; every start draws them again.
         self.register_buffer("directions", torch.zeros(given.width, given.directions), persistent=False)
 
@@ -133,7 +134,7 @@ class Lejepa(Objective):
         values = {
             "prediction": prediction.detach(),
             "sigreg": normality.detach(),
-            "embedding_std": _std(features.detach().float(), counted),
+            "embedding_std": embedding_std(features.detach(), counted),
         }
         return (1 - self.given.weight) * prediction + self.given.weight * normality, values
 
@@ -223,31 +224,3 @@ def random_directions(width: int, number: int, seed: int) -> Tensor:
     """float32 (width, number): columns of length 1, uniform on the sphere."""
     drawn = torch.randn(width, number, generator=torch.Generator().manual_seed(seed))
     return F.normalize(drawn, dim=0)
-
-
-def _std(features: Tensor, counted: Tensor) -> Tensor:
-    """Standard deviation over rows of L2-normalised features, as of DINO: 0 if all are the same, 1 if they point everywhere alike."""
-    units, kept = F.normalize(features, dim=1), counted.float()
-    number = kept.sum().clamp(min=1)
-    return (kept @ (units - kept @ units / number).square() / number).sum().sqrt()
-
-
-# ---------------------------------------------------------------------- settings and models
-def check_backbone(config: RunConfig, model: Config) -> None:
-    """Raise UserError if the backbone cannot read the small views of these settings."""
-    given: LejepaSettings = Lejepa.settings(config)
-    if not given.local_views or not isinstance(model, ViTConfig):
-        return
-    side, patch, step = given.local_size, model.patch_pixels, model.stride * model.reduction
-    if side < patch or (side - patch) % step:
-        covered = patch + max(0, side - patch) // step * step
-        raise UserError(
-            f"objective.local_size = {side}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}, or "
-            "objective.local_views=0."
-        )
-    if model.grid_at(side, side) != model.grid:
-        check_any_grid(model)
-
-
-def _width(model: Config) -> int:
-    return model.width if isinstance(model, ViTConfig) else model.num_features

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import OPTIONS
@@ -25,7 +26,8 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
-from pipeline.model import Config, Model, configure, training_flops_per_image
+from pipeline.model import Config, Model, ViTConfig, configure, training_flops_per_image
+from pipeline.model.position import check_any_grid
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
 from pipeline.settings.quantities import ImageSize
@@ -259,3 +261,33 @@ def normalised(pixels: Tensor, device: torch.device) -> Tensor:
 def mean_of_valid(losses: Tensor, valid: Tensor) -> Tensor:
     """The sum of the losses (B,) of valid samples, divided by B: an unreadable image contributes nothing, and changes no other."""
     return (losses * valid).sum() / valid.shape[0]
+
+
+def embedding_std(features: Tensor, counted: Tensor) -> Tensor:
+    """Standard deviation over samples of L2-normalised features (B, D), root mean square over D, times the root of D.
+
+    1 if they point in all directions alike, 0 if all are the same. counted: bool (B,), which samples take part. Returns a scalar.
+    """
+    units, kept = F.normalize(features.float(), dim=1), counted.float()
+    mean = kept @ units / kept.sum().clamp(min=1)
+    return (kept @ (units - mean).square() / kept.sum().clamp(min=1)).sum().sqrt()
+
+
+def check_small_views(model: Config, side: int) -> None:
+    """Raise UserError if a backbone cannot read square views of `objective.local_size` = side pixels."""
+    if not isinstance(model, ViTConfig):
+        return
+    patch, step = model.patch_pixels, model.stride * model.reduction
+    if side < patch or (side - patch) % step:
+        covered = patch + max(0, side - patch) // step * step
+        raise UserError(
+            f"objective.local_size = {side}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}, or "
+            "objective.local_views=0."
+        )
+    if model.grid_at(side, side) != model.grid:
+        check_any_grid(model)
+
+
+def width_of(model: Config) -> int:
+    """Width of a backbone's features."""
+    return model.width if isinstance(model, ViTConfig) else model.num_features

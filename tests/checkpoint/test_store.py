@@ -16,6 +16,7 @@ import faulty_s3
 import numpy as np
 import pytest
 import torch
+from forked import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -407,14 +408,17 @@ def test_an_outage_longer_than_the_patience_for_another_writer_loses_no_save(
 
     thread = threading.Thread(target=save_first)
     thread.start()
-    time.sleep(0.5)
+
+    def asked(method: str) -> int:
+        return sum(method in request and "status-0001" in request for request in server.requests)
+
+    until(lambda: asked("GET") >= 2)  # It has read the other's status twice.
+    before = asked("HEAD")
     server.fail(faulty_s3.answer(503, "SlowDown"), "status-0001")
-    while sum("GET" in request and "status-0001" in request for request in server.requests) < 5:
-        time.sleep(0.01)
+    until(lambda: asked("HEAD") > before + 1)  # A read begins with a HEAD, which fails.
     time.sleep(1.5)
     server.reset()
-    while not any("GET" in request and "status-0001" in request for request in server.requests):
-        time.sleep(0.01)
+    until(lambda: asked("GET"))
     time.sleep(0.3)
     save(*job(folder, 10, 1, 2))
     thread.join(20)

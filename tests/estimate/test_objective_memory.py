@@ -118,8 +118,11 @@ def test_arithmetic_counts_views_and_a_teacher_without_its_backward_pass() -> No
 @pytest.mark.parametrize("loss", ["dino", "simclr", "lejepa"])
 def test_many_images_are_extrapolated(loss: str) -> None:
     config, model = run_of(loss)
-    given = objectives.kind(loss), config, model, 80, torch.float32, False, 4
-    counted, found = activations._saved_by_loss(*given), activations.saved_by_loss(*given)
+
+    def count(images: int) -> activations.Saved:
+        return activations.saved_by_loss(objectives.kind(loss), config, model, images, torch.float32, False, 4)
+
+    counted, found = count(80), activations.of_many(count, 80)
     assert (found.total, found.block, found.outside) == pytest.approx(
         (counted.total, counted.block, counted.outside), rel=0.01
     )

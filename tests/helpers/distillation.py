@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure
-from pipeline.objectives.across_ranks import summed
 from pipeline.objectives.dino import Dino, DinoSettings
 from pipeline.objectives.ibot import BlockMasks
 from pipeline.objectives.objective import Objective
@@ -128,14 +127,3 @@ def step_of_tiny_dinov2(rank: int, world_size: int) -> dict[str, Tensor]:
     centres = {name: getattr(objective, name) for name in ("centre", "patch_centre")}
     logged = {name: values[name] for name in ("ibot_loss", "koleo_loss")}
     return {"loss": loss.detach(), **logged, **gradients, **centres}
-
-
-def save_step_of_tiny_dinov2(folder: str) -> None:
-    """In a rank: saves the mean over ranks of what `step_of_tiny_dinov2` returns, as DeepSpeed's gradient is."""
-    torch.distributed.init_process_group("gloo")
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found = {name: summed(value) / world_size for name, value in step_of_tiny_dinov2(rank, world_size).items()}
-    if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure
-from pipeline.objectives.across_ranks import summed
 from pipeline.objectives.lejepa import Lejepa, LejepaSettings
 
 GIVEN = LejepaSettings(local_views=2, local_size=8, hidden=16, width=6, directions=12)
@@ -47,14 +46,3 @@ def step_of_tiny_lejepa(
 def tensors_of_step(rank: int, world_size: int) -> dict[str, Tensor]:
     found = step_of_tiny_lejepa(rank, world_size)
     return {"loss": found["loss"], "sigreg": found["values"]["sigreg"], **found["gradients"]}
-
-
-def save_step_of_tiny_lejepa(folder: str) -> None:
-    """In a rank: saves the mean over ranks of loss and gradients, as DeepSpeed's gradient is."""
-    torch.distributed.init_process_group("gloo")
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found = {name: summed(value) / world_size for name, value in tensors_of_step(rank, world_size).items()}
-    if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()

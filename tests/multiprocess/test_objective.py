@@ -1,5 +1,6 @@
 """DINO, with a frozen parameter beside what it has: the same at every ZeRO stage, and exact after a restart."""
 
+import importlib
 import json
 import math
 import re
@@ -10,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distillation import FROZEN_STEPS, MOMENTUM, SETTINGS, step_of_tiny_dinov2
+from distillation import FROZEN_STEPS, MOMENTUM, SETTINGS
 from forked import Forge, ForkedRun
-from lejepa_step import tensors_of_step
 from ranks import ROOT, STEPS, metrics, settings
 
 from pipeline import model as models
@@ -151,22 +151,18 @@ def test_a_skipped_step_changes_neither_teacher_nor_centre(forge: Forge, dataset
         assert not any(np.array_equal(end[name], after[name]) for name in changed)
 
 
-def test_two_ranks_compute_what_one_does_of_the_whole_batch(forge: Forge, tmp_path: Path) -> None:
-    """DINOv2's recipe, whose Sinkhorn-Knopp and KoLeo compare the images of all ranks."""
-    forge.start_work(2, "distillation:save_step_of_tiny_dinov2", str(tmp_path)).finish()
-    found, expected = torch.load(tmp_path / "found.pt"), step_of_tiny_dinov2(0, 1)
+@pytest.mark.parametrize(
+    ("step", "least"), [("distillation:step_of_tiny_dinov2", 30), ("lejepa_step:tensors_of_step", 25)]
+)
+def test_two_ranks_compute_what_one_does_of_the_whole_batch(
+    step: str, least: int, forge: Forge, tmp_path: Path
+) -> None:
+    """DINOv2's recipe, whose Sinkhorn-Knopp and KoLeo compare the images of all ranks, and LeJEPA; ranks can read different numbers of images."""
+    forge.start_work(2, "mean_of_ranks:save", (step, str(tmp_path / "found.pt"))).finish()
+    module, _, function = step.partition(":")
+    found, expected = torch.load(tmp_path / "found.pt"), getattr(importlib.import_module(module), function)(0, 1)
     assert found.keys() == expected.keys()
-    assert len(found) > 30
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_two_ranks_of_lejepa_compute_what_one_does_of_the_whole_batch(forge: Forge, tmp_path: Path) -> None:
-    """Though the ranks can read different numbers of images."""
-    forge.start_work(2, "lejepa_step:save_step_of_tiny_lejepa", str(tmp_path)).finish()
-    found, expected = torch.load(tmp_path / "found.pt"), tensors_of_step(0, 1)
-    assert found.keys() == expected.keys()
-    assert len(found) > 25
+    assert len(found) > least
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
