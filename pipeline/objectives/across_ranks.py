@@ -44,7 +44,7 @@ def total(tensor: Tensor) -> Tensor:
 def largest(tensor: Tensor) -> Tensor:
     """Returns the maximum over ranks of each element, without a gradient. Collective."""
     found = tensor.detach().clone()
-    if distributed.is_initialized():
+    if distributed.is_initialized() and not found.is_meta:
         distributed.all_reduce(found, distributed.ReduceOp.MAX)
     return found
 
