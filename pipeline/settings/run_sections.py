@@ -110,6 +110,14 @@ class DataConfig:
     window: int = setting(
         4096, "Number of consecutive samples of a stream that are shuffled together.", min=1, on_change="run"
     )
+    balance: float = setting(
+        1.0,
+        "Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once an epoch, 0 all "
+        "classes equally often, 0.5 is between. A sample's class is its first label.",
+        min=0,
+        max=1,
+        on_change="run",
+    )
     threads: int = setting(2, "Decoding threads of each rank.", min=1, max=MAX_THREADS, on_change="nothing")
     prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000, on_change="nothing")
     max_bad_share: float = setting(
