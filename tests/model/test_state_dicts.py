@@ -18,7 +18,13 @@ D, GRID = 16, 4
 TIMM_CONFIG = {
     "architecture": "vit_base_patch16_224",
     "model_args": {"num_heads": 4, "img_size": 16},
-    "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": [3, 16, 16], "crop_pct": 0.9},
+    "pretrained_cfg": {
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+        "input_size": [3, 16, 16],
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+    },
 }
 
 
@@ -133,7 +139,7 @@ def test_preprocessing_and_classes_of_timm_are_read(tmp_path, timm_weights):
     _, _, extra = read_weights(folder(tmp_path, timm_weights, {**TIMM_CONFIG, "label_names": names}))
     assert extra["classes"] == names
     assert extra["preprocessing"] == {
-        "image_size": 16, "eval_crop": "center", "eval_resize": 17, "resize_filter": "antialias"
+        "image_size": 16, "eval_crop": "center", "eval_resize": 17, "resize_filter": "bicubic"
     }  # fmt: skip
 
 
@@ -445,7 +451,7 @@ def test_the_pooler_is_the_representation_layer(tmp_path, transformers):
 @pytest.mark.parametrize(
     ("changes", "preprocessing"),
     [
-        ({}, {"eval_crop": "resize"}),
+        ({}, {"eval_crop": "resize", "resize_filter": "bicubic"}),
         ({"gelu": "erf", **SMALL}, {"eval_crop": "center", "eval_resize": 20, "image_size": 16}),
         ({"classes": 0, "representation": True}, {"eval_crop": "resize"}),
     ],
