@@ -19,7 +19,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes, replacing
 from pipeline.base.npz import check_sizes
-from pipeline.model.convert.state_dicts import ConfigFiles
+from pipeline.model.convert.reading import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, newest_complete, repair_latest
 
 StrPath = str | os.PathLike[str]
@@ -30,7 +30,8 @@ _WHOLE = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors
 _HUB_FILES = (*_WHOLE, *(f"{name}{INDEX}" for name in _WHOLE[:2]))
 _FILES = (*_HUB_FILES, "model.pt")  # Looked for in a folder. model.pt is in checkpoints of earlier versions.
 _HUB = "hf:/"  # A repository of Hugging Face in the local cache: hf://ORGANISATION/NAME; Path removes the second slash.
-_WRAPPERS = ("state_dict", "model")  # Keys under which training scripts save the state dict.
+# Keys under which training scripts save the state dict; target_encoder: I-JEPA and MSN.
+_WRAPPERS = ("state_dict", "model", "target_encoder")
 # Suffix -> what such a file is. Said when it cannot be read as weights.
 _OTHER_FORMATS = {
     ".onnx": "an ONNX graph", ".pt2": "a program of torch.export", ".tflite": "a TensorFlow Lite graph", ".gguf": "a GGUF file",

@@ -11,7 +11,7 @@ from pipeline.base.errors import UserError
 from pipeline.model import configure, create, load, read_weights, save_safetensors, to_huggingface, to_timm
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.convert.resnets import bit_entries
-from pipeline.model.convert.state_dicts import timm_architecture
+from pipeline.model.convert.timm import timm_architecture
 from pipeline.model.files import write_safetensors
 
 D, GRID = 16, 4
@@ -602,9 +602,9 @@ def test_registers_are_transformers(tmp_path, transformers):
 
 def test_a_model_of_another_kind_is_named(tmp_path, timm_weights):
     for config, message in (
-        ({"model_type": "siglip"}, r'model_type = "siglip".*big_vision'),
+        ({"model_type": "siglip2"}, r'model_type = "siglip2".*NaFlex'),
         ({"model_type": "clip_vision_model"}, 'model_type = "clip_vision_model".*no way to load'),
-        ({"model_type": "beit"}, 'model_type = "beit"; what can be read is vit, dinov2'),
+        ({"model_type": "beit"}, 'model_type = "beit"; what can be read is vit, .*table of relative positions'),
         ({"model_type": 3}, "config.json: model_type = 3 must be text"),
     ):
         with pytest.raises(UserError, match=message):
