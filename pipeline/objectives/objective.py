@@ -27,6 +27,7 @@ from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig, configure, training_flops_per_image
+from pipeline.model.convert.mae import DecoderFacts
 from pipeline.model.position import check_any_grid
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
@@ -155,7 +156,11 @@ class Objective(nn.Module):
         """Returns the weight of the old average after step `step` (from 0) of a run: mean = momentum * mean + (1 - momentum) * weights."""
         raise NotImplementedError
 
-    def load_additions(self, additions: dict[str, Tensor]) -> str:
+    def extra(self) -> dict[str, Any]:
+        """Returns what a checkpoint's weights say of what is added to the backbone, plain data (`read_additions`)."""
+        return {}
+
+    def load_additions(self, additions: dict[str, Tensor], facts: DecoderFacts) -> str:
         """Copy what init.weights hold beside a backbone, by name; returns a line about it. Only where `continues_additions`."""
         raise NotImplementedError
 

@@ -1,5 +1,5 @@
 """Conversion between our state dicts and the weights files of other projects. Imports the files of pipeline.model except
-`weights.py`. Used by model/, evaluate/ and transfer/.
+`weights.py`. Used by model/, objectives/, evaluate/ and transfer/.
 
 entries.py       a file's tensor and its place in our state dict; reading and writing both follow from a list of them
 names.py         the projects' names for the parts of a ViT, and the configuration found in a file's tensors. A new family
@@ -10,6 +10,7 @@ state_dicts.py   finds out whose names a state dict has, and calls
 timm.py          timm's and facebookresearch's: from and to timm
 huggingface.py   transformers': from and to Hugging Face
 reading.py       what these two share
+mae.py           MAE with its decoder
 plain.py         which of our models these files can hold
 preprocessing.py the projects' settings of image preprocessing, and ours
 """

@@ -53,7 +53,7 @@ def read_vit(
         weight, bias = state["patch_embedding.weight"], state["patch_embedding.bias"]
         preprocessing.fold_normalisation(weight, bias, images.mean, images.std)
         notes.append(f"mean {images.mean} and deviation {images.std} of its images folded into the patch embedding")
-    return Weights(config, state, with_view(extra, images), notes)
+    return Weights(config, state, with_view(extra, images), notes, images.mean, images.std)
 
 
 def assume_imagenet(missing: str, notes: list[str]) -> Preprocessing:

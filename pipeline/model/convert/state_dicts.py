@@ -4,12 +4,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from pipeline.architecture.config import ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import mae
-from pipeline.model.convert.entries import ADDITION, Weights, check_values
+from pipeline.model.convert.entries import Weights, check_values
 from pipeline.model.convert.huggingface import MODEL_TYPES, from_huggingface
 from pipeline.model.convert.names import NAMES
 from pipeline.model.convert.preprocessing import Json
@@ -59,7 +58,7 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
     if decoder:
         for key, tensor in decoder.items():
             check_values(key, tensor)
-        return _with_decoder(from_state_dict(tensors, config_files), decoder)
+        return mae.with_decoder(from_state_dict(tensors, config_files), decoder, config_files.config)
     kind, tensors = _image_tower(tensors, notes)
     for key, tensor in tensors.items():
         check_values(key, tensor)
@@ -106,14 +105,6 @@ def _from_timm(tensors: dict[str, Tensor], config_files: ConfigFiles, notes: lis
                 f"The first difference: {error}"
             ) from error
         raise
-
-
-def _with_decoder(weights: Weights, decoder: dict[str, Tensor]) -> Weights:
-    """Weights of MAE with their decoder, which only continuing their pre-training reads."""
-    assert isinstance(weights.config, ViTConfig)
-    note = "the decoder of MAE, which only train.loss=mae uses, is no part of the model"
-    added = {f"{ADDITION}{name}": part for name, part in mae.read_decoder(decoder, weights.config).items()}
-    return weights._replace(state=weights.state | added, notes=[*weights.notes, note])
 
 
 def _text(config: Json, name: str) -> str:
