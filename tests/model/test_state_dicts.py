@@ -11,7 +11,7 @@ from pipeline.base.errors import UserError
 from pipeline.model import configure, create, load, read_weights, save_safetensors, to_huggingface, to_timm
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.convert.resnets import bit_entries
-from pipeline.model.convert.timm import timm_architecture
+from pipeline.model.convert.timm_format import timm_architecture
 from pipeline.model.files import write_safetensors
 
 D, GRID = 16, 4

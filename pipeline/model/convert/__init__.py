@@ -7,8 +7,8 @@ names.py         the projects' names for the parts of a ViT, and the configurati
 resnets.py       the same for BiT and for the stem of a hybrid
 official.py      .npz of google-research/vision_transformer, big_vision and big_transfer
 state_dicts.py   finds out whose names a state dict has, and calls
-timm.py          timm's and facebookresearch's: from and to timm
-huggingface.py   transformers': from and to Hugging Face
+timm_format.py   timm's and facebookresearch's: from and to timm
+huggingface_format.py  transformers': from and to Hugging Face
 reading.py       what these two share
 mae.py           MAE with its decoder
 plain.py         which of our models these files can hold

@@ -9,12 +9,12 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import mae
 from pipeline.model.convert.entries import Weights, check_values
-from pipeline.model.convert.huggingface import MODEL_TYPES, from_huggingface
+from pipeline.model.convert.huggingface_format import MODEL_TYPES, from_huggingface
 from pipeline.model.convert.names import NAMES
 from pipeline.model.convert.preprocessing import Json
 from pipeline.model.convert.reading import ConfigFiles
 from pipeline.model.convert.resnets import is_bit
-from pipeline.model.convert.timm import TIMM_KINDS, from_timm
+from pipeline.model.convert.timm_format import TIMM_KINDS, from_timm
 
 # Part of a key -> the unsupported feature that it belongs to.
 _UNSUPPORTED = {
