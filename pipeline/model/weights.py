@@ -114,7 +114,9 @@ def _read(path: Path) -> Weights:
     if path.suffix == ".npz":
         return read_npz(path)
     content: Any
-    if path.suffix == ".safetensors":
+    if path.name.endswith(files.INDEX):
+        content = files.open_shards(path)
+    elif path.suffix == ".safetensors":
         tensors, metadata = files.open_safetensors(path)
         content = tensors
         if METADATA in metadata:
