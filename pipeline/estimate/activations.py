@@ -18,6 +18,7 @@ from pipeline.model import Config, Model, ResNetConfig, VisionTransformer, build
 from pipeline.objectives import on_meta
 from pipeline.objectives.objective import Objective
 from pipeline.objectives.on_meta import shallow
+from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
 from pipeline.settings.run import RunConfig
 
 _COUNTED = (8, 16, 32)  # images
@@ -62,17 +63,26 @@ class Saved:
         return cls(total, outside, tuple(starmap(Use, zip(*(of_uses[i::3] for i in range(3)), strict=True))))
 
 
-def saved_bytes(config: Config, micro_batch: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
-    """Bytes saved by the forward pass of `micro_batch` images, without the images themselves and without parameters."""
+def saved_bytes(
+    config: Config, micro_batch: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING
+) -> Saved:
+    """Bytes saved by the forward pass of `micro_batch` images, without the images themselves and without parameters.
+
+    frozen: as `train.freeze`.
+    """
     # Some tensors do not grow with the number of images: the standardised kernels of a ResNet.
-    one, two = (_count_all(config, images, dtype, checkpointing) for images in (1, 2))
-    (plain,) = _count_all(config, 1, dtype, False).uses
+    one, two = (_count_all(config, images, dtype, checkpointing, frozen) for images in (1, 2))
+    (plain,) = _count_all(config, 1, dtype, False, frozen).uses
     total = one.total + (micro_batch - 1) * (two.total - one.total)
     return Saved(total, 0, (Use(total, plain.block * micro_batch, plain.largest * micro_batch),))
 
 
-def _count_all(config: Config, images: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
-    return _of_depth(config, lambda one: _count(one, images, dtype, checkpointing))
+def _count_all(config: Config, images: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING) -> Saved:
+    def count(one: Config) -> Saved:
+        return _count(one, images, dtype, checkpointing, frozen)
+
+    # Models of few blocks do not have so many to freeze.
+    return count(config) if num_frozen_blocks(frozen) is not None else _of_depth(config, count)
 
 
 def _of_depth(config: Config, count: Callable[[Config], Saved]) -> Saved:
@@ -83,9 +93,10 @@ def _of_depth(config: Config, count: Callable[[Config], Saved]) -> Saved:
 
 
 @cache
-def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
+def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING) -> Saved:
     with torch.device("meta"):
         model = build(config).to(dtype)
+    freeze(model, frozen)
     pixels, *masks = meta_inputs(config, images, dtype)
     model.activation_checkpointing = checkpointing
     return _saved_by(model, lambda: model(pixels, *masks), [*model.parameters(), pixels])

@@ -20,6 +20,7 @@ from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters
 from pipeline.objectives import kind, on_meta
 from pipeline.objectives.objective import TEACHER, Objective, constants, trained_parameters
+from pipeline.objectives.parameters.freeze import NOTHING
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
@@ -187,7 +188,7 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
     dtype, e = dtype_of(engine.precision), element_bytes(engine.precision)
     found = parameters(config, model)
     if cls.trains_backbone_alone:
-        saved = saved_bytes(model, micro_batch, dtype, engine.activation_checkpointing)
+        saved = saved_bytes(model, micro_batch, dtype, engine.activation_checkpointing, config.train.freeze)
         # The loss is computed in fp32: logits, targets and their product.
         loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
     else:
@@ -201,12 +202,12 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
     moments = [saved.total + 2 * saved.outside + e * (found.largest + found.head)]
     for number, use in enumerate(reversed(saved.uses)):
         again = use.block if engine.activation_checkpointing else 0
-        kernels = (
-            found.backbone_largest + (found.head if cls.trains_backbone_alone else 0) + found.backbone * bool(number)
-        )
+        kernels = found.backbone_largest + found.head * cls.trains_backbone_alone + found.backbone * bool(number)
         # Per token, the MLP's M and twice D: 6 D, where the largest saved tensor has 4 D.
         moments.append(use.until + again + 3 * use.largest // 2 + e * kernels)
-    return max(moments) + loss
+    # A frozen block saves nothing, but its forward pass holds about what one that is trained would save.
+    inside = saved_bytes(model, micro_batch, dtype, False).uses[0].block if config.train.freeze != NOTHING else 0
+    return max(max(moments) + loss, inside)
 
 
 def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
