@@ -15,6 +15,7 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import held_out_split, run_splits
+from pipeline.data.loading.balance import describe_balance
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory
@@ -32,13 +33,14 @@ _MAX_IMAGES = 10**6
 
 @dataclass(frozen=True)
 class Data:
-    """Size of the data set. shards, bytes: 0 if it does not exist yet."""
+    """Size of the data set. shards, bytes: 0 if it does not exist yet. balance: see `Plan`."""
 
     samples: int
     classes: int
     shards: int
     bytes: int
     source: str
+    balance: str = ""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,10 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
     split, _ = run_splits(dataset, config.data, config.seed)
     config = replace(config, data=replace(config.data, eval_split=held_out_split(dataset, config.data)))
     used = int(np.count_nonzero(split.shard_sizes))
-    data = Data(len(split), dataset.num_classes, used, int(split.shard_bytes.sum()), f"manifest of {config.data.path}")
+    balance = describe_balance(split, dataset.classes, config.data.balance)
+    data = Data(
+        len(split), dataset.num_classes, used, int(split.shard_bytes.sum()), f"manifest of {config.data.path}", balance
+    )
     return config, data
 
 
