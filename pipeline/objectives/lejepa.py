@@ -61,7 +61,6 @@ class Lejepa(Objective):
     """A backbone and a projector. It keeps no state: statistics are those of the step, directions come from (seed, step)."""
 
     Settings = LejepaSettings
-    needs_whole_batch = True
     directions: Tensor
 
     # ------------------------------------------------------------------ settings and views
