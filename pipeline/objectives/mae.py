@@ -130,6 +130,7 @@ class Mae(Objective):
             not isinstance(vit, ViTConfig)
             or (vit.stem, vit.axial, vit.positions_at, vit.stride) != (None, False, "stem", vit.patch_size)
             or vit.positions == "relative"
+            or vit.rope_base is not None
             or vit.representation
             or vit.pool == "map"
             or any(vit.unseen)

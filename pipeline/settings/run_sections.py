@@ -14,7 +14,7 @@ from pipeline.settings.quantities import (
     Length,
     Limit,
 )
-from pipeline.settings.schema import REQUIRED, setting
+from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.shared import minutes
 
 T = TypeVar("T")
@@ -233,6 +233,13 @@ class TrainConfig:
         "prediction between views with normal projections (lejepa), or "
         "masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
         choices=OBJECTIVES,
+        on_change="run",
+    )
+    freeze: str = setting(
+        "none",
+        "With init.weights, what is not trained: nothing (none), all but the head (backbone), or what comes before the first block and so "
+        "many first blocks (8 blocks).",
+        form=TextForm(r"none|backbone|[1-9]\d{0,3} blocks?", "none, backbone, or a number of blocks, as 8 blocks"),
         on_change="run",
     )
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)
