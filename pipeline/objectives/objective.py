@@ -311,8 +311,3 @@ def check_small_views(model: Config, side: int) -> None:
         )
     if model.grid_at(side, side) != model.grid:
         check_any_grid(model)
-
-
-def width_of(model: Config) -> int:
-    """Width of a backbone's features."""
-    return model.width if isinstance(model, ViTConfig) else model.num_features

@@ -95,7 +95,7 @@ def test_the_loss_is_prediction_and_sigreg_of_readable_images(unreadable: tuple[
     prediction, normality = reference(objective, views, facts["valid"])
     assert float(found["values"]["prediction"]) == pytest.approx(prediction, rel=1e-4)
     assert float(found["values"]["sigreg"]) == pytest.approx(normality, rel=1e-4)
-    assert float(found["loss"]) == pytest.approx(0.95 * prediction + 0.05 * normality, rel=1e-4)
+    assert float(found["loss"]) == pytest.approx(0.13 * prediction + 0.87 * normality, rel=1e-4)
 
 
 def test_pixels_of_an_unreadable_image_change_nothing() -> None:

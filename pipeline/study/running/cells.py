@@ -177,8 +177,7 @@ def open_study(config: StudyConfig) -> Study:
 
 def run_for_all(config: StudyConfig) -> ChildRun:
     """A run that stands for all cells in what they have in common. Raises UserError."""
-    # With question = labels, the file of settings may leave the model open.
-    model = _overrides(config.models[0]) if config.question == "labels" else []
+    model = _overrides(config, config.models[0]) if config.question == "labels" else []
     return make_child("study", config.run, [*config.settings, *model, "name=study"])
 
 
@@ -206,7 +205,7 @@ def _cells_of(
 
     extra: FLOPs for which they train in addition.
     """
-    common = [*config.settings, *_overrides(model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
+    common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
     built = _starting_model(first, dataset.num_classes)
     flops = objectives.training_flops(first, built)
@@ -240,8 +239,9 @@ def _cells_of(
     return sorted(found, key=lambda cell: cell.steps)
 
 
-def _overrides(model: StudyModel) -> list[str]:
-    return [*model.settings, *([f"init.weights={model.weights}"] if model.weights else [])]
+def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
+    """The settings of a model. With question = labels, weights or none are the model's, whatever the file of settings has."""
+    return [*model.settings, *([f"init.weights={model.weights or 'null'}"] if config.question == "labels" else [])]
 
 
 def _starting_model(config: RunConfig, num_classes: int) -> models.Config:
