@@ -10,6 +10,8 @@ another. So
 - resuming needs only the number of samples seen.
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import getitem
@@ -20,7 +22,29 @@ from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 
 
-class SampleOrder:
+class Order(ABC):
+    """Maps positions 0, 1, 2, ... of training to rows. num_samples: of them; global_batch: samples per optimizer step."""
+
+    num_samples: int
+    global_batch: int
+
+    @abstractmethod
+    def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training."""
+
+    @abstractmethod
+    def uses(self, row: int, end: int) -> list[tuple[int, int]]:
+        """(epoch, position) of each use of a row before position `end`, ascending."""
+
+    def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, epochs), int64 (global_batch / world_size,) each, of one rank's part of batch `step` (from 0)."""
+        assert self.global_batch % world_size == 0, (self.global_batch, world_size)
+        share = self.global_batch // world_size
+        first = step * self.global_batch + rank * share
+        return self.rows(np.arange(first, first + share))
+
+
+class SampleOrder(Order):
     """Maps positions 0, 1, 2, ... of training to rows of a split, over all epochs.
 
     shard_sizes: int64 (shards,), samples per shard; rows are numbered through the shards in this order.
@@ -44,13 +68,6 @@ class SampleOrder:
         self._shards_of_epoch = lru_cache(2)(self._shuffle_shards)
         self._window_order = lru_cache(2 * len(self.bounds))(self._shuffle_window)
 
-    def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, epochs), int64 (global_batch / world_size,) each, of one rank's part of batch `step` (from 0)."""
-        assert self.global_batch % world_size == 0, (self.global_batch, world_size)
-        share = self.global_batch // world_size
-        first = step * self.global_batch + rank * share
-        return self.rows(np.arange(first, first + share))
-
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training."""
         epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), self.num_samples)
@@ -59,6 +76,12 @@ class SampleOrder:
             of_epoch = epochs == epoch
             rows[of_epoch] = self._rows_of_epoch(int(epoch), within[of_epoch])
         return rows, epochs
+
+    def uses(self, row: int, end: int) -> list[tuple[int, int]]:
+        """(epoch, position) of each use of a row before position `end`: one in each epoch."""
+        epochs = range(math.ceil(end / self.num_samples))
+        uses = [(epoch, int(self.positions(np.array([row]), epoch)[0])) for epoch in epochs]
+        return [(epoch, position) for epoch, position in uses if position < end]
 
     def positions(self, rows: np.ndarray, epoch: int) -> np.ndarray:
         """Positions of these rows in an epoch, int64, counted from the start of training: the inverse of `rows`."""
