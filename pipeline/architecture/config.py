@@ -16,7 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits, quoted
 from pipeline.base.words import counted
 
-Gelu = Literal["tanh", "erf"]
+Gelu = Literal["tanh", "erf", "quick"]
 Pool = Literal["token", "gap", "map"]
 # Targets (ViT paper, B.1.2): the mean colour at 3 bits per channel; 16 such colours, of the patch resized to 4 x 4; pixels.
 Masked = Literal["mean_color", "small_patch", "pixels"]
@@ -125,7 +125,9 @@ class ViTConfig(_Config):
         bool, Option(doc="Add a dense + tanh layer before the head (pre-training only).", setting=True)
     ] = False
     # timm and Hugging Face: erf.
-    gelu: Annotated[Gelu, Option(doc="GELU: tanh approximation (official code) or exact.")] = "tanh"
+    gelu: Annotated[
+        Gelu, Option(doc="GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP).")
+    ] = "tanh"
     dropout: Annotated[
         float,
         Option(
@@ -149,9 +151,38 @@ class ViTConfig(_Config):
     # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5.
     layer_norm_eps: Annotated[float, Limits(above=0, max=1)] = 1e-6
     masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
-    # Extra tokens without a position, not read by the head (arXiv 2309.16588).
-    registers: Annotated[int, Limits(0, 256)] = 0
+    # Darcet et al., arXiv 2309.16588.
+    registers: Annotated[
+        int,
+        Option(0, 256, doc="Extra learned tokens without a position, which the head does not read; 4 in DINOv2."),
+    ] = 0
     kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
+    # Parts of later ViTs (pipeline/model/parts.py, rope.py).
+    layer_scale: Annotated[
+        float | None,
+        Option(
+            -1000,
+            1000,
+            doc="Initial value of LayerScale, learned factors of each residual branch; 1e-5 in DINOv2; null: no factors.",
+        ),
+    ] = None
+    swiglu: Annotated[
+        bool, Option(doc="Gated MLP: silu(gate) times value, each mlp_width wide (DINOv2's g, DINOv3's H+ and 7B).")
+    ] = False
+    rope_base: Annotated[
+        float | None,
+        Option(
+            above=1,
+            max=1e9,
+            doc="Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.",
+        ),
+    ] = None
+    qkv_bias: Annotated[
+        Literal["qkv", "qv", "none"], Option(doc="Which of queries, keys and values have a bias; qv in DINOv3.")
+    ] = "qkv"
+    out_bias: Annotated[bool, Option(doc="Bias of the attention's output layer.")] = True
+    mlp_bias: Annotated[bool, Option(doc="Biases of the MLP's layers.")] = True
+    embedding_norm: Annotated[bool, Option(doc="LayerNorm of all tokens before the first block, as in CLIP.")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,6 +194,7 @@ class ViTConfig(_Config):
             )
         self._check_positions()
         self._check_registers()
+        self._check_rope()
         if self.axial and self.pool == "token":
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
         if not 1 <= self.stride <= self.patch_size:
@@ -198,6 +230,19 @@ class ViTConfig(_Config):
             raise UserError(
                 "model: registers have no position, and the head does not read them. Use them with pool=token or pool=gap, "
                 "positions at the stem that are not relative, and neither axial blocks nor masked patch prediction."
+            )
+
+    def _check_rope(self) -> None:
+        if self.rope_base is None:
+            return
+        if self.axial or self.positions == "relative":
+            raise UserError(
+                "model: rope_base rotates queries and keys by their place in the grid, which axial attention and relative "
+                "positions do in their way. Use it with another model and other positions, such as positions=none."
+            )
+        if self.head_dim % 4:
+            raise UserError(
+                f"model: rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} = {self.head_dim}."
             )
 
     def _check_positions(self) -> None:
@@ -293,7 +338,11 @@ class ViTConfig(_Config):
     @property
     def num_positions(self) -> int:
         """Number of tokens with a position: patches, and the class token if any."""
-        return (self.pool == "token") + self.grid[0] * self.grid[1]
+        return (self.pool == "token") + self.num_patches
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1]
 
     @property
     def num_blocks(self) -> int:

@@ -15,6 +15,7 @@ from pipeline.model import Config, Model, ResNetConfig, VisionTransformer, build
 from pipeline.objectives import on_meta
 from pipeline.objectives.objective import Objective
 from pipeline.objectives.on_meta import shallow
+from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
 from pipeline.settings.run import RunConfig
 
 _COUNTED = (8, 16, 32)  # images
@@ -34,11 +35,16 @@ class Saved:
     outside: int = 0
 
 
-def saved_bytes(config: Config, micro_batch: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
-    """Bytes saved by the forward pass of `micro_batch` images, without the images themselves and without parameters."""
+def saved_bytes(
+    config: Config, micro_batch: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING
+) -> Saved:
+    """Bytes saved by the forward pass of `micro_batch` images, without the images themselves and without parameters.
+
+    frozen: as `train.freeze`.
+    """
     # Some tensors do not grow with the number of images: the standardised kernels of a ResNet.
-    one, two = (_count_all(config, images, dtype, checkpointing) for images in (1, 2))
-    without_checkpointing = _count_all(config, 1, dtype, False)
+    one, two = (_count_all(config, images, dtype, checkpointing, frozen) for images in (1, 2))
+    without_checkpointing = _count_all(config, 1, dtype, False, frozen)
     more = micro_batch - 1
     return Saved(
         one.total + more * (two.total - one.total),
@@ -47,18 +53,20 @@ def saved_bytes(config: Config, micro_batch: int, dtype: torch.dtype, checkpoint
     )
 
 
-def _count_all(config: Config, images: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
-    if not (found := shallow(config)):
-        return _count(config, images, dtype, checkpointing)
+def _count_all(config: Config, images: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING) -> Saved:
+    # Models of few blocks do not have so many to freeze.
+    if num_frozen_blocks(frozen) is not None or not (found := shallow(config)):
+        return _count(config, images, dtype, checkpointing, frozen)
     *models, deeper = found
-    two, three = (_count(model, images, dtype, checkpointing) for model in models)
+    two, three = (_count(model, images, dtype, checkpointing, frozen) for model in models)
     return Saved(two.total + deeper * (three.total - two.total), three.block, three.largest)
 
 
 @cache
-def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
+def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING) -> Saved:
     with torch.device("meta"):
         model = build(config).to(dtype)
+    freeze(model, frozen)
     pixels, *masks = meta_inputs(config, images, dtype)
     model.activation_checkpointing = checkpointing
     found = _saved_by(model, lambda: model(pixels, *masks), [*model.parameters(), pixels])

@@ -13,6 +13,7 @@ import numpy as np
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.data.loading.balance import describe_balance
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
@@ -31,7 +32,7 @@ _MAX_IMAGES = 10**6
 
 @dataclass(frozen=True)
 class Data:
-    """Size of the data: of all sets of a mixture. shards, bytes: 0 if it does not exist yet. epoch_samples: see `RunData`."""
+    """Size of the data: of all sets of a mixture. shards, bytes: 0 if it does not exist yet. epoch_samples: see `RunData`. balance: see `Plan`."""
 
     samples: int
     epoch_samples: int
@@ -39,6 +40,7 @@ class Data:
     shards: int
     bytes: int
     source: str
+    balance: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,9 +205,11 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
     split = found.split
     config = replace(config, data=replace(config.data, eval_split=found.eval_split))
     used = int(np.count_nonzero(split.shard_sizes))
+    balance = describe_balance(split.parts[0], found.own.classes, config.data.balance)
     paths = [config.data.path, *(entry.path for entry in config.data.mix)]
     source = f"manifest of {' and '.join(dict.fromkeys(paths))}"
-    data = Data(len(split), found.epoch_samples, found.dataset.num_classes, used, int(split.shard_bytes.sum()), source)
+    num_bytes = int(split.shard_bytes.sum())
+    data = Data(len(split), found.epoch_samples, found.dataset.num_classes, used, num_bytes, source, balance)
     return config, data
 
 

@@ -20,6 +20,7 @@ from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters
 from pipeline.objectives import kind, on_meta
 from pipeline.objectives.objective import TEACHER, Objective, constants, trained_parameters
+from pipeline.objectives.parameters.freeze import NOTHING
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
@@ -186,7 +187,7 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
     dtype, e = dtype_of(engine.precision), element_bytes(engine.precision)
     found = parameters(config, model)
     if cls.trains_backbone_alone:
-        saved = saved_bytes(model, micro_batch, dtype, engine.activation_checkpointing)
+        saved = saved_bytes(model, micro_batch, dtype, engine.activation_checkpointing, config.train.freeze)
         # The loss is computed in fp32: logits, targets and their product.
         loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
     else:
@@ -200,7 +201,9 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
     again = saved.block if engine.activation_checkpointing else 0
     # Per token, the MLP's M and twice D: 6 D, where the largest saved tensor has 4 D.
     gradients = max(3 * saved.largest // 2, 2 * saved.outside) + e * (found.largest + found.head)
-    return saved.total + loss + again + gradients
+    # A frozen block saves nothing, but its forward pass holds about what one that is trained would save.
+    inside = saved_bytes(model, micro_batch, dtype, False).block if config.train.freeze != NOTHING else 0
+    return max(saved.total + loss + again + gradients, inside)
 
 
 def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:

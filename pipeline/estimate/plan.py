@@ -23,6 +23,7 @@ class Plan:
     """All lengths in optimizer steps. eval_every, keep_every, probe_every: 0 is never.
 
     best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations; "" is none.
+    balance: how often an epoch uses samples of the rarest and of the most common class; "" is once.
     """
 
     steps: int
@@ -39,6 +40,7 @@ class Plan:
     log_every: int = 1
     best_from: str = ""
     cooldown: int = 0
+    balance: str = ""
 
     def due(self, step: int) -> Due:
         """What is due after step `step`, counted from 1; after the last step, everything but keep."""
@@ -64,9 +66,9 @@ class Plan:
         return f"evaluation every {self.eval_every:,}" if self.eval_every else "no evaluation"
 
     def notes(self, config: RunConfig) -> list[str]:
-        """A line for settings that override model.name, one for a run without a held-out split, and one for each setting that was
-        changed to fit."""
-        named = list(filter(None, [overrides_of_name(config.model)]))
+        """A line for settings that override model.name, one for a balance of classes, one for a run without a held-out split, and one
+        for each setting that was changed to fit."""
+        named = list(filter(None, [overrides_of_name(config.model), self.balance]))
         if not config.data.evaluated_split:
             probed = "only its probes measure it" if self.probe_every else "nothing measures it but its loss"
             named.append(

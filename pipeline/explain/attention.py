@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.model import VisionTransformer, ViTConfig
+from pipeline.model import VisionTransformer, ViTConfig, rope
 from pipeline.model.axial import AxialAttention
 from pipeline.model.vit import AttentionPooling, Block, SelfAttention
 
@@ -113,8 +113,9 @@ def forward_with_attention(model: VisionTransformer, images: Tensor, on_weights:
     on_weights: (name, weights), float32 (B, H, N queries, N keys), rows that sum to one; attention pooling has one query.
     """
     handles = []
+    rotation = rope.rotation(model.config, model.config.grid, images.device)
     for number, block in enumerate(cast(list[Block], model.blocks), start=1):
-        hook = partial(_block_hook, on_weights, f"block {number}", block.attention, model.config)
+        hook = partial(_block_hook, on_weights, f"block {number}", block.attention, model.config, rotation)
         handles.append(block.attention.qkv.register_forward_hook(hook))
     if model.pool is not None:
         handles.append(model.pool.key_value.register_forward_hook(partial(_pooling_hook, on_weights, model.pool)))
@@ -126,11 +127,11 @@ def forward_with_attention(model: VisionTransformer, images: Tensor, on_weights:
 
 
 def _block_hook(
-    on_weights: OnWeights, name: str, attention: SelfAttention, config: ViTConfig,
+    on_weights: OnWeights, name: str, attention: SelfAttention, config: ViTConfig, rotation: rope.Rotation | None,
     module: nn.Module, inputs: tuple[Tensor, ...], qkv: Tensor,
 ) -> None:  # fmt: skip
     """Forward hook of `SelfAttention.qkv`."""
-    q, k, _ = qkv.view(*qkv.shape[:2], 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
+    q, k, _ = attention.split(qkv, rotation)
     logits = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[3])
     if attention.relative is not None:
         logits = logits + attention.relative(q).float()

@@ -53,10 +53,11 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         )
 
     if config.step:
-        rows, epochs = order.slice(batch_of_step(config.step - 1, skipped_batches), config.rank, config.ranks)
-        table = _of_step(dataset, split, rows, epochs, first_place=config.rank * len(rows))
+        number = batch_of_step(config.step - 1, skipped_batches)
+        rows, uses = order.slice(number, config.rank, config.ranks)
+        table = _of_step(dataset, split, order, number * batch + config.rank * len(rows), rows, uses)
         if config.sheet:
-            _draw(of_run, split, rows, epochs, Path(config.sheet))
+            _draw(of_run, split, rows, uses, Path(config.sheet))
         when = "trained" if config.step <= trained else "not trained yet"
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
         said = f"step {config.step:,} of {steps:,}{share}: {counted(len(rows), 'sample')}, {when}"
@@ -126,17 +127,18 @@ def _refuse_other_data(state: State, config: RunConfig, dataset: Dataset, split:
 
 
 def _of_step(
-    dataset: Dataset, split: Split, rows: np.ndarray, epochs: np.ndarray, first_place: int
+    dataset: Dataset, split: Split, order: Order, first: int, rows: np.ndarray, uses: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Return one row per sample, in batch order."""
+    """Return one row per sample, in batch order. first: position of the first one. uses: how often each was used before."""
     table = []
+    epochs = order.epochs(np.arange(first, first + len(rows)))
     manifest_rows, shards = split.manifest_rows(rows), split.shard_of(rows)
     names = [split.datasets[i].path.name for i in split.set_of(rows)] if isinstance(split, MixedSplit) else []
     for i, key in enumerate(split.keys(rows)):
         labels = split.labels_of(rows[i]).tolist()
         table.append(
             {
-                "place": first_place + i,
+                "place": (first + i) % order.global_batch,
                 "key": key,
                 "row": int(manifest_rows[i]),
                 "shard": to_path(split.shard_paths[shards[i]]).name,
@@ -144,6 +146,7 @@ def _of_step(
                 "label": " ".join(map(str, labels)),
                 "class": "; ".join(dataset.classes[label] for label in labels),
                 "epoch": int(epochs[i]),
+                **({"used before": int(uses[i])} if order.is_balanced else {}),
             }
         )
     return table

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib
+import json
 import os
 import pickle
 import zipfile
@@ -165,6 +166,14 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[
     content = library.save(dict(tensors), {"format": "pt", **(metadata or {})})
     with replacing(path) as file:
         file.write(content)
+
+
+def write_folder(folder: Path, tensors: Mapping[str, Tensor], jsons: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write a new folder as Hugging Face and timm have it: model.safetensors and configuration files by name."""
+    folder.mkdir(parents=True)
+    write_safetensors(tensors, folder / "model.safetensors")
+    for name, content in jsons.items():
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def optional(name: str, purpose: str) -> ModuleType:

@@ -3,6 +3,7 @@
 Letters as in vit.py: N tokens, D width, M MLP width.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -34,7 +35,7 @@ def forward_macs(config: Config) -> int:
     N, D, M = config.num_tokens, config.width, config.mlp_width
     rows, columns = config.grid
     embedding = rows * columns * channels * config.patch_size**2 * D
-    dense = N * (4 * D**2 + 2 * D * M)  # q, k, v, out; MLP
+    dense = N * (4 * D**2 + (3 if config.swiglu else 2) * D * M)  # q, k, v, out; MLP
     return stem + embedding + config.num_blocks * dense + attention_macs(config)
 
 
@@ -46,13 +47,19 @@ def attention_macs(config: ViTConfig) -> int:
     return config.depth * products * config.num_tokens * num_keys * config.width
 
 
-def training_flops_per_image(config: Config) -> int:
+def training_flops_per_image(config: Config, trained_blocks: int | None = None) -> int:
     """FLOPs of training on one image: 2 per multiply-add, and the backward pass costs twice the forward pass.
 
-    The ViT paper counts so (Table 6: L/16, 7 epochs of 303 M images, 783 exaFLOPs). Recomputed activations do not count, so
+    trained_blocks: number of last blocks that are trained, where the others are frozen and have no backward pass; None is all. The ViT paper counts so (Table 6: L/16, 7 epochs of 303 M images, 783 exaFLOPs). Recomputed activations do not count, so
     that MFU = this * images/s / peak.
     """
-    return 3 * 2 * forward_macs(config)
+    macs = forward_macs(config)
+    if trained_blocks is None:
+        return 3 * 2 * macs
+    if not trained_blocks or isinstance(config, ResNetConfig):
+        return 2 * macs  # Only the head is trained, which does not count.
+    deeper = forward_macs(replace(config, depth=config.depth + 1)) - macs
+    return 2 * (macs + 2 * trained_blocks * deeper * config.depth // config.num_blocks)
 
 
 def _resnet_macs(units: tuple[int, ...], width: int, image_size: tuple[int, int]) -> int:

@@ -17,9 +17,11 @@ Shape letters
 
 Where the paper gives no detail, this follows its authors' code (google-research/vision_transformer,
 vit_jax/models_vit.py). The paper's variants have files of their own: other position embeddings (`position.py`), hybrids
-with a ResNet in front (`resnet.py`), axial attention (`axial.py`), masked patch prediction (`masked.py`).
+with a ResNet in front (`resnet.py`), axial attention (`axial.py`), masked patch prediction (`masked.py`); so have the parts
+of later ViTs: LayerScale, SwiGLU, layers without biases (`parts.py`), and RoPE (`rope.py`).
 """
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -27,9 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import ViTConfig
-from pipeline.model import position
+from pipeline.model import position, rope
 from pipeline.model.layers import Dense, check_images, initialize_head, kernel_names, lecun_normal, run_block
+from pipeline.model.parts import SwiGlu, gelu, new_output, new_query_key_value
 from pipeline.model.resnet import HybridStem
+from pipeline.model.rope import Rotation
 
 
 class PatchEmbedding(nn.Conv2d):
@@ -55,8 +59,8 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ViTConfig, num_tokens: int):
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = Dense(config.width, 3 * config.width)  # rows: all of q, all of k, all of v
-        self.out = Dense(config.width, config.width)
+        self.qkv = new_query_key_value(config)  # a dense layer; rows: all of q, all of k, all of v
+        self.out = new_output(config, config.width, config.out_bias)  # a dense layer
         self.dropout = nn.Dropout(config.dropout)
         is_relative = config.positions == "relative"
         self.relative = position.RelativePositions(num_tokens, config.head_dim) if is_relative else None
@@ -68,12 +72,18 @@ class SelfAttention(nn.Module):
         if self.relative is not None:
             self.relative.initialize(generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        B, N, D = x.shape
+    def split(self, qkv: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, N, 3D) -> queries, keys and values of each head, (B, H, N, D/H). rotation: that of RoPE."""
+        B, N, _ = qkv.shape
         # unbind before transposing: the gradients of q, k and v are stacked where the dense layer needs them, without a copy.
-        q, k, v = (
-            part.transpose(1, 2) for part in self.qkv(x).view(B, N, 3, self.num_heads, -1).unbind(2)
-        )  # (B, H, N, D/H)
+        q, k, v = (part.transpose(1, 2) for part in qkv.view(B, N, 3, self.num_heads, -1).unbind(2))
+        if rotation is not None:
+            q, k = rope.rotated(q, rotation), rope.rotated(k, rotation)
+        return q, k, v
+
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        B, N, D = x.shape
+        q, k, v = self.split(self.qkv(x), rotation)
         logits = None if self.relative is None else self.relative(q)  # added to q k^T / sqrt(D/H)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=logits)
         return self.dropout(self.out(mixed.transpose(1, 2).reshape(B, N, D)))
@@ -84,19 +94,20 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ViTConfig):
         super().__init__()
-        self.up = Dense(config.width, config.mlp_width)
-        self.down = Dense(config.mlp_width, config.width)
-        self.approximate = "tanh" if config.gelu == "tanh" else "none"
+        self.up = Dense(config.width, config.mlp_width, config.mlp_bias)
+        self.down = new_output(config, config.mlp_width, config.mlp_bias)  # a dense layer
+        self.gelu = config.gelu
         self.dropout = nn.Dropout(config.dropout)
 
     def initialize(self, generator: torch.Generator) -> None:
         for kernel in (self.up.weight, self.down.weight):
             nn.init.xavier_uniform_(kernel, generator=generator)
         for bias in (self.up.bias, self.down.bias):
-            nn.init.normal_(bias, std=1e-6, generator=generator)
+            if bias is not None:
+                nn.init.normal_(bias, std=1e-6, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.dropout(F.gelu(self.up(x), approximate=self.approximate))
+        x = self.dropout(gelu(self.up(x), self.gelu))
         return self.dropout(self.down(x))
 
 
@@ -127,15 +138,15 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.attention = attention
         self.mlp_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = SwiGlu(config) if config.swiglu else Mlp(config)
         self.drop_path = DropPath(drop_path)
 
     def initialize(self, generator: torch.Generator) -> None:
         self.attention.initialize(generator)
         self.mlp.initialize(generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        x = x + self.drop_path(self.attention(self.attention_norm(x), rotation))
         return x + self.drop_path(self.mlp(self.mlp_norm(x)))
 
 
@@ -150,7 +161,7 @@ class AttentionPooling(nn.Module):
         self.key_value = Dense(config.width, 2 * config.width)  # rows: all of k, all of v
         self.out = Dense(config.width, config.width)
         self.mlp_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(replace(config, layer_scale=None, mlp_bias=True))
 
     def initialize(self, generator: torch.Generator) -> None:
         for kernel in (self.probe[0], self.query.weight, *self.key_value.weight.chunk(2), self.out.weight):
@@ -185,6 +196,7 @@ class VisionTransformer(nn.Module):
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         self.positions = position.new_table(config)  # a parameter if learned, a buffer if fixed, or None
         self.dropout = nn.Dropout(config.dropout)
+        self.embedding_norm = nn.LayerNorm(config.width, config.layer_norm_eps) if config.embedding_norm else None
         rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
         self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
         self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
@@ -262,10 +274,13 @@ class VisionTransformer(nn.Module):
         N may be smaller than that of the image if positions are added at the stem only. grid: as of `encode`.
         """
         x = self.dropout(x)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        rotation = rope.rotation(self.config, grid or self.config.grid, x.device)
         for i, block in enumerate(self.blocks):
             if i > 0:
                 x = self.add_positions(x, block=i, grid=grid)
-            x = run_block(block, x, self.activation_checkpointing)
+            x = run_block(block, x, self.activation_checkpointing, rotation)
         return self.norm(x)
 
     def add_class_token(self, patches: Tensor) -> Tensor:

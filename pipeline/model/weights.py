@@ -24,6 +24,7 @@ from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
 from pipeline.model.convert.entries import ADDITION, Weights, check_tensors
+from pipeline.model.convert.mae import DECODER, DecoderFacts
 from pipeline.model.convert.official import read_npz
 from pipeline.model.convert.preprocessing import SavedPreprocessing
 from pipeline.model.convert.state_dicts import from_state_dict
@@ -45,6 +46,7 @@ class _Extra:
     preprocessing: SavedPreprocessing | None = None
     loss: str | None = None
     fingerprint: str | None = None
+    decoder: DecoderFacts | None = None
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,15 @@ def read_weights(path: StrPath, say: Say = _silent) -> tuple[Config, dict[str, T
     for note in notes:
         say(note)
     state = {name: tensor for name, tensor in weights.state.items() if not name.startswith(ADDITION)}
-    return weights.config, state, weights.extra
+    return weights.config, state, {name: value for name, value in weights.extra.items() if name != DECODER}
 
 
-def read_additions(path: StrPath) -> dict[str, Tensor]:
-    """Returns what a training objective added to the model in these weights, such as MAE's decoder: fp32, {} for nothing."""
-    state = _read(files.find_file(Path(path))).state
-    return {name.removeprefix(ADDITION): tensor for name, tensor in state.items() if name.startswith(ADDITION)}
+def read_additions(path: StrPath) -> tuple[dict[str, Tensor], DecoderFacts]:
+    """Returns what a training objective added to the model in these weights, fp32, {} for nothing; and facts of MAE's decoder."""
+    weights = _read(files.find_file(Path(path)))
+    added = {n.removeprefix(ADDITION): tensor for n, tensor in weights.state.items() if n.startswith(ADDITION)}
+    facts = json_record.convert(_as_json(weights.extra.get(DECODER, {})), DecoderFacts, f"extra.{DECODER}")
+    return added, facts
 
 
 def _read(path: Path) -> Weights:

@@ -27,9 +27,11 @@ from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig, configure, training_flops_per_image
+from pipeline.model.convert.mae import DecoderFacts
 from pipeline.model.position import check_any_grid
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
+from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import build
@@ -90,6 +92,10 @@ class Objective(nn.Module):
             raise UserError(
                 f"train.loss = {config.train.loss} reads no labels: leave out augment.mixup and augment.cutmix."
             )
+        if config.train.freeze != NOTHING and not cls.predicts_classes:
+            raise UserError(
+                f"train.freeze = {config.train.freeze} needs train.loss=softmax or sigmoid: {config.train.loss} trains the whole backbone."
+            )
 
     @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:
@@ -119,12 +125,20 @@ class Objective(nn.Module):
         return cls(backbone)
 
     @classmethod
+    def of(cls, config: RunConfig, backbone: Model) -> "Objective":
+        """`create`, with the parameters frozen that train.freeze names. Raises UserError for blocks that the model does not have."""
+        objective = cls.create(config, backbone)
+        freeze(objective.backbone, config.train.freeze)
+        return objective
+
+    @classmethod
     def training_flops(cls, config: RunConfig, model: Config) -> int:
         """Floating-point operations of training on one image: of all views, what is added and a teacher. model: the backbone's."""
         if not cls.trains_backbone_alone:
             return on_meta.training_flops(cls, config, model)
         return sum(
-            group.count * training_flops_per_image(replace(model, image_size=ImageSize.parse(group.size)))
+            group.count
+            * training_flops_per_image(replace(model, image_size=ImageSize.parse(group.size)), _trained(config, model))
             for group in cls.views(config)
         )
 
@@ -155,7 +169,11 @@ class Objective(nn.Module):
         """Returns the weight of the old average after step `step` (from 0) of a run: mean = momentum * mean + (1 - momentum) * weights."""
         raise NotImplementedError
 
-    def load_additions(self, additions: dict[str, Tensor]) -> str:
+    def extra(self) -> dict[str, Any]:
+        """Returns what a checkpoint's weights say of what is added to the backbone, plain data (`read_additions`)."""
+        return {}
+
+    def load_additions(self, additions: dict[str, Tensor], facts: DecoderFacts) -> str:
         """Copy what init.weights hold beside a backbone, by name; returns a line about it. Only where `continues_additions`."""
         raise NotImplementedError
 
@@ -217,8 +235,17 @@ class Objective(nn.Module):
 
     def decayed(self) -> set[str]:
         """Names of the parameters with weight decay: the backbone's, and matrices of what is added."""
-        added = {name for name, p in trained_parameters(self) if not name.startswith(BACKBONE) and p.ndim > 1}
-        return added | {f"{BACKBONE}{name}" for name in self.backbone.weight_decay_mask()}
+        trained = dict(trained_parameters(self))
+        added = {name for name, p in trained.items() if not name.startswith(BACKBONE) and p.ndim > 1}
+        return added | (trained.keys() & {f"{BACKBONE}{name}" for name in self.backbone.weight_decay_mask()})
+
+
+def _trained(config: RunConfig, model: Config) -> int | None:
+    """Number of blocks that a run trains, None for the whole model."""
+    if config.train.freeze == NOTHING:
+        return None
+    frozen = num_frozen_blocks(config.train.freeze)
+    return model.num_blocks - frozen if frozen is not None and isinstance(model, ViTConfig) else 0
 
 
 def stored_name(name: str) -> str:

@@ -46,7 +46,11 @@ def remembered(function: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(function)
     def found(cls: type["Objective"], config: RunConfig, *more: Any) -> T:
-        key = (cls, repr([config.train.loss, config.objective, config.model, config.augment, config.seed]), *more)
+        key = (
+            cls,
+            repr([config.train.loss, config.train.freeze, config.objective, config.model, config.augment, config.seed]),
+            *more,
+        )
         if key not in known:
             known[key] = function(cls, config, *more)
         return known[key]
@@ -57,7 +61,7 @@ def remembered(function: Callable[..., T]) -> Callable[..., T]:
 def make(cls: type["Objective"], config: RunConfig, model: Config, dtype: torch.dtype) -> "Objective":
     """The objective on the meta device, in training mode, with parameters of `dtype`; its small state stays as it is."""
     with META:
-        objective = cls.create(config, build(model))
+        objective = cls.of(config, build(model))
     state = dict(objective.named_buffers(recurse=False))
     objective.to(dtype)
     for name, buffer in state.items():

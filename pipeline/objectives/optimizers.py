@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipeline.base.words import counted
 from pipeline.objectives.objective import BACKBONE, Objective, trained_parameters
+from pipeline.objectives.parameters.freeze import depths
 from pipeline.settings.run_execution import EngineConfig
 from pipeline.settings.run_sections import OptimizerConfig, ScheduleConfig
 
@@ -47,11 +48,11 @@ def parameter_groups(
     frozen = model.frozen_steps(num_steps) if isinstance(model, Objective) else {}
     unknown = decayed - named.keys()
     assert not unknown, unknown
-    depths, top = _depths(model) if isinstance(model, Objective) else ({}, 0)
+    depth, top = depths(model.backbone, BACKBONE) if isinstance(model, Objective) else ({}, 0)
     groups: dict[tuple[bool, int, float], dict[str, Any]] = {}
     for name, parameter in named.items():
         steps = max((n for prefix, n in frozen.items() if name.startswith(prefix)), default=0)
-        factor = config.layer_decay ** (top - depths.get(name, top))
+        factor = config.layer_decay ** (top - depth.get(name, top))
         decays = name in decayed
         group = groups.setdefault(
             (not decays, steps, -factor),
@@ -67,23 +68,6 @@ def parameter_groups(
 def _without_gradient(group: dict[str, Any], gradient: Tensor) -> Tensor:
     """The gradient, or zeros while the group is frozen. A hook of its parameters."""
     return torch.zeros_like(gradient) if group.get("is_frozen") else gradient
-
-
-def _depths(objective: Objective) -> tuple[dict[str, int], int]:
-    """Returns (depth of the backbone's parameters by name, largest depth), for optimizer.layer_decay as in BEiT and MAE.
-
-    0 is what comes before the first block, n block number n, and the largest what comes after the last block.
-    """
-    backbone = objective.backbone
-    blocks = "blocks" if hasattr(backbone, "blocks") else "units"
-    top = len(getattr(backbone, blocks)) + 1
-    children = [name for name, _ in backbone.named_children()]  # In the order of computation.
-    after = children[children.index(blocks) + 1 :]
-    depths = {}
-    for name, _ in backbone.named_parameters():
-        first, *rest = name.split(".")
-        depths[f"{BACKBONE}{name}"] = int(rest[0]) + 1 if first == blocks else top if first in after else 0
-    return depths, top
 
 
 def set_rates(optimizer: torch.optim.Optimizer, step: int, lr: float, weight_decay: float | None = None) -> None:
@@ -104,17 +88,25 @@ def weight_decay(config: OptimizerConfig, step: int, total_steps: int) -> float:
 
 
 def describe_groups(objective: Objective, config: OptimizerConfig, num_steps: int) -> list[str]:
-    """A line for each parameter group, if there are others than with and without weight decay. num_steps: of the run."""
+    """A line for each parameter group and for frozen parameters, if there are others than with and without weight decay.
+
+    num_steps: of the run.
+    """
     groups = parameter_groups(objective, objective.decayed(), config, num_steps)
-    if all(group["factor"] == 1 and not group["frozen_steps"] for group in groups):
+    frozen = sum(p.numel() for name, p in objective.backbone.named_parameters() if not p.requires_grad)
+    if all(group["factor"] == 1 and not group["frozen_steps"] for group in groups) and not frozen:
         return []
     end = "" if config.weight_decay_end is None else f" to {config.weight_decay_end:g}"
-    return ["parameter groups:"] + [
-        f"  {sum(p.numel() for p in group['params']) / 1e6:.3f} M parameters: learning rate x {group['factor']:.4g}, "
-        + (f"weight decay {config.weight_decay:g}{end}" if group["decays"] else "no weight decay")
-        + (f", frozen for {counted(group['frozen_steps'], 'step')}" if group["frozen_steps"] else "")
-        for group in groups
-    ]
+    return (
+        ["parameter groups:"]
+        + [
+            f"  {sum(p.numel() for p in group['params']) / 1e6:.3f} M parameters: learning rate x {group['factor']:.4g}, "
+            + (f"weight decay {config.weight_decay:g}{end}" if group["decays"] else "no weight decay")
+            + (f", frozen for {counted(group['frozen_steps'], 'step')}" if group["frozen_steps"] else "")
+            for group in groups
+        ]
+        + [f"  {frozen / 1e6:.3f} M parameters: frozen"] * bool(frozen)
+    )
 
 
 def peak_rate(config: OptimizerConfig, global_batch: int) -> float:

@@ -109,6 +109,10 @@ class RunConfig:
                 f"architecture: now model.name = {quoted(self.model.name)}, init.weights = {quoted(self.init.weights)}."
             )
         if self.init.weights is None:
+            if self.train.freeze != "none":
+                raise UserError(
+                    f"train.freeze = {self.train.freeze} needs init.weights: a new model's values are random. Leave it out."
+                )
             if self.init.kernel:
                 raise UserError(
                     f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set."

@@ -14,7 +14,7 @@ from pipeline.settings.quantities import (
     Length,
     Limit,
 )
-from pipeline.settings.schema import REQUIRED, setting
+from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.shared import minutes
 
 T = TypeVar("T")
@@ -148,6 +148,14 @@ class DataConfig:
     window: int = setting(
         4096, "Number of consecutive samples of a stream that are shuffled together.", min=1, on_change="run"
     )
+    balance: float = setting(
+        1.0,
+        "Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once an epoch, 0 all "
+        "classes equally often, 0.5 is between. A sample's class is its first label.",
+        min=0,
+        max=1,
+        on_change="run",
+    )
     threads: int = setting(2, "Decoding threads of each rank.", min=1, max=MAX_THREADS, on_change="nothing")
     prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000, on_change="nothing")
     max_bad_share: float = setting(
@@ -263,6 +271,13 @@ class TrainConfig:
         "prediction between views with normal projections (lejepa), or "
         "masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
         choices=OBJECTIVES,
+        on_change="run",
+    )
+    freeze: str = setting(
+        "none",
+        "With init.weights, what is not trained: nothing (none), all but the head (backbone), or what comes before the first block and so "
+        "many first blocks (8 blocks).",
+        form=TextForm(r"none|backbone|[1-9]\d{0,3} blocks?", "none, backbone, or a number of blocks, as 8 blocks"),
         on_change="run",
     )
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)

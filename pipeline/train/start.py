@@ -47,6 +47,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     draw: module that draws the figures of a run folder, in a process of its own (`drawing.py`); None: no figures.
     """
+    from pipeline.data.loading.balance import describe_balance
     from pipeline.data.mixture.run_data import open_run_data
     from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
 
@@ -73,7 +74,8 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     objectives.check_labels(config, dataset.num_classes)
     objectives.check(config)
     objectives.check_batch(config, world_size, plan.accumulation)
-    plan = replace(plan, best_from=objectives.best_from(config))
+    balance = describe_balance(split.parts[0], data.own.classes, config.data.balance)
+    plan = replace(plan, best_from=objectives.best_from(config), balance=balance)
     run_probe = None
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.

@@ -22,6 +22,14 @@ KINDS = {
     "registers": {"registers": 3, "pool": "gap"},
     "relative": {"positions": "relative", "pool": "gap"},
     "blocks": {"positions": "learned2d", "positions_at": "blocks"},
+    "rope": {
+        "positions": "none",
+        "rope_base": 20.0,
+        "registers": 2,
+        "qkv_bias": "qv",
+        "layer_scale": 1.0,
+        "embedding_norm": True,
+    },
 }
 
 

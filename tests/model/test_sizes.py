@@ -134,6 +134,7 @@ def test_training_flops_are_those_of_the_paper(name):
         *((name, {}) for name in COUNTED),
         ("ViT-S/16", {"positions": "relative", "pool": "gap", "patch_stride": 8}),
         ("Axial-ViT-B/16", {"positions": "relative"}),
+        ("ViT-S/16", {"swiglu": True, "rope_base": 100.0, "qkv_bias": "qv", "registers": 4}),
     ],
 )
 def test_multiply_adds_are_those_that_torch_counts(name, changes):

@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.order import Order, SampleOrder
+from pipeline.data.loading.order import Order, order_of_split
 from pipeline.data.mixture.phases import Phase, mixture_of
 from pipeline.data.mixture.shares import Shares
 from pipeline.data.mixture.split import MixedSplit
@@ -35,6 +35,7 @@ class MixtureOrder(Order):
         self.orders, self.global_batch = orders, global_batch
         self.set_starts = np.concatenate([[0], np.cumsum([order.num_samples for order in orders])])
         self.num_samples = int(self.set_starts[-1])
+        self.is_balanced = any(order.is_balanced for order in orders)
         self.shares = [Shares(phase.weights) for phase in phases]
         self.starts = np.array([phase.first_batch * global_batch for phase in phases], np.int64)
         # (phases, sets): how many samples of each set come before a phase.
@@ -50,6 +51,15 @@ class MixtureOrder(Order):
             is_from = sets == number
             rows[is_from], epochs[is_from] = self.orders[number].rows(places[is_from])
         return rows + self.set_starts[sets], epochs
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """The epoch of each position, int64: that of its set."""
+        sets, places = self.locate(positions)
+        epochs = np.empty_like(places)
+        for number, order in enumerate(self.orders):
+            is_from = sets == number
+            epochs[is_from] = order.epochs(places[is_from])
+        return epochs
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(set, number of samples of that set before) of the samples at these positions, int64 each."""
@@ -81,33 +91,31 @@ class MixtureOrder(Order):
 
 
 def train_order(split: Split, data: DataConfig, seed: int, global_batch: int) -> Order:
-    """The order of a run's training split. Raises UserError for weights that cannot be used."""
+    """The order of a run's training split."""
     if not isinstance(split, MixedSplit):
-        return SampleOrder(split.shard_sizes, seed, global_batch, data.streams, data.window)
+        return order_of_split(split, data, seed, global_batch)
     phases = mixture_of(data).phases
     shares = [Shares(phase.weights) for phase in phases]
     orders = [
-        order_of_set(
-            number, part.shard_sizes, first_share(shares, number), seed, global_batch, data.streams, data.window
-        )
+        order_of_split(part, data, seed_of_set(seed, number), samples_a_round(shares, number, data, global_batch))
         for number, part in enumerate(split.parts)
     ]
     return MixtureOrder(orders, phases, global_batch)
 
 
+def seed_of_set(seed: int, number: int) -> int:
+    """The seed of the order of a set, which is the run's for set 0: it is in the order that it has alone."""
+    return int(random_numbers.bits(seed, _SEED_OF_SET, number) >> 1) if number else seed
+
+
+def samples_a_round(shares: Sequence[Shares], number: int, data: DataConfig, global_batch: int) -> int:
+    """How many samples of a set are taken from its streams in one round: about as many as a batch has of it when it is first used.
+
+    So a rank reads few shards at a time. Later phases do not change it, or else they would change the set's order.
+    """
+    return data.streams * max(1, round(global_batch * first_share(shares, number) / data.streams))
+
+
 def first_share(shares: Sequence[Shares], number: int) -> float:
     """The share of a set in the first phase that uses it; 0 if none does."""
     return next((float(share) for share in (phase.share(number) for phase in shares) if share), 0.0)
-
-
-def order_of_set(
-    number: int, shard_sizes: np.ndarray, weight_share: float, seed: int, global_batch: int, streams: int, window: int
-) -> SampleOrder:
-    """The order of one set of a mixture. weight_share: its share when it is first used, from 0 to 1.
-
-    A round of its streams has about as many samples as a batch has of the set, so that a rank reads few shards at a time. Set 0 alone
-    is in the order that it has without a mixture.
-    """
-    per_stream = max(1, round(global_batch * weight_share / streams))
-    seed_of_set = int(random_numbers.bits(seed, _SEED_OF_SET, number) >> 1) if number else seed
-    return SampleOrder(shard_sizes, seed_of_set, per_stream * streams, streams, window)

@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeline.architecture.config import Config
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.model.convert.preprocessing import HALF
 
 Tensors = Mapping[str, Tensor]
 # Before the name of a tensor that is no part of the model, but of the objective that trained it.
@@ -30,6 +31,8 @@ class Weights(NamedTuple):
     state: dict[str, Tensor]  # fp32, on the CPU; what a training objective added has ADDITION before its name
     extra: dict[str, Any]  # plain data that belongs to the weights, such as "classes" and "preprocessing"
     notes: list[str]  # what was assumed, converted and left out, a line each
+    mean: tuple[float, ...] = HALF  # of the images that the file's model reads, folded into the patch embedding here
+    std: tuple[float, ...] = HALF
 
 
 class Entry(NamedTuple):

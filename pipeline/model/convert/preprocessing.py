@@ -143,15 +143,19 @@ def eval_resize(view: Json, image_size: tuple[int, int]) -> int:
     return round(resize * short / view.get("image_size", short)) if resize else round(short * 8 / 7)
 
 
-def fold_normalisation(weight: Tensor, bias: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    """Change a patch embedding in place from an input of (x - mean) / std to one of y = (x - 0.5) / 0.5, x in [0, 1].
+def fold_normalisation(
+    weight: Tensor, bias: Tensor, mean: tuple[float, ...], std: tuple[float, ...],
+    to_mean: tuple[float, ...] = HALF, to_std: tuple[float, ...] = HALF,
+) -> None:  # fmt: skip
+    """Change a patch embedding in place from an input of (x - mean) / std to one of y = (x - to_mean) / to_std, x in [0, 1].
 
-    weight: (D, 3, P, P), bias: (D,). It holds that (x - mean) / std = y * 0.5 / std + (0.5 - mean) / std.
+    weight: (D, 3, P, P), bias: (D,). It holds that (x - mean) / std = y * to_std / std + (to_mean - mean) / std.
     """
     wide = weight.double()
-    means, stds = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
-    bias += (wide * ((0.5 - means) / stds)).sum((1, 2, 3)).to(bias.dtype)
-    weight.copy_((wide * (0.5 / stds)).to(weight.dtype))
+    given = (mean, std, to_mean, to_std)
+    means, stds, to_means, to_stds = (torch.tensor(v, dtype=torch.float64).view(1, 3, 1, 1) for v in given)
+    bias += (wide * ((to_means - means) / stds)).sum((1, 2, 3)).to(bias.dtype)
+    weight.copy_((wide * (to_stds / stds)).to(weight.dtype))
 
 
 def _side(size: Size) -> int:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Config, Gelu, Kernel, ResNetConfig, ViTConfig, stem_reduction
+from pipeline.architecture.config import Config, Gelu, Kernel, ResNetConfig, stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import mae, preprocessing
-from pipeline.model.convert.entries import ADDITION, Weights, check_values
+from pipeline.model.convert.entries import Weights, check_values
 from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import Json, Preprocessing
@@ -136,7 +136,7 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
     if decoder:
         for key, tensor in decoder.items():
             check_values(key, tensor)
-        return _with_decoder(from_state_dict(tensors, config_files), decoder)
+        return mae.with_decoder(from_state_dict(tensors, config_files), decoder, config_files.config)
     for key, tensor in tensors.items():
         check_values(key, tensor)
         for part, feature in _UNSUPPORTED.items():
@@ -158,14 +158,6 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
         return _from_huggingface(tensors, config_files)
     some = ", ".join(sorted(tensors)[:3]) or "nothing"
     raise UserError(f"its tensors are neither named as timm's nor as Hugging Face's ViT ({some} ...).")
-
-
-def _with_decoder(weights: Weights, decoder: dict[str, Tensor]) -> Weights:
-    """Weights of MAE with their decoder, which only continuing their pre-training reads."""
-    assert isinstance(weights.config, ViTConfig)
-    note = "the decoder of MAE, which only train.loss=mae uses, is no part of the model"
-    added = {f"{ADDITION}{name}": part for name, part in mae.read_decoder(decoder, weights.config).items()}
-    return weights._replace(state=weights.state | added, notes=[*weights.notes, note])
 
 
 def _from_timm(tensors: dict[str, Tensor], config: Json) -> Weights:
@@ -251,7 +243,7 @@ def _read(
         weight, bias = state["patch_embedding.weight"], state["patch_embedding.bias"]
         preprocessing.fold_normalisation(weight, bias, images.mean, images.std)
         notes.append(f"mean {images.mean} and deviation {images.std} of its images folded into the patch embedding")
-    return Weights(config, state, _with_view(extra, images), notes)
+    return Weights(config, state, _with_view(extra, images), notes, images.mean, images.std)
 
 
 def _assume_imagenet(missing: str, notes: list[str]) -> Preprocessing:

@@ -156,6 +156,8 @@ def publish(engine: Any) -> None:
     elif engine.zero_optimization_stage() == 3:
         for i in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(i)
+        # Frozen parameters stay gathered after a forward pass without a backward pass, with the values of before.
+        optimizer._partition_all_parameters()
         gather_persistent(optimizer.persistent_parameters)
 
 

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.loading.order import SampleOrder
-from pipeline.data.mixture.order import MixtureOrder, order_of_set
+from pipeline.data.mixture.order import MixtureOrder, samples_a_round, seed_of_set
 from pipeline.data.mixture.phases import Phase
 from pipeline.data.mixture.shares import MAX_PERIOD, Shares, whole_numbers
+from pipeline.settings.run_sections import DataConfig
 
 _WEIGHTS = st.lists(st.integers(1, 99), min_size=1, max_size=6)
 
@@ -16,8 +17,11 @@ _WEIGHTS = st.lists(st.integers(1, 99), min_size=1, max_size=6)
 def mixture(sizes: list[list[int]], phases: list[Phase], batch: int, seed: int = 5, streams: int = 2) -> MixtureOrder:
     """The order of sets with these shards, as a new process would build it."""
     shares = Shares(phases[0].weights)
+    data = DataConfig(path="", streams=streams)
     orders = [
-        order_of_set(i, np.array(shards), float(shares.share(i)), seed, batch, streams, window=7)
+        SampleOrder(
+            np.array(shards), seed_of_set(seed, i), samples_a_round([shares], i, data, batch), streams, window=7
+        )
         for i, shards in enumerate(sizes)
     ]
     return MixtureOrder(orders, phases, batch)
@@ -119,7 +123,7 @@ def test_each_set_has_its_own_epochs_and_uses_are_the_inverse_of_rows(order: Mix
 
 def test_one_set_is_in_the_order_that_it_has_alone() -> None:
     shards = np.array([30, 25, 41])
-    alone = SampleOrder(shards, 3, 16, 4, 10)
-    mixed = MixtureOrder([order_of_set(0, shards, 1.0, 3, 16, 4, 10)], [Phase(0, (2.0,))], 16)
+    alone = SampleOrder(shards, 3, 16, 2, 7)
+    mixed = mixture([shards.tolist(), [9]], [Phase(0, (2.0, 0.0)), Phase(20, (1.0, 1.0))], 16, seed=3)
     for step in range(20):
         np.testing.assert_array_equal(mixed.slice(step, 1, 2), alone.slice(step, 1, 2))

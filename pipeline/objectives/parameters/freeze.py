@@ -1,0 +1,52 @@
+"""Frozen parameters of a backbone (`train.freeze`), and the depth of each parameter.
+
+A frozen parameter gets no gradient and no optimizer state; checkpoints hold its value as they hold buffers.
+"""
+
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.model import Model, ViTConfig
+
+NOTHING, BACKBONE = "none", "backbone"
+
+
+def freeze(backbone: Model, what: str) -> None:
+    """Freeze all but the head (`what` = "backbone"), or what comes before the first block and the first n ("n blocks").
+
+    "none" freezes nothing. Raises UserError for a number of blocks that the model does not have.
+    """
+    if what == NOTHING:
+        return
+    blocks = num_frozen_blocks(what)
+    depth, top = depths(backbone)
+    if blocks is not None and not (isinstance(backbone.config, ViTConfig) and blocks < top - 1):
+        has = counted(top - 1, "block") if isinstance(backbone.config, ViTConfig) else "none: it is a ResNet"
+        raise UserError(
+            f"train.freeze = {what} must leave at least one block to train, and the model has {has}. Use fewer, or "
+            "train.freeze=backbone to train the head alone."
+        )
+    for name, parameter in backbone.named_parameters():
+        is_frozen = not name.startswith("head.") if blocks is None else depth[name] <= blocks
+        parameter.requires_grad_(not is_frozen)
+
+
+def num_frozen_blocks(what: str) -> int | None:
+    """The number of blocks that a value of `train.freeze` names; None if it names none."""
+    return None if what in (NOTHING, BACKBONE) else int(what.split()[0])
+
+
+def depths(backbone: Model, prefix: str = "") -> tuple[dict[str, int], int]:
+    """Returns (depth of the parameters by name, largest depth), as BEiT and MAE count them for layer decay.
+
+    0 is what comes before the first block, n block number n, and the largest what comes after the last block.
+    prefix: put before each name.
+    """
+    blocks = "blocks" if hasattr(backbone, "blocks") else "units"
+    top = len(getattr(backbone, blocks)) + 1
+    children = [name for name, _ in backbone.named_children()]  # In the order of computation.
+    after = children[children.index(blocks) + 1 :]
+    found = {}
+    for name, _ in backbone.named_parameters():
+        first, *rest = name.split(".")
+        found[f"{prefix}{name}"] = int(rest[0]) + 1 if first == blocks else top if first in after else 0
+    return found, top
