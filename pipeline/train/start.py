@@ -73,7 +73,6 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     objectives.check_labels(config, dataset.num_classes)
     objectives.check(config)
-    objectives.check_batch(config, world_size, plan.accumulation)
     balance = describe_balance(split.parts[0], data.own.classes, config.data.balance)
     plan = replace(plan, best_from=objectives.best_from(config), balance=balance)
     run_probe = None

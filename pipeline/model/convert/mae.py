@@ -78,8 +78,8 @@ def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> 
 
 
 def has_fixed_positions(config: ViTConfig, table: Tensor) -> bool:
-    """Whether a table (1, 1 + N, D) holds MAE's fixed positions, which tells its weights without a decoder from other ViTs."""
-    if config.width % 4 or config.pool != "token":
+    """Whether a table (1, [1 +] N, D) holds the fixed positions of MAE and I-JEPA, which tells their weights from other ViTs."""
+    if config.width % 4:
         return False
     expected = sincos2d(ViTConfig(**{**vars(config), "positions": "sincos2d_mae"}))
     return table.shape == expected.shape and bool(torch.allclose(table.float(), expected, atol=1e-4))
