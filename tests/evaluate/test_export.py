@@ -143,10 +143,10 @@ def test_another_size_and_no_head(weights, tmp_path, capsys):
 
 def test_layer_scale_is_folded_if_asked_for(tmp_path):
     model = random_weights(tmp_path / "model.pt", layer_scale=0.5)
-    with pytest.raises(UserError, match=r"cannot hold LayerScale \(fold it: fold_layer_scale=true\)"):
-        run(tmp_path / "model.pt", "npz", tmp_path / "a.npz")
-    run(tmp_path / "model.pt", "npz", tmp_path / "a.npz", fold_layer_scale=True)
-    back, images = load(tmp_path / "a.npz").eval(), torch.rand(3, 3, 16, 16)
+    run(tmp_path / "model.pt", "safetensors", tmp_path / "a.safetensors")
+    assert load(tmp_path / "a.safetensors").config.layer_scale == 0.5
+    run(tmp_path / "model.pt", "safetensors", tmp_path / "b.safetensors", fold_layer_scale=True)
+    back, images = load(tmp_path / "b.safetensors").eval(), torch.rand(3, 3, 16, 16)
     assert back.config.layer_scale is None
     with torch.no_grad():
         torch.testing.assert_close(back(images), model(images), rtol=1e-5, atol=1e-5)

@@ -20,6 +20,7 @@ Drawing = Literal[
     "rollout",
     "distance",
     "components",
+    "reconstruction",
     "gradcam",
     "predictions",
     "patches",
@@ -110,7 +111,8 @@ class ExportConfig:
     kernel: Kernel | None = kernel_setting()
     head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
     fold_layer_scale: bool = setting(
-        False, "Fold the factors of LayerScale into the layers that they scale, for a format that has no LayerScale."
+        False,
+        "Fold the factors of LayerScale into the layers that they scale also in a format that has LayerScale; others always do.",
     )
     tolerance: float = setting(
         1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit.", min=0, below=1
@@ -182,6 +184,9 @@ class ExplainConfig(LookConfig):
     draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
     layer: str = setting("all", "attention: block, a number from 1, all, or mean.", form=_ONE_OR_ALL)
     head: str = setting("mean", "attention: head, a number from 1, all, or mean.", form=_ONE_OR_ALL)
+    normalise: bool | None = setting(
+        None, "reconstruction: whether MAE's decoder predicts normalised pixels; null is what the weights say, or true."
+    )
     num_drawn: int = setting(6, "Number of images that are drawn, chosen at random.", min=1)
     num_averaged: int = setting(
         128, "Number of images that attention distance is averaged over (128 in the ViT paper).", min=1
