@@ -46,6 +46,16 @@ def rotation(
     return angles.cos(), angles.sin()
 
 
+def of_patches(rotation: Rotation, kept: Tensor, first: int) -> Rotation:
+    """(cos, sin) of the `first` tokens before the patches and of some of the patches, each (B, 1, first + K, D/H).
+
+    rotation: of all tokens of an image. kept: int64 (B, K), the numbers of these patches in each image.
+    """
+    places = torch.cat([torch.arange(first, device=kept.device).expand(len(kept), -1), first + kept], dim=1)
+    cos, sin = (table[places][:, None] for table in rotation)
+    return cos, sin
+
+
 def new_change(config: ViTConfig) -> nn.Buffer | None:
     """What a model keeps to change the coordinates in training, `change` of `rotation`; None if they do not change."""
     return nn.Buffer(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), persistent=False) if config.changes_rope else None
