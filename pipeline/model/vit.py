@@ -281,6 +281,8 @@ class VisionTransformer(nn.Module):
 
     def rotation(self, device: torch.device, grid: tuple[int, int] | None = None) -> Rotation | None:
         """RoPE's rotation of all tokens of an image, in training with the coordinates of the step; None without RoPE."""
+        if self.config.rope_base is None:
+            return None
         change = self.rope_change if self.training else None
         return rope.rotation(self.config, grid or self.config.grid, device, change)
 
