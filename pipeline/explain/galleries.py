@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.explain.components import PatchComponents
 from pipeline.explain.figures import Tile, brighten, enlarge, gallery, overlay
+from pipeline.explain.reconstruction import Reconstruction
 from pipeline.model import ViTConfig
 
 _MAX_IMAGES, _MAX_MAPS = 8, 12  # in a row: images, or maps of one image
@@ -48,7 +49,7 @@ def draw_attention(
         galleries[-1] += [[None if j else Tile(image, [caption]), *line] for j, line in enumerate(lines)]
     common = ", ".join(names[0] for names in (layers, heads) if len(names) == 1)
     note = f"{common[:1].upper()}{common[1:]}. {_OWN_SCALE}" if common else _OWN_SCALE
-    title = "Attention of the class token" if config.pool == "token" else "Attention, mean of all tokens"
+    title = "Attention of the class token" if config.pool in ("token", "both") else "Attention, mean of all tokens"
     figures = [gallery(rows, title, note, bar="attention") for rows in galleries]
     names = [f"attention-{number}" for number in range(1, len(figures) + 1)] if is_matrix else ["attention"]
     return dict(zip(names, figures, strict=True))
@@ -98,6 +99,19 @@ def draw_components(
         f"similar colours. Shares of the variance: {shares}."
     )
     return gallery(_fold([_inputs(pixels, captions), colours]), "Patches by their features", note)
+
+
+def draw_reconstruction(found: Reconstruction, normalise: bool, pixels: np.ndarray, captions: Sequence[str]) -> Figure:
+    """Each image, below it what MAE's encoder sees, and below that the image with the removed patches as its decoder predicts them."""
+    rows = [
+        _inputs(pixels, captions),
+        [Tile(image) for image in found.masked],
+        [Tile(image) for image in found.painted],
+    ]
+    note = f"The image; the patches that the encoder sees; the others as the decoder predicts them. Mean loss {found.losses.mean():.4f}."
+    if normalise:
+        note += " The decoder predicts normalised pixels: each patch has the mean and deviation of the image itself."
+    return gallery(_fold(rows), "Reconstruction by MAE", note)
 
 
 def draw_gradcam(
