@@ -297,7 +297,7 @@ def _record(
         tags.get("kind", kind), address, files, settings=settings, has_all_settings=config is not None,
         parameters=parameters, metrics=metrics, tags=dict(tags), datasets=tuple(datasets), steps=planned,
         images_per_step=as_count(settings.get("train.global_batch")),
-        flops_per_image=flops or max(0.0, as_number(parameters.get("gflops_per_image"))) * 1e9,
+        flops_per_image=_flops(flops, as_number(parameters.get("gflops_per_image")) * 1e9),
         starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,
         ignored=(*[f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored"] * bool(num_cut), *ignored), **known,
     )  # fmt: skip
@@ -345,6 +345,11 @@ def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
     except (UserError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{where} is damaged ({reason}). Remove it if the run has a checkpoint.") from None
+
+
+def _flops(of_model: float, recorded: float) -> float:
+    """FLOPs of training on one image. recorded: by the run, as its objective computes it, to 1e6; 0 if unknown. of_model: exact, one pass."""
+    return recorded if recorded > 0 and (not of_model or abs(recorded - of_model) > 1e6) else of_model
 
 
 def _results(files: RunFiles) -> dict[str, Any]:
