@@ -151,7 +151,6 @@ def make_forecast(config: PlanConfig) -> Forecast:
         config = replace(config, mfu=measured_mfu(config, model, cluster, measured))
     num_gpus = cluster.num_gpus if cluster else 1
     plan = make_plan(config, data.samples, num_gpus)
-    objectives.check_batch(config, num_gpus, plan.accumulation)
     stages = (1, 2, 3) if config.engine.precision != "fp32" else (0, 1, 2, 3)
     layouts = []
     for checkpointing in (False, True):
@@ -168,7 +167,6 @@ def make_forecast(config: PlanConfig) -> Forecast:
         chosen = lay_out(config, choice.zero_stage, choice.activation_checkpointing)
         planned = replace(config, engine=chosen.engine, train=replace(config.train, micro_batch=choice.micro_batch))
         advised = make_plan(planned, data.samples, num_gpus)  # Raises if training would refuse the advice.
-        objectives.check_batch(planned, num_gpus, advised.accumulation)
     if cluster and network and is_predictable(config):
         time = step_time(
             planned,

@@ -6,6 +6,7 @@ from pipeline.architecture.variants import overridden
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.settings.run import ModelConfig, RunConfig
+from pipeline.settings.run_sections import OF_WHOLE_BATCH
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,13 @@ def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
     paired = config.augment.mixes_pairs
     accumulation = _accumulation(train.global_batch, train.micro_batch, world_size, paired)
     micro_batch = train.global_batch // (world_size * accumulation)
+    if accumulation > 1 and train.loss in OF_WHOLE_BATCH:
+        share = train.global_batch // world_size
+        raise UserError(
+            f"train.loss = {train.loss} compares all samples of a step, which cannot be done in {accumulation} micro-batches: "
+            f"train.global_batch = {train.global_batch} on {counted(world_size, 'rank')} is {share} each, and train.micro_batch = "
+            f"{train.micro_batch}. Use train.micro_batch={share}, a smaller train.global_batch, or more ranks."
+        )
     if paired and micro_batch % 2:
         raise UserError(
             f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "

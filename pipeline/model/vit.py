@@ -62,6 +62,8 @@ class SelfAttention(nn.Module):
         self.qkv = new_query_key_value(config)  # a dense layer; rows: all of q, all of k, all of v
         self.out = new_output(config, config.width, config.out_bias)  # a dense layer
         self.dropout = nn.Dropout(config.dropout)
+        self.query_norm = nn.LayerNorm(config.head_dim, config.layer_norm_eps) if config.qk_norm else None
+        self.key_norm = nn.LayerNorm(config.head_dim, config.layer_norm_eps) if config.qk_norm else None
         is_relative = config.positions == "relative"
         self.relative = position.RelativePositions(num_tokens, config.head_dim) if is_relative else None
 
@@ -77,6 +79,8 @@ class SelfAttention(nn.Module):
         B, N, _ = qkv.shape
         # unbind before transposing: the gradients of q, k and v are stacked where the dense layer needs them, without a copy.
         q, k, v = (part.transpose(1, 2) for part in qkv.view(B, N, 3, self.num_heads, -1).unbind(2))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             q, k = rope.rotated(q, rotation), rope.rotated(k, rotation)
         return q, k, v
@@ -191,18 +195,20 @@ class VisionTransformer(nn.Module):
 
         self.stem = None if config.stem is None else HybridStem(config.stem)
         self.patch_embedding = PatchEmbedding(3 if self.stem is None else self.stem.num_channels, config)
-        has_token = config.pool == "token"
-        self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if has_token else None
+        self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if config.has_class_token else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         self.positions = position.new_table(config)  # a parameter if learned, a buffer if fixed, or None
+        self.rope_change = rope.new_change(config)  # a buffer, or None
         self.dropout = nn.Dropout(config.dropout)
         self.embedding_norm = nn.LayerNorm(config.width, config.layer_norm_eps) if config.embedding_norm else None
         rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
         self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
         self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.pool = AttentionPooling(config) if config.pool == "map" else None
-        self.representation = Dense(config.width, config.width) if config.representation else None
-        self.head = Dense(config.width, config.num_classes) if config.num_classes else nn.Identity()
+        self.class_norm = nn.LayerNorm(config.width, config.layer_norm_eps) if config.class_norm else None
+        pooled = replace(config, representation=False).num_features
+        self.representation = Dense(pooled, config.width) if config.representation else None
+        self.head = Dense(config.num_features, config.num_classes) if config.num_classes else nn.Identity()
 
         self.initialize(seed)
 
@@ -237,8 +243,8 @@ class VisionTransformer(nn.Module):
     def features(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, 3, height, width) -> (B, D), the input of the head.
 
-        It is the class token, the mean of the patch tokens (pool "gap") or their attention pooling ("map"), followed by
-        the representation layer and its tanh, if there is one.
+        It is the class token, the mean of the patch tokens (pool "gap" or "mean"), their attention pooling ("map"), or class token
+        and mean (pool "both": 2D wide), followed by the representation layer and its tanh, if there is one.
         """
         return self.pooled(self.encode(self.embed(images, any_size=any_size), self.grid_of(images)))
 
@@ -246,8 +252,12 @@ class VisionTransformer(nn.Module):
         """(B, N, D) tokens that `encode` returned -> (B, D), the input of the head."""
         if self.pool is not None:
             pooled = self.pool(tokens)
+        elif self.config.pool == "token":
+            pooled = tokens[:, 0]
         else:
-            pooled = tokens[:, self.config.registers :].mean(1) if self.class_token is None else tokens[:, 0]
+            pooled = tokens[:, self.config.num_tokens - self.config.num_patches :].mean(1)
+            if self.config.pool == "both":
+                pooled = torch.cat([tokens[:, 0], pooled], dim=1)
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
     def embed(self, images: Tensor, *, any_size: bool = False) -> Tensor:
@@ -276,12 +286,16 @@ class VisionTransformer(nn.Module):
         x = self.dropout(x)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        rotation = rope.rotation(self.config, grid or self.config.grid, x.device)
+        change = self.rope_change if self.training else None
+        rotation = rope.rotation(self.config, grid or self.config.grid, x.device, change)
         for i, block in enumerate(self.blocks):
             if i > 0:
                 x = self.add_positions(x, block=i, grid=grid)
             x = run_block(block, x, self.activation_checkpointing, rotation)
-        return self.norm(x)
+        if self.class_norm is None:
+            return self.norm(x)
+        first = 1 + self.config.registers
+        return torch.cat([self.class_norm(x[:, :first]), self.norm(x[:, first:])], dim=1)
 
     def add_class_token(self, patches: Tensor) -> Tensor:
         """(B, rows*columns, D) -> (B, 1 + rows*columns, D), or unchanged if the model has no class token."""

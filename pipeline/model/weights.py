@@ -231,6 +231,7 @@ def load(
     if wrong := training.keys() - {name for name, option in OPTIONS.items() if option.only_trains}:
         raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
     given = {"gelu": gelu, **training, "kernel": kernel}
+    neutral = {name: getattr(ViTConfig, name) for name in training}
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
         if representation is None:
             representation = old.representation and (keep_head or num_classes == 0)
@@ -244,9 +245,9 @@ def load(
         for note in filter(None, [config.unseen_note, resampling_note(old, config)]):
             say(note)
         state = resample_state(state, old, config)
-    elif representation or any(given.values()):
+    elif representation or (other := [n for n, value in given.items() if value not in (None, neutral.get(n))]):
         raise UserError(
-            f"{path}: is a ResNet, which has no gelu, dropout, drop_path, kernel or representation. Leave them out; "
+            f"{path}: is a ResNet, which has no {'representation' if representation else ', '.join(other)}. Leave it out; "
             "model.dropout=0 overrides the dropout of a config file."
         )
 

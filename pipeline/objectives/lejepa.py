@@ -25,7 +25,7 @@ from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.objectives.across_ranks import summed, total
-from pipeline.objectives.objective import Objective, check_small_views, embedding_std, mean_of_valid, width_of
+from pipeline.objectives.objective import Objective, check_small_views, embedding_std, mean_of_valid
 from pipeline.settings.quantities import MAX_SIDE
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -61,7 +61,6 @@ class Lejepa(Objective):
     """A backbone and a projector. It keeps no state: statistics are those of the step, directions come from (seed, step)."""
 
     Settings = LejepaSettings
-    needs_whole_batch = True
     directions: Tensor
 
     # ------------------------------------------------------------------ settings and views
@@ -121,7 +120,7 @@ class Lejepa(Objective):
     def __init__(self, backbone: Model, given: LejepaSettings, seed: int = 0) -> None:
         super().__init__(backbone)
         self.given, self.seed = given, seed
-        self.projector = Projector(width_of(backbone.config), given.hidden, given.width)
+        self.projector = Projector(backbone.config.num_features, given.hidden, given.width)
         # Those of the step; every start draws them again.
         self.register_buffer("directions", torch.zeros(given.width, given.directions), persistent=False)
 

@@ -62,8 +62,6 @@ class Objective(nn.Module):
     reads_labels: ClassVar[bool] = False
     # Whether the backbone's output is logits of classes, which are scored as those of `launch/evaluate.py`.
     predicts_classes: ClassVar[bool] = False
-    # Whether its loss is of all samples of a step at once, so that a step must be one micro-batch of each rank.
-    needs_whole_batch: ClassVar[bool] = False
     # Whether a run with init.weights continues what such an objective added to them; else only the backbone is loaded.
     continues_additions: ClassVar[bool] = False
     # Whether the backbone reads each image once and nothing is added to it: then memory and arithmetic are the model's, from its
@@ -313,8 +311,3 @@ def check_small_views(model: Config, side: int) -> None:
         )
     if model.grid_at(side, side) != model.grid:
         check_any_grid(model)
-
-
-def width_of(model: Config) -> int:
-    """Width of a backbone's features."""
-    return model.width if isinstance(model, ViTConfig) else model.num_features

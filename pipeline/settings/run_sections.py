@@ -31,6 +31,9 @@ OBJECTIVES = {
     "masked_small_patch": "masked_patches:MaskedPatches",
     "masked_pixels": "masked_patches:MaskedPatches",
 }
+# Those whose loss is of all samples of a step at once, so that a step must be one micro-batch of each rank. Here, because the
+# supervisor chooses a number of ranks without torch.
+OF_WHOLE_BATCH = frozenset({"lejepa"})
 
 
 def _with_options(cls: type[T]) -> type[T]:

@@ -67,7 +67,6 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     objectives.check_labels(config, dataset.num_classes)
     objectives.check(config)
-    objectives.check_batch(config, world_size, plan.accumulation)
     balance = describe_balance(split, dataset.classes, config.data.balance)
     plan = replace(plan, best_from=objectives.best_from(config), balance=balance)
     run_probe = None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from pipeline.base.errors import UserError
 from pipeline.model import ViTConfig, build, configure, create, load, num_parameters, save
-from pipeline.model.rope import rotated, rotation
+from pipeline.model.rope import draw, rotated, rotation
 
 SIZES = {"width": 16, "depth": 2, "mlp_width": 24, "num_heads": 2}
 THEIR_SIZES = {
@@ -133,6 +133,66 @@ def test_swiglu_and_layer_scale_are_their_formulae():
     assert (new.mlp.down.scale == 1e-5).all()
 
 
+@torch.no_grad()
+def test_norms_of_queries_and_keys_and_of_the_class_token():
+    model = randomised(create("ViT-mu/4", 8, 0, **SIZES, qk_norm=True, class_norm=True, registers=2, positions="none"))
+    attention, x = model.blocks[0].attention, torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
+    q, k, v = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in attention.qkv(x).chunk(3, dim=2))
+    q, k = attention.query_norm(q), attention.key_norm(k)
+    mixed = (q @ k.transpose(2, 3) / math.sqrt(8)).softmax(3) @ v
+    torch.testing.assert_close(attention(x), attention.out(mixed.transpose(1, 2).flatten(2)), rtol=1e-4, atol=1e-4)
+    seen = []
+    model.norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model.class_norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    tokens = model.encode(model.embed(images(8, 8)))
+    first, patches = sorted(seen, key=lambda part: part.shape[1])
+    assert (first.shape[1], patches.shape[1]) == (3, 4)
+    torch.testing.assert_close(tokens, torch.cat([model.class_norm(first), model.norm(patches)], dim=1))
+
+
+@torch.no_grad()
+def test_features_are_class_token_mean_of_patches_or_both():
+    models = {pool: create("ViT-mu/4", 16, 5, **SIZES, pool=pool, registers=2) for pool in ("token", "mean", "both")}
+    state = randomised(create("ViT-mu/4", 16, 0, **SIZES, registers=2)).state_dict()
+    x = images(16, 16)
+    for model in models.values():
+        model.load_state_dict({name: state.get(name, tensor) for name, tensor in model.state_dict().items()})
+    token, mean, both = (model.eval().features(x) for model in models.values())
+    patches = models["token"](x, with_patches=True)[1]
+    torch.testing.assert_close(mean, patches.mean(1))
+    assert torch.equal(both, torch.cat([token, mean], dim=1))
+    assert [model.config.num_features for model in models.values()] == [16, 16, 32]
+    assert models["both"](x).shape == (2, 5)
+    assert create("ViT-mu/4", 16, 5, **SIZES, pool="both", representation=True)(x).shape == (2, 5)
+
+
+def test_ropes_coordinates_change_in_training_by_seed_and_step():
+    changes = {"rope_shift": 0.5, "rope_jitter": 2.0, "rope_rescale": 3.0}
+    model = randomised(create("ViT-mu/4", 16, 3, **SIZES, positions="none", rope_base=100.0, **changes))
+    x, drawn = images(16, 16), []
+    before = model(x)
+    for step in range(200):
+        draw(model, 5, step)
+        drawn.append(model.rope_change.clone())
+    assert torch.equal(model(x), before), "only training is changed"
+    assert not torch.allclose(model.train()(x), before)
+    draw(model, 5, 7)
+    assert torch.equal(model.rope_change, drawn[7])
+    draw(model, 6, 7)
+    assert not torch.equal(model.rope_change, drawn[7])
+    shifts, logarithms = torch.stack(drawn)[:, 0], torch.stack(drawn)[:, 1].log()
+    assert shifts.abs().max() <= 0.5
+    assert shifts.std() == pytest.approx(0.5 / math.sqrt(3), rel=0.15)
+    assert (logarithms[:, 0] - logarithms[:, 1]).abs().max() <= 2 * math.log(2), "of each axis"
+    assert 1 < logarithms.mean(1).abs().max() <= math.log(6)
+    config, grid = model.config, model.config.grid
+    moved = rotation(config, grid, None, torch.tensor([[2.0, 2.0], [1.0, 1.0]]))
+    one, last = rotation(config, (1, 1), None, torch.tensor([[2.75, 2.75], [1.0, 1.0]]))[0], moved[0][-1]
+    torch.testing.assert_close(one[-1], last, msg="the centre of the last of 4 x 4 patches is 0.75")
+    assert "rope_change" not in model.state_dict()
+    draw(create("ViT-mu/4", 16, 3, **SIZES), 0, 0)
+
+
 def test_a_new_models_kernels_are_those_without_the_parts():
     """LayerScale, RoPE, biases that are left out and a norm draw no random numbers."""
     plain = create("ViT-mu/4", 16, 3, **SIZES, mlp_bias=False).state_dict()
@@ -163,6 +223,8 @@ def test_rope_reads_any_size_of_image_without_resampling(tmp_path):
         ({"rope_base": 100.0, "positions": "relative"}, "rope_base rotates queries and keys by their place in the grid"),
         ({"rope_base": 100.0, "num_heads": 8}, r"heads whose width is divisible by 4, not 16 / 8 = 2"),
         ({"rope_base": 1.0}, "rope_base = 1.0 must be above 1"),
+        ({"rope_rescale": 2.0}, "rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not have"),
+        ({"class_norm": True, "pool": "gap"}, "class_norm normalises a class token, and pool = gap has none"),
         ({"qkv_bias": "k"}, "qkv_bias = 'k' must be one of"),
     ],
 )  # fmt: skip

@@ -227,6 +227,8 @@ EVERY = {
     "registers, gap": {"name": "ViT-B/16", "registers": 2, "pool": "gap", "positions": "sincos2d"},
     "DINOv3": {"name": "ViT-B/16", "registers": 2, "positions": "none", "rope_base": 100.0, "qkv_bias": "qv", "layer_scale": 0.1},
     "DINOv2-g": {"name": "ViT-B/16", "swiglu": True, "layer_scale": 0.1, "qkv_bias": "none", "out_bias": False, "mlp_bias": False},
+    "ViT-22B": {"name": "ViT-B/16", "qk_norm": True, "class_norm": True, "pool": "both"},
+    "mean of patches": {"name": "ViT-B/16", "pool": "mean"},
     "CLIP": {"name": "ViT-B/16", "embedding_norm": True, "gelu": "quick"},
     "R+Ti/16": {"patch_size": 4},
     "R26+S/32": {"stem": (1, 1), "image_size": (16, 24)},

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.estimate.plan import cut_batch
 from pipeline.objectives.lejepa import Lejepa, random_directions, sigreg
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -113,8 +114,8 @@ def test_a_batch_without_a_readable_image_has_no_loss_and_no_gradient() -> None:
 def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     message = r"in 8 micro-batches: train.global_batch = 4096 on 8 ranks is 512 each, .* Use train.micro_batch=512"
     with pytest.raises(UserError, match=message):
-        objectives.check_batch(config(), 8, 8)
-    objectives.check_batch(config("train.micro_batch=512"), 8, 1)
+        cut_batch(config(), 8)
+    assert cut_batch(config("train.micro_batch=512"), 8) == (1, 512)
     for setting, message in (
         ("augment.crop=none", "needs random crops"),
         ("objective.local_size=90", "Use 80 or 96"),

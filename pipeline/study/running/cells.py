@@ -192,6 +192,12 @@ def new_flops(cells: list[StudyCell]) -> list[float]:
 
 
 # -------------------------------------------------------------------- making them
+def _steps(config: RunConfig, num_samples: int) -> int:
+    """Steps of a cell, however many ranks divide its batch. Raises UserError for an impossible length."""
+    undivided = replace(config, train=replace(config.train, micro_batch=config.train.global_batch))
+    return make_plan(undivided, num_samples, 1).steps
+
+
 def _cells_of(
     config: StudyConfig, folder: Path, dataset: Dataset, model: StudyModel, size: Limit, seed: int, extra: float
 ) -> list[StudyCell]:
@@ -215,14 +221,14 @@ def _cells_of(
         overrides = [*common, f"name={name}", f"train.length={length}"]
         run, trunk, trunk_steps = make_child(name, config.run, overrides), None, 0
         try:
-            steps = make_plan(run.config, len(split), 1).steps
+            steps = _steps(run.config, len(split))
             if extra:
                 steps += round(extra / (flops * first.train.global_batch))
                 overrides[-1] = f"train.length={steps} steps"
                 run = make_child(name, config.run, overrides)
             if config.cooldown:
                 run, trunk, trunk_steps = _with_trunk(config, name, stem, seed, overrides, steps)
-                make_plan(run.config, len(split), 1)
+                _steps(run.config, len(split))
         except UserError as error:
             raise UserError(f"cell {name}: {error}") from None
         finetunes = [_finetune(file, run, folder, seed) for file in config.finetune]
