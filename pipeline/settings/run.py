@@ -157,6 +157,11 @@ class RunConfig:
             )
 
     def _check_engine(self) -> None:
+        if self.optimizer.name == "muon" and (self.engine.zero_stage == 3 or self.engine.offload):
+            raise UserError(
+                "optimizer.name = muon needs engine.zero_stage=0, 1 or 2 without engine.offload: it multiplies whole matrices, of which "
+                "stage 3 gives each rank a part."
+            )
         if self.engine.zero_stage != 0:
             return
         if self.engine.precision != "fp32":

@@ -247,8 +247,10 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Literal["adam", "sgd"] = setting(
-        "adam", "Adam with decoupled weight decay, or SGD with momentum.", on_change="run"
+    name: Literal["adam", "sgd", "muon"] = setting(
+        "adam",
+        "Adam with decoupled weight decay, SGD with momentum, or Muon for the matrices of the blocks with Adam for the rest.",
+        on_change="run",
     )
     lr: float = setting(1e-3, "Peak learning rate.", above=0)
     lr_batch: int = setting(
@@ -261,9 +263,10 @@ class OptimizerConfig:
     beta2: float = setting(0.999, "Adam: decay of the second moment.", min=0, below=1)
     eps: float = setting(1e-8, "Adam: term added to the denominator.", above=0)
     momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1)
+    muon_momentum: float = setting(0.95, "Muon: Nesterov momentum of the matrices.", min=0, below=1)
     weight_decay: float = setting(
         0.1,
-        "Weight decay of dense kernels, multiplied by the learning rate; Adam: decoupled, SGD: added to the gradient.",
+        "Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the gradient.",
         min=0,
     )
     weight_decay_end: float | None = setting(
