@@ -6,7 +6,7 @@ STORE ?= runs/mlflow.db
 TORCH = $(shell grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test rehearsal test-fast lint mlflow install clean gpu gpu-tests gpu-bench gpu-packages gpu-wheels
+.PHONY: demo test rehearsal test-fast lint docs mlflow install clean gpu gpu-tests gpu-bench gpu-packages gpu-wheels
 
 demo: install
 	$(PY) launch/demo.py
@@ -55,6 +55,11 @@ lint: install
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo --no-cache
+
+# The documentation with a page for each command, in runs/site. Its search wants a server: python -m http.server -d runs/site
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict -f docs/site/mkdocs.yml
+	@echo "runs/site/index.html; with its search: $(PY) -m http.server -d runs/site, then http://127.0.0.1:8000"
 
 # The runs of a database, by default those of this folder, at http://127.0.0.1:5000/#/experiments?workflowType=machine_learning (docs/reviewing.md).
 mlflow: install

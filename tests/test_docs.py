@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,22 @@ def test_links_lead_somewhere() -> None:
 def test_every_page_is_reached_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     assert [page.name for page in DOCS if page.parent == ROOT / "docs" and f"docs/{page.name}" not in readme] == []
+
+
+def test_the_site_has_a_page_for_each_command_and_asks_nobody_else(tmp_path: Path) -> None:
+    """Links that lead nowhere are errors: --strict, as `make docs`."""
+    command = ["-m", "mkdocs", "build", "--quiet", "--strict", "-f", "docs/site/mkdocs.yml", "-d", tmp_path / "site"]
+    made = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    pages = {page.relative_to(tmp_path / "site").as_posix(): page.read_text() for page in tmp_path.rglob("*.html")}
+    commands = {path.stem for path in (ROOT / "launch").glob("*.py")} - {"demo"}
+    assert {name for name in pages if name.startswith("commands/")} == {f"commands/{name}.html" for name in commands}
+    assert "<code>train.global_batch</code>" in pages["commands/pretrain.html"]
+    assert "<code>objective.mask_share</code>" in pages["commands/pretrain.html"]
+    assert "--cpus-per-rank" in pages["commands/ray_run.html"]
+    loaded = r'(?:src=|<link[^>]*rel="(?:stylesheet|preload|icon)"[^>]*href=)"https?://[^"]*'
+    assert [found for page in pages.values() for found in re.findall(loaded, page)] == []
+    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
 
 
 def test_files_that_code_and_documentation_name_exist() -> None:

@@ -9,74 +9,26 @@ as its default from files that were made without it. What uses the field is in `
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pipeline.base import json_record
+from pipeline.architecture.option import Fields, Option
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits, quoted
 from pipeline.base.words import counted
 
-Gelu = Literal["tanh", "erf"]
-Pool = Literal["token", "gap", "map"]
+Gelu = Literal["tanh", "erf", "quick"]
+Pool = Literal["token", "gap", "map", "mean", "both"]
 # Targets (ViT paper, B.1.2): the mean colour at 3 bits per channel; 16 such colours, of the patch resized to 4 x 4; pixels.
 Masked = Literal["mean_color", "small_patch", "pixels"]
 # How learned positions are resampled to another patch grid (pipeline/model/position.py).
 Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
 
 # Far above every published model: a damaged file must not allocate more than these.
-_MAX_SIDE, _MAX_TOKENS, _MAX_STAGES, _MAX_UNITS = 2**16, 2**17, 8, 1024
-# The fields of the first files, in their order, so that a file has the same bytes as before. Others follow if they are not at
-# their defaults.
-_FIRST_SAVED = (
-    "units", "width", "depth", "mlp_width", "num_heads", "patch_size", "image_size", "num_classes", "representation", "gelu",
-    "dropout", "head_bias", "drop_path", "pool", "positions", "positions_at", "patch_stride", "stem", "axial", "layer_norm_eps",
-    "masked",
-)  # fmt: skip
+_MAX_TOKENS, _MAX_STAGES, _MAX_UNITS = 2**17, 8, 1024
 
 
 @dataclass(frozen=True)
-class Option(Limits):
-    """Marks a field that a run may set, in the section `model` of its settings.
-
-    doc: its help. setting: default of the setting; ... is that of the field, which files without the field have, and None is what
-    the model's name implies. only_trains: the field changes neither the weights nor what they compute after training, so a run
-    may set it for weights that exist. kind: type of the setting, filled in below.
-    """
-
-    doc: str = ""
-    setting: Any = ...
-    only_trains: bool = False
-    kind: Any = None
-
-
-class _Config:
-    image_size: tuple[int, int]
-    num_classes: int
-
-    def __post_init__(self) -> None:
-        """Raise UserError for a value of another type or out of its range."""
-        hints = typing.get_type_hints(type(self), include_extras=True)
-        for name, value in vars(self).items():
-            if not isinstance(value, tuple):
-                json_record.convert(value, hints[name], "model", name)
-        if not all(1 <= side <= _MAX_SIDE for side in self.image_size):
-            raise UserError(f"model: image_size = {quoted(self.image_size)} must be from 1 to {_MAX_SIDE:,} pixels.")
-
-    def added(self) -> dict[str, Any]:
-        """The fields that the first files did not have, where they are not at their defaults."""
-        later = vars(self).keys() - set(_FIRST_SAVED)
-        return {
-            name: value for name, value in vars(self).items() if name in later and value != getattr(type(self), name)
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, YAML and weights files; tuples become lists."""
-        values = {name: vars(self)[name] for name in _FIRST_SAVED if name in vars(self)} | self.added()
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-@dataclass(frozen=True)
-class ViTConfig(_Config):
+class ViTConfig(Fields):
     """The architecture of a ViT. Raises UserError for values that do not fit together."""
 
     width: Annotated[
@@ -116,7 +68,8 @@ class ViTConfig(_Config):
     pool: Annotated[
         Pool,
         Option(
-            doc="Input of the head: class token, global average pool, or attention pool (map). null is token (axial models: gap).",
+            doc="Input of the head: class token; global average pool or attention pool (map) of a model without class token; or, "
+            "beside a class token, the mean of the patches (mean) or class token and mean (both). null is token (axial models: gap).",
             setting=None,
         ),
     ] = "token"
@@ -125,7 +78,9 @@ class ViTConfig(_Config):
         bool, Option(doc="Add a dense + tanh layer before the head (pre-training only).", setting=True)
     ] = False
     # timm and Hugging Face: erf.
-    gelu: Annotated[Gelu, Option(doc="GELU: tanh approximation (official code) or exact.")] = "tanh"
+    gelu: Annotated[
+        Gelu, Option(doc="GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP).")
+    ] = "tanh"
     dropout: Annotated[
         float,
         Option(
@@ -149,9 +104,69 @@ class ViTConfig(_Config):
     # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5.
     layer_norm_eps: Annotated[float, Limits(above=0, max=1)] = 1e-6
     masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
-    # Extra tokens without a position, not read by the head (arXiv 2309.16588).
-    registers: Annotated[int, Limits(0, 256)] = 0
+    # Darcet et al., arXiv 2309.16588.
+    registers: Annotated[
+        int,
+        Option(0, 256, doc="Extra learned tokens without a position, which the head does not read; 4 in DINOv2."),
+    ] = 0
     kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
+    # Parts of later ViTs (pipeline/model/parts.py, rope.py).
+    layer_scale: Annotated[
+        float | None,
+        Option(
+            -1000,
+            1000,
+            doc="Initial value of LayerScale, learned factors of each residual branch; 1e-5 in DINOv2; null: no factors.",
+        ),
+    ] = None
+    swiglu: Annotated[
+        bool, Option(doc="Gated MLP: silu(gate) times value, each mlp_width wide (DINOv2's g, DINOv3's H+ and 7B).")
+    ] = False
+    rope_base: Annotated[
+        float | None,
+        Option(
+            above=1,
+            max=1e9,
+            doc="Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.",
+        ),
+    ] = None
+    rope_shift: Annotated[
+        float,
+        Option(
+            0,
+            100,
+            doc="RoPE in training: the coordinates, from -1 to 1, are shifted by up to this, anew in each step.",
+            only_trains=True,
+        ),
+    ] = 0.0
+    rope_jitter: Annotated[
+        float,
+        Option(
+            1,
+            100,
+            doc="RoPE in training: rows and columns are stretched by factors of up to this, or 1 over it; 1: not at all.",
+            only_trains=True,
+        ),
+    ] = 1.0
+    rope_rescale: Annotated[
+        float,
+        Option(
+            1,
+            100,
+            doc="RoPE in training: both are stretched by a common factor of up to this, or 1 over it; 2 in DINOv3.",
+            only_trains=True,
+        ),
+    ] = 1.0
+    qkv_bias: Annotated[
+        Literal["qkv", "qv", "none"], Option(doc="Which of queries, keys and values have a bias; qv in DINOv3.")
+    ] = "qkv"
+    out_bias: Annotated[bool, Option(doc="Bias of the attention's output layer.")] = True
+    mlp_bias: Annotated[bool, Option(doc="Biases of the MLP's layers.")] = True
+    embedding_norm: Annotated[bool, Option(doc="LayerNorm of all tokens before the first block, as in CLIP.")] = False
+    qk_norm: Annotated[bool, Option(doc="LayerNorm of each head's queries and keys (ViT-22B).")] = False
+    class_norm: Annotated[
+        bool, Option(doc="A final LayerNorm of its own for class token and registers, as in DINOv3 7B.")
+    ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,7 +178,9 @@ class ViTConfig(_Config):
             )
         self._check_positions()
         self._check_registers()
-        if self.axial and self.pool == "token":
+        self._check_rope()
+        self._check_class_norm()
+        if self.axial and self.has_class_token:
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
         if not 1 <= self.stride <= self.patch_size:
             raise UserError(
@@ -196,8 +213,32 @@ class ViTConfig(_Config):
         needs_positions = self.positions == "relative" or self.positions_at != "stem" or self.axial
         if self.registers and (needs_positions or self.pool == "map" or self.masked):
             raise UserError(
-                "model: registers have no position, and the head does not read them. Use them with pool=token or pool=gap, "
+                "model: registers have no position, and the head does not read them. Use them with a pool other than map, "
                 "positions at the stem that are not relative, and neither axial blocks nor masked patch prediction."
+            )
+
+    def _check_rope(self) -> None:
+        if self.rope_base is None:
+            if self.changes_rope:
+                raise UserError(
+                    "model: rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not have. Set "
+                    "model.rope_base=100, or leave them out."
+                )
+            return
+        if self.axial or self.positions == "relative":
+            raise UserError(
+                "model: rope_base rotates queries and keys by their place in the grid, which axial attention and relative "
+                "positions do in their way. Use it with another model and other positions, such as positions=none."
+            )
+        if self.head_dim % 4:
+            raise UserError(
+                f"model: rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} = {self.head_dim}."
+            )
+
+    def _check_class_norm(self) -> None:
+        if self.class_norm and not self.has_class_token:
+            raise UserError(
+                f"model: class_norm normalises a class token, and pool = {self.pool} has none. Use pool=token, mean or both."
             )
 
     def _check_positions(self) -> None:
@@ -293,7 +334,15 @@ class ViTConfig(_Config):
     @property
     def num_positions(self) -> int:
         """Number of tokens with a position: patches, and the class token if any."""
-        return (self.pool == "token") + self.grid[0] * self.grid[1]
+        return self.has_class_token + self.num_patches
+
+    @property
+    def has_class_token(self) -> bool:
+        return self.pool in ("token", "mean", "both")
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1]
 
     @property
     def num_blocks(self) -> int:
@@ -301,12 +350,22 @@ class ViTConfig(_Config):
         return self.depth * 2 if self.axial else self.depth
 
     @property
+    def changes_rope(self) -> bool:
+        """Whether the coordinates of RoPE change in training."""
+        return (self.rope_shift, self.rope_jitter, self.rope_rescale) != (0, 1, 1)
+
+    @property
+    def num_features(self) -> int:
+        """Width of the features that the head reads."""
+        return 2 * self.width if self.pool == "both" and not self.representation else self.width
+
+    @property
     def head_dim(self) -> int:
         return self.width // self.num_heads
 
 
 @dataclass(frozen=True)
-class ResNetConfig(_Config):
+class ResNetConfig(Fields):
     """The architecture of a BiT ResNet (arXiv 1912.11370). Raises UserError for values that do not fit together."""
 
     units: tuple[int, ...]  # units of each stage; each stage but the first halves height and width

@@ -47,6 +47,7 @@ HYBRIDS: dict[str, tuple[str, tuple[int, ...], int]] = {
     "R50+ViT-L/32": ("L", (3, 4, 6, 3), 1),
     "R26+S/32": ("S", (2, 2, 2, 2), 1),
     "R+Ti/16": ("Ti", (), 8),
+    "R8+Ti/8": ("Ti", (1, 1), 1),  # ours, for images of 32 px
 }
 
 # Units in each stage of a BiT ResNet (google-research/big_vision, models/bit.py). 26 is the smallest hybrid's, for small studies.

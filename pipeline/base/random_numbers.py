@@ -109,10 +109,15 @@ def _mixed(state: int, part: int) -> int:
 
 def permutation(length: int, seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:
     """A random permutation of range(length), int64: places sorted by their hash, equal hashes by place."""
+    return _stable_argsort(bits_of_places(length, seed, purpose, *parts))
+
+
+def bits_of_places(length: int, seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:
+    """`bits(seed, purpose, *parts, np.arange(length))`, faster for many."""
     hashes = np.empty(length, np.uint64)
     for first in range(0, length, _BLOCK):
         hashes[first : first + _BLOCK] = bits(seed, purpose, *parts, np.arange(first, min(first + _BLOCK, length)))
-    return _stable_argsort(hashes)
+    return hashes
 
 
 def _stable_argsort(hashes: np.ndarray) -> np.ndarray:

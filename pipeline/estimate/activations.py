@@ -1,14 +1,17 @@
 """Counts the bytes that a forward pass saves for the backward pass, on the meta device: no arithmetic, no memory."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from fractions import Fraction
 from functools import cache
+from itertools import chain, starmap
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeline.model import Config, Model, ResNetConfig, VisionTransformer, build
@@ -22,17 +25,42 @@ _COUNTED = (8, 16, 32)  # images
 
 
 @dataclass(frozen=True)
+class Use:
+    """Bytes around one run through a model's blocks.
+
+    until: saved from the beginning of the forward pass to the end of its last block: what is left when the backward pass arrives there.
+    block: saved by its largest block (or ResNet unit), without recomputation. largest: the largest tensor that its last block saves,
+    without recomputation.
+    """
+
+    until: int
+    block: int
+    largest: int
+
+
+@dataclass(frozen=True)
 class Saved:
     """Bytes saved for a micro-batch.
 
-    total: by the whole model. block: by the largest block (or ResNet unit), without recomputation. largest: the largest
-    tensor that the last block saves, without recomputation. outside: the largest tensor that no block saves, only for an objective.
+    total: by the whole forward pass. outside: the largest tensor that no block saves, only for an objective. uses: of the blocks, in
+    order: an objective may run the model on one group of views after another.
     """
 
     total: int
-    block: int
-    largest: int
-    outside: int = 0
+    outside: int
+    uses: tuple[Use, ...]
+
+    @classmethod
+    def through(cls, points: Sequence[int], found: Sequence["Saved"], at: int) -> "Saved":
+        """Extrapolates each number by the polynomial through what was found at some points."""
+        weights = [math.prod(Fraction(at - two, one - two) for two in points if two != one) for one in points]
+        total, outside, *of_uses = (
+            round(sum(map(operator.mul, weights, numbers)))
+            for numbers in zip(
+                *([one.total, one.outside, *chain(*map(astuple, one.uses))] for one in found), strict=True
+            )
+        )
+        return cls(total, outside, tuple(starmap(Use, zip(*(of_uses[i::3] for i in range(3)), strict=True))))
 
 
 def saved_bytes(
@@ -44,22 +72,24 @@ def saved_bytes(
     """
     # Some tensors do not grow with the number of images: the standardised kernels of a ResNet.
     one, two = (_count_all(config, images, dtype, checkpointing, frozen) for images in (1, 2))
-    without_checkpointing = _count_all(config, 1, dtype, False, frozen)
-    more = micro_batch - 1
-    return Saved(
-        one.total + more * (two.total - one.total),
-        without_checkpointing.block * micro_batch,
-        without_checkpointing.largest * micro_batch,
-    )
+    (plain,) = _count_all(config, 1, dtype, False, frozen).uses
+    total = one.total + (micro_batch - 1) * (two.total - one.total)
+    return Saved(total, 0, (Use(total, plain.block * micro_batch, plain.largest * micro_batch),))
 
 
 def _count_all(config: Config, images: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING) -> Saved:
+    def count(one: Config) -> Saved:
+        return _count(one, images, dtype, checkpointing, frozen)
+
     # Models of few blocks do not have so many to freeze.
-    if num_frozen_blocks(frozen) is not None or not (found := shallow(config)):
-        return _count(config, images, dtype, checkpointing, frozen)
+    return count(config) if num_frozen_blocks(frozen) is not None else _of_depth(config, count)
+
+
+def _of_depth(config: Config, count: Callable[[Config], Saved]) -> Saved:
+    if not (found := shallow(config)):
+        return count(config)
     *models, deeper = found
-    two, three = (_count(model, images, dtype, checkpointing, frozen) for model in models)
-    return Saved(two.total + deeper * (three.total - two.total), three.block, three.largest)
+    return Saved.through((0, 1), [count(one) for one in models], deeper)
 
 
 @cache
@@ -69,8 +99,7 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool,
     freeze(model, frozen)
     pixels, *masks = meta_inputs(config, images, dtype)
     model.activation_checkpointing = checkpointing
-    found = _saved_by(model, lambda: model(pixels, *masks), [*model.parameters(), pixels])
-    return replace(found, outside=0)
+    return _saved_by(model, lambda: model(pixels, *masks), [*model.parameters(), pixels])
 
 
 def of_many(count: Callable[[int], Saved], images: int) -> Saved:
@@ -81,12 +110,7 @@ def of_many(count: Callable[[int], Saved], images: int) -> Saved:
     """
     if images <= _COUNTED[-1]:
         return count(images)
-    found = [count(number) for number in _COUNTED]
-
-    def at(values: list[int]) -> int:
-        return round(float(np.polynomial.Polynomial.fit(_COUNTED, values, 2)(images)))
-
-    return Saved(*(at([getattr(one, field.name) for one in found]) for field in fields(Saved)))
+    return Saved.through(_COUNTED, [count(number) for number in _COUNTED], images)
 
 
 @on_meta.remembered
@@ -111,17 +135,12 @@ def saved_by_loss(
         ours = [*objective.parameters(), *objective.buffers(), *read.views, *read.facts.values()]
         return _saved_by(objective.backbone, lambda: on_meta.loss(objective, read, ranks), ours)
 
-    if not (found := shallow(model)):
-        counted = count(model, checkpointing)
-        total, plain = counted.total, count(model, False) if checkpointing else counted
-    else:
-        *models, deeper = found
-        two, three = (count(one, checkpointing) for one in models)
-        total, plain = (
-            two.total + deeper * (three.total - two.total),
-            count(models[1], False) if checkpointing else three,
-        )
-    return replace(plain, total=total)
+    found = _of_depth(model, lambda one: count(one, checkpointing))
+    if not checkpointing:
+        return found
+    plain = _of_depth(model, lambda one: count(one, False))
+    uses = (replace(use, until=kept.until) for use, kept in zip(plain.uses, found.uses, strict=True))
+    return Saved(found.total, plain.outside, tuple(uses))
 
 
 def _saved_by(model: Model, forward: Callable[[], Tensor], left_out: Iterable[Tensor]) -> Saved:
@@ -130,31 +149,37 @@ def _saved_by(model: Model, forward: Callable[[], Tensor], left_out: Iterable[Te
     kept: dict[int, torch.UntypedStorage] = {}
     of_blocks: set[int] = set()
     before: set[int] = set()
-    block = largest = 0
+    uses: list[Use] = []
 
     def keep(tensor: Tensor) -> Tensor:
         if (storage := tensor.untyped_storage())._cdata not in ours:
             kept[storage._cdata] = storage
         return tensor
 
-    def enter(*_: Any) -> None:
+    def total() -> int:
+        return sum(storage.nbytes() for storage in kept.values())
+
+    def enter(module: nn.Module, _: Any) -> None:
         nonlocal before
         before = set(kept)
+        if module is blocks[0] and torch.is_grad_enabled():
+            uses.append(Use(0, 0, 0))
 
     def leave(*_: Any) -> None:
-        nonlocal block, largest
         of_blocks.update(kept.keys() - before)
-        added = [kept[key].nbytes() for key in kept.keys() - before] or [0]
-        block, largest = max(block, sum(added)), max(added)
+        if torch.is_grad_enabled():
+            added = [kept[key].nbytes() for key in kept.keys() - before] or [0]
+            uses[-1] = Use(total(), max(uses[-1].block, sum(added)), max(added))
 
-    for module in model.blocks if isinstance(model, VisionTransformer) else model.units:
+    blocks = model.blocks if isinstance(model, VisionTransformer) else model.units
+    for module in blocks:
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
     with OperatorsOfAGpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = forward()
     assert out.is_meta
     outside = max((kept[key].nbytes() for key in kept.keys() - of_blocks), default=0)
-    return Saved(sum(storage.nbytes() for storage in kept.values()), block, largest, outside)
+    return Saved(total(), outside, tuple(uses))
 
 
 def meta_inputs(config: Config, images: int, dtype: torch.dtype) -> list[Tensor]:

@@ -11,6 +11,7 @@ from pipeline.estimate.memory import Memory, largest_micro_batch, moments, rank_
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
 from pipeline.settings.run import RunConfig
+from pipeline.settings.run_sections import OF_WHOLE_BATCH
 
 # Largest share of a GPU's nominal memory that a layout may fill: the prediction may be off by 10 %.
 HEADROOM = 0.9
@@ -69,7 +70,8 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
     world_size = cluster.num_gpus
     share = config.train.global_batch // world_size
     limit = HEADROOM * cluster.gpu.memory
-    busy = min(share, math.ceil(_BUSY_TOKENS / _places(model)))
+    is_whole = config.train.loss in OF_WHOLE_BATCH
+    busy = share if is_whole else min(share, math.ceil(_BUSY_TOKENS / _places(model)))
     passed: list[str] = []
     fallback: tuple[int, RunConfig] | None = None
     for checkpointing in (False, True):
@@ -79,14 +81,16 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
             if micro_batch >= busy:
                 return _explain(trial, model, cluster, micro_batch, busy, passed)
             passed.append(_name(stage, checkpointing))
-            if micro_batch and (fallback is None or micro_batch > fallback[0]):
+            if micro_batch and not is_whole and (fallback is None or micro_batch > fallback[0]):
                 fallback = micro_batch, trial
     if fallback is None:
         trial = lay_out(config, 3, True)
-        least = rank_memory(model, trial, 1, share, world_size).total
+        smallest = share if is_whole else 1
+        least = rank_memory(model, trial, smallest, share // smallest, world_size).total
+        of_batch = f", which train.loss={config.train.loss} cannot divide," if is_whole else ""
         raise UserError(
             f"this model does not fit {world_size} x {cluster.gpu.kind}: even with engine.zero_stage=3, "
-            f"engine.activation_checkpointing=true and train.micro_batch=1 a rank needs {least / _GIB:.1f} GiB of "
+            f"engine.activation_checkpointing=true and train.micro_batch={smallest}{of_batch} a rank needs {least / _GIB:.1f} GiB of "
             f"{limit / _GIB:.1f} ({HEADROOM:.0%} of {cluster.gpu.memory / 1e9:.0f} GB). Use more or larger GPUs, or a "
             "smaller model.image_size."
         )

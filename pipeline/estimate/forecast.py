@@ -15,6 +15,7 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import held_out_split, run_splits
+from pipeline.data.loading.balance import describe_balance
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory
@@ -32,13 +33,14 @@ _MAX_IMAGES = 10**6
 
 @dataclass(frozen=True)
 class Data:
-    """Size of the data set. shards, bytes: 0 if it does not exist yet."""
+    """Size of the data set. shards, bytes: 0 if it does not exist yet. balance: see `Plan`."""
 
     samples: int
     classes: int
     shards: int
     bytes: int
     source: str
+    balance: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,6 @@ def make_forecast(config: PlanConfig) -> Forecast:
         config = replace(config, mfu=measured_mfu(config, model, cluster, measured))
     num_gpus = cluster.num_gpus if cluster else 1
     plan = make_plan(config, data.samples, num_gpus)
-    objectives.check_batch(config, num_gpus, plan.accumulation)
     stages = (1, 2, 3) if config.engine.precision != "fp32" else (0, 1, 2, 3)
     layouts = []
     for checkpointing in (False, True):
@@ -166,7 +167,6 @@ def make_forecast(config: PlanConfig) -> Forecast:
         chosen = lay_out(config, choice.zero_stage, choice.activation_checkpointing)
         planned = replace(config, engine=chosen.engine, train=replace(config.train, micro_batch=choice.micro_batch))
         advised = make_plan(planned, data.samples, num_gpus)  # Raises if training would refuse the advice.
-        objectives.check_batch(planned, num_gpus, advised.accumulation)
     if cluster and network and is_predictable(config):
         time = step_time(
             planned,
@@ -202,7 +202,10 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
     split, _ = run_splits(dataset, config.data, config.seed)
     config = replace(config, data=replace(config.data, eval_split=held_out_split(dataset, config.data)))
     used = int(np.count_nonzero(split.shard_sizes))
-    data = Data(len(split), dataset.num_classes, used, int(split.shard_bytes.sum()), f"manifest of {config.data.path}")
+    balance = describe_balance(split, dataset.classes, config.data.balance)
+    data = Data(
+        len(split), dataset.num_classes, used, int(split.shard_bytes.sum()), f"manifest of {config.data.path}", balance
+    )
     return config, data
 
 

@@ -1,6 +1,6 @@
 """The speed of one GPU as `launch/bench.py gpu` measured it, beside what the planner predicts for the same step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.base import json_record
@@ -88,7 +88,7 @@ def read_measured(config: PlanConfig, model: Config, cluster: Cluster) -> Measur
     fastest = max(same, key=lambda entry: entry.images_per_second)
     if fastest.batch < 1 or fastest.images_per_second <= 0:
         raise UserError(f"{config.bench}: {fastest.images_per_second} images/s at batch {fastest.batch} is no speed.")
-    alone = lay_out(config, 1, False)  # As it was measured.
+    alone = _as_measured(config)
     seconds = sum(passes(alone, model, cluster.gpu, fastest.batch)) + _optimizer_seconds(alone, model, cluster)
     return Measured(fastest, gpu, bench.date, fastest.batch / seconds)
 
@@ -97,8 +97,14 @@ def measured_mfu(config: PlanConfig, model: Config, cluster: Cluster, measured: 
     """MFU of forward and backward in the measured step: without the predicted time of the optimizer, which more ranks share."""
     peak = (config.engine.peak_tflops or cluster.gpu.tflops) * 1e12
     step = measured.fastest.batch / measured.fastest.images_per_second
-    seconds = max(step - _optimizer_seconds(lay_out(config, 1, False), model, cluster), step / 2)
+    seconds = max(step - _optimizer_seconds(_as_measured(config), model, cluster), step / 2)
     return min(1.0, training_flops_per_image(model) * measured.fastest.batch / (seconds * peak))
+
+
+def _as_measured(config: PlanConfig) -> PlanConfig:
+    """The step of launch/bench.py gpu: on one GPU, of the model alone as a classifier, whatever the run's objective adds."""
+    alone = lay_out(config, 1, False)
+    return replace(alone, train=replace(alone.train, loss="softmax"), objective={})
 
 
 def _optimizer_seconds(config: PlanConfig, model: Config, cluster: Cluster) -> float:

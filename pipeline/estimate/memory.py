@@ -189,11 +189,12 @@ def cut_matrices(found: "Parameters", config: RunConfig, world_size: int) -> int
 
 
 def _backward_activations(model: Config, config: RunConfig, micro_batch: int, world_size: int) -> int:
-    """Bytes of activations at the start of the backward pass: saved tensors and temporary ones.
+    """Bytes of saved tensors and of temporary ones, at the largest of these moments of the backward pass.
 
-    The temporary ones are the gradients of the last block's activations, of its largest kernel and of the head; with
-    checkpointing, also the recomputed activations of one block. What an objective adds may save a larger tensor than a block: it
-    and its gradient are then the temporary ones.
+    At its start, with the largest tensor outside of blocks, its gradient, and those of the largest kernels; and where it reaches the last
+    block of each use of the model: with the gradients of that block's activations and kernel (and of the head, if it is the model's); with
+    checkpointing, also with the recomputed activations of a block. Where the model is used several times, autograd keeps the sum so far
+    of its parameters' gradients until the first use has added its part.
     """
     engine, cls = config.engine, kind(config.train.loss)
     dtype, e = dtype_of(engine.precision), element_bytes(engine.precision)
@@ -210,12 +211,15 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
             micro_batch,
         )
         loss = 0
-    again = saved.block if engine.activation_checkpointing else 0
-    # Per token, the MLP's M and twice D: 6 D, where the largest saved tensor has 4 D.
-    gradients = max(3 * saved.largest // 2, 2 * saved.outside) + e * (found.largest + found.head)
+    moments = [saved.total + 2 * saved.outside + e * (found.largest + found.head)]
+    for number, use in enumerate(reversed(saved.uses)):
+        again = use.block if engine.activation_checkpointing else 0
+        kernels = found.backbone_largest + found.head * cls.trains_backbone_alone + found.backbone * bool(number)
+        # Per token, the MLP's M and twice D: 6 D, where the largest saved tensor has 4 D.
+        moments.append(use.until + again + 3 * use.largest // 2 + e * kernels)
     # A frozen block saves nothing, but its forward pass holds about what one that is trained would save.
-    inside = saved_bytes(model, micro_batch, dtype, False).block if config.train.freeze != NOTHING else 0
-    return max(saved.total + loss + again + gradients, inside)
+    inside = saved_bytes(model, micro_batch, dtype, False).uses[0].block if config.train.freeze != NOTHING else 0
+    return max(max(moments) + loss, inside)
 
 
 def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
@@ -280,6 +284,8 @@ class Parameters:
     """Numbers of an objective's parameters, and of tensors."""
 
     trained: int
+    backbone: int  # of these the backbone's
+    backbone_largest: int  # of the backbone's largest trained tensor
     frozen: int  # with its persistent buffers, without the teacher
     teacher: int
     undecayed: int  # trained without weight decay: biases, norms, class token, positions
@@ -307,16 +313,19 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
     objective = on_meta.make(cls, config, model, torch.float32)
     trained = {name: parameter.numel() for name, parameter in trained_parameters(objective)}
     decayed = objective.decayed()
-    head = sum(count for name, count in trained.items() if name.startswith("backbone.head."))
+    of_backbone = {name: count for name, count in trained.items() if name.startswith("backbone.")}
+    head = sum(count for name, count in of_backbone.items() if name.startswith("backbone.head."))
     named = dict(objective.named_parameters())
     kernels = [
         (named[name].shape[0] // count, named[name].shape[1])
         for name in optimizers.matrices(objective, decayed)
         for count in [num_kernels(name)] * num_kernels(name)
     ]
-    added = (count for name, count in trained.items() if not name.startswith("backbone."))
+    added = (count for name, count in trained.items() if name not in of_backbone)
     return Parameters(
         sum(trained.values()),
+        sum(of_backbone.values()),
+        max(of_backbone.values(), default=0),
         sum(tensor.numel() for _, tensor in constants(objective)),
         sum(p.numel() for name, p in objective.named_parameters() if name.startswith(TEACHER)),
         sum(count for name, count in trained.items() if name not in decayed),

@@ -6,6 +6,7 @@ from pipeline.architecture.variants import overridden
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.settings.run import ModelConfig, RunConfig
+from pipeline.settings.run_sections import OF_WHOLE_BATCH
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Plan:
     """All lengths in optimizer steps. eval_every, keep_every, probe_every: 0 is never.
 
     best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations; "" is none.
+    balance: how often an epoch uses samples of the rarest and of the most common class; "" is once.
     """
 
     steps: int
@@ -39,6 +41,7 @@ class Plan:
     log_every: int = 1
     best_from: str = ""
     cooldown: int = 0
+    balance: str = ""
 
     def due(self, step: int) -> Due:
         """What is due after step `step`, counted from 1; after the last step, everything but keep."""
@@ -64,9 +67,9 @@ class Plan:
         return f"evaluation every {self.eval_every:,}" if self.eval_every else "no evaluation"
 
     def notes(self, config: RunConfig) -> list[str]:
-        """A line for settings that override model.name, one for a run without a held-out split, and one for each setting that was
-        changed to fit."""
-        named = list(filter(None, [overrides_of_name(config.model)]))
+        """A line for settings that override model.name, one for a balance of classes, one for a run without a held-out split, and one
+        for each setting that was changed to fit."""
+        named = list(filter(None, [overrides_of_name(config.model), self.balance]))
         if not config.data.evaluated_split:
             probed = "only its probes measure it" if self.probe_every else "nothing measures it but its loss"
             named.append(
@@ -145,6 +148,13 @@ def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
     paired = config.augment.mixes_pairs
     accumulation = _accumulation(train.global_batch, train.micro_batch, world_size, paired)
     micro_batch = train.global_batch // (world_size * accumulation)
+    if accumulation > 1 and train.loss in OF_WHOLE_BATCH:
+        share = train.global_batch // world_size
+        raise UserError(
+            f"train.loss = {train.loss} compares all samples of a step, which cannot be done in {accumulation} micro-batches: "
+            f"train.global_batch = {train.global_batch} on {counted(world_size, 'rank')} is {share} each, and train.micro_batch = "
+            f"{train.micro_batch}. Use train.micro_batch={share}, a smaller train.global_batch, or more ranks."
+        )
     if paired and micro_batch % 2:
         raise UserError(
             f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "

@@ -39,11 +39,12 @@ def scaling(config: PlanConfig, model: Config, cluster: Cluster, network: Networ
     """Returns a row for each of NODES and for the cluster's own number, each in the layout that is advised there."""
     rows: list[ScalingRow] = []
     first = 0.0
+    undivided = replace(config, train=replace(config.train, micro_batch=config.train.global_batch))
     for nodes in sorted({*NODES, cluster.nodes}):
         there = replace(cluster, nodes=nodes)
         why = "the batch cannot be divided"
         try:
-            cut_batch(config, there.num_gpus)
+            cut_batch(undivided, there.num_gpus)
             why = "does not fit"
             choice = choose(config, model, there)
         except UserError:

@@ -5,7 +5,6 @@ this project's own reader, and the output says so.
 """
 
 import importlib.util
-import json
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.evaluate import export_mae
 from pipeline.model import Config, Model, ResNet, ViTConfig, files
 from pipeline.model.convert.preprocessing import from_huggingface, from_timm
 from pipeline.monitor.mlflow.weights import with_local_weights
@@ -51,6 +51,9 @@ def run(config: ExportConfig) -> LogitDifference:
     if source := _source_side(path, trained):
         _compare(f"{source[0]}, the program of these weights,", models.load(path).eval(), source[1], config.tolerance)
 
+    if config.format in export_mae.FORMATS:
+        return _export_mae(config, path, extra)
+
     # ------------------------------------------------------------------ the model to write
     model = models.load(
         path,
@@ -77,6 +80,17 @@ def run(config: ExportConfig) -> LogitDifference:
     return difference
 
 
+def _export_mae(config: ExportConfig, path: Path, extra: dict[str, Any]) -> LogitDifference:
+    model = export_mae.read(path)
+    with _unfinished(Path(config.out)) as unfinished:
+        export_mae.write(model, config.format, unfinished, extra.get("preprocessing", {}))
+        name, *found = export_mae.compare(model, config.format, unfinished)
+        difference = LogitDifference(*found)
+        _accept(name, difference, "predicted pixels", config.tolerance)
+    print(f"written: {config.out}")
+    return difference
+
+
 # ---------------------------------------------------------------------- writing
 
 
@@ -90,19 +104,12 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
         np.savez(path, **arrays)
     elif form == "timm":
         tensors, config = models.to_timm(model, classes, view)
-        _write_folder(path, tensors, {"config.json": config})
+        files.write_folder(path, tensors, {"config.json": config})
     elif form == "huggingface":
         tensors, config, processor = models.to_huggingface(model, classes, view)
-        _write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
+        files.write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
     else:
         _write_graph(model, form, path)
-
-
-def _write_folder(folder: Path, tensors: dict[str, Tensor], jsons: dict[str, dict[str, Any]]) -> None:
-    folder.mkdir(parents=True)
-    files.write_safetensors(tensors, folder / "model.safetensors")
-    for name, content in jsons.items():
-        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _write_graph(model: Model, form: str, path: Path) -> None:
@@ -185,6 +192,7 @@ def _transformers(library: Any, folder: Path, config: Config) -> Forward:
         classifier = library.AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
         return lambda images: classifier(images).logits
     encoder = library.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    encoder.config.mask_ratio = 0.0  # MAE's would leave out patches.
     if isinstance(config, ViTConfig) and config.representation:
         return lambda images: encoder(images).pooler_output
     return lambda images: encoder(images).last_hidden_state[:, 0]
@@ -218,16 +226,21 @@ def _compare(name: str, model: Model, forward: Forward, tolerance: float) -> Log
     if theirs.shape != ours.shape:
         raise UserError(f"{name} computes {tuple(theirs.shape)} {what}, ours {tuple(ours.shape)}: not written.")
     difference = LogitDifference(float((ours - theirs).abs().max()), float(ours.abs().max()))
-    said = f"largest difference of {what} {difference.largest:.1e}, largest of {what} {difference.scale:.3g}"
-    # Not `>`, which is False for NaN.
-    if not difference.largest <= tolerance * difference.scale:
-        raise UserError(f"{name} differs from ours by more than tolerance = {tolerance:g}: {said}. Not written.")
-    print(f"{name} and ours on {NUM_IMAGES} fixed images: {said}")
+    _accept(name, difference, what, tolerance)
     if torch.equal(ours, ours[:1].expand_as(ours)):
         print(
             f"  but {what} are equal for all images (an untrained head?), so the comparison shows little. See head=false."
         )
     return difference
+
+
+def _accept(name: str, difference: LogitDifference, what: str, tolerance: float) -> None:
+    """Print the difference. Raises UserError above the tolerance."""
+    said = f"largest difference of {what} {difference.largest:.1e}, largest of {what} {difference.scale:.3g}"
+    # Not `>`, which is False for NaN.
+    if not difference.largest <= tolerance * difference.scale:
+        raise UserError(f"{name} differs from ours by more than tolerance = {tolerance:g}: {said}. Not written.")
+    print(f"{name} and ours on {NUM_IMAGES} fixed images: {said}")
 
 
 def _images(config: Config) -> Tensor:

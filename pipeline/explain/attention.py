@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.model import VisionTransformer, ViTConfig
+from pipeline.model import VisionTransformer, ViTConfig, rope
 from pipeline.model.axial import AxialAttention
 from pipeline.model.vit import AttentionPooling, Block, SelfAttention
 
@@ -25,8 +25,8 @@ OnWeights = Callable[[str, Tensor], None]
 class Attention:
     """A summary of the attention in B images. All float32, on the CPU.
 
-    maps: (B, L, H, h, w), attention of each head to each patch: the class token's, or, without a class token, the mean of all
-        tokens'. Attention pooling is one layer more.
+    maps: (B, L, H, h, w), attention of each head to each patch: the class token's, or, if the head does not read it, the mean of
+        all patches'. Attention pooling is one layer more.
     layers: L names.
     rollout: (B, h, w), attention rollout (Abnar & Zuidema 2020): (A + I) / 2 of all layers multiplied.
     product: (B, h, w), A of all layers multiplied, as the text of the ViT paper (D.8) has it.
@@ -66,18 +66,20 @@ class _Summary:
     """Reduces the weights of one layer after another to an `Attention`."""
 
     def __init__(self, model: VisionTransformer, images: Tensor):
-        self.config, self.has_token = model.config, model.class_token is not None
+        self.config, self.has_token = model.config, model.config.pool in ("token", "both")
         # The patches come last; before them the class token, and registers, which the head does not read.
         self.first_patch = self.config.num_tokens - math.prod(self.config.grid)
         self.patch_distances = patch_distances(self.config).to(images.device)
         self.identity = torch.eye(self.config.num_tokens, device=images.device).expand(len(images), -1, -1)
         self.rollout = self.product = self.identity
-        # (B, N), the share of each token in the input of the head: the class token, or the mean of the patches.
+        # (B, N), the share of each token in the input of the head: the class token, the mean of the patches, or half of each.
         self.read_by_head = torch.zeros(len(images), self.config.num_tokens, device=images.device)
         if self.has_token:
             self.read_by_head[:, 0] = 1
-        else:
-            self.read_by_head[:, self.first_patch :] = 1 / (self.config.num_tokens - self.config.registers)
+        if self.config.pool != "token":
+            self.read_by_head[:, self.first_patch :] = 1 / self.config.num_patches
+        if self.config.pool == "both":
+            self.read_by_head /= 2
         self.maps: list[Tensor] = []
         self.layers: list[str] = []
         self.distances: list[Tensor] = []
@@ -113,8 +115,9 @@ def forward_with_attention(model: VisionTransformer, images: Tensor, on_weights:
     on_weights: (name, weights), float32 (B, H, N queries, N keys), rows that sum to one; attention pooling has one query.
     """
     handles = []
+    rotation = rope.rotation(model.config, model.config.grid, images.device)
     for number, block in enumerate(cast(list[Block], model.blocks), start=1):
-        hook = partial(_block_hook, on_weights, f"block {number}", block.attention, model.config)
+        hook = partial(_block_hook, on_weights, f"block {number}", block.attention, model.config, rotation)
         handles.append(block.attention.qkv.register_forward_hook(hook))
     if model.pool is not None:
         handles.append(model.pool.key_value.register_forward_hook(partial(_pooling_hook, on_weights, model.pool)))
@@ -126,11 +129,11 @@ def forward_with_attention(model: VisionTransformer, images: Tensor, on_weights:
 
 
 def _block_hook(
-    on_weights: OnWeights, name: str, attention: SelfAttention, config: ViTConfig,
+    on_weights: OnWeights, name: str, attention: SelfAttention, config: ViTConfig, rotation: rope.Rotation | None,
     module: nn.Module, inputs: tuple[Tensor, ...], qkv: Tensor,
 ) -> None:  # fmt: skip
     """Forward hook of `SelfAttention.qkv`."""
-    q, k, _ = qkv.view(*qkv.shape[:2], 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
+    q, k, _ = attention.split(qkv, rotation)
     logits = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[3])
     if attention.relative is not None:
         logits = logits + attention.relative(q).float()

@@ -219,7 +219,7 @@ def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
     patches = sliding_window_view(pixels, (patch, patch), (0, 1))[::step, ::step][:h, :w]
     sheet = _sheet(np.moveaxis(patches, 2, -1), gap, 255)
     cut.imshow(sheet, extent=(0, sheet.shape[1], sheet.shape[0], 0))
-    token = " and the class token" if config.pool == "token" else ""
+    token = " and the class token" if config.has_class_token else ""
     token += f" and {counted(config.registers, 'register')}" if config.registers else ""
     cut.set_title(
         f"read row by row: {counted(h * w, 'patch')}{token} = {counted(config.num_tokens, 'token')}", fontsize=_TEXT

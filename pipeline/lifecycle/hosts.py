@@ -82,8 +82,8 @@ def unreachable(hosts: Hosts, ssh_port: str | None) -> list[str]:
 
 
 def largest_fitting(hosts: Hosts, fits: Callable[[int], bool]) -> Hosts:
-    """Choose the largest number of slots that `fits`, in host order; the last host may be used partially."""
-    count = next(count for count in range(sum(hosts.values()), 0, -1) if fits(count))
+    """Choose the largest number of slots that `fits`, in host order; the last host may be used partially. {} if none fits."""
+    count = next((count for count in range(sum(hosts.values()), 0, -1) if fits(count)), 0)
     chosen: Hosts = {}
     for name, slots in hosts.items():
         taken = min(slots, count - sum(chosen.values()))

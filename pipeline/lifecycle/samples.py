@@ -14,7 +14,7 @@ from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, rea
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.dataset.subset import run_splits
-from pipeline.data.loading.order import SampleOrder, batch_of_step, step_of_batch
+from pipeline.data.loading.order import SampleOrder, batch_of_step, order_of_split, step_of_batch
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.lifecycle.run_folder import read_settings
@@ -40,7 +40,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     batch = of_run.train.global_batch
     if batch % config.ranks:
         raise UserError(f"ranks = {config.ranks} does not divide the batch of {config.run}, {batch}.")
-    order = SampleOrder(split.shard_sizes, of_run.seed, batch, of_run.data.streams, of_run.data.window)
+    order = order_of_split(split, of_run.data, of_run.seed, batch)
     steps = of_run.train.length.steps(len(split), batch)
     if config.step > steps:
         raise UserError(
@@ -48,10 +48,11 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         )
 
     if config.step:
-        rows, epochs = order.slice(batch_of_step(config.step - 1, skipped_batches), config.rank, config.ranks)
-        table = _of_step(dataset, split, rows, epochs, first_place=config.rank * len(rows))
+        number = batch_of_step(config.step - 1, skipped_batches)
+        rows, uses = order.slice(number, config.rank, config.ranks)
+        table = _of_step(dataset, split, order, number * batch + config.rank * len(rows), rows, uses)
         if config.sheet:
-            _draw(of_run, split, rows, epochs, Path(config.sheet))
+            _draw(of_run, split, rows, uses, Path(config.sheet))
         when = "trained" if config.step <= trained else "not trained yet"
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
         said = f"step {config.step:,} of {steps:,}{share}: {counted(len(rows), 'sample')}, {when}"
@@ -107,22 +108,23 @@ def _refuse_other_data(then: dict[str, Any], dataset: Dataset, split: Split) -> 
 
 
 def _of_step(
-    dataset: Dataset, split: Split, rows: np.ndarray, epochs: np.ndarray, first_place: int
+    dataset: Dataset, split: Split, order: SampleOrder, first: int, rows: np.ndarray, uses: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Return one row per sample, in batch order."""
+    """Return one row per sample, in batch order. first: position of the first one. uses: how often each was used before."""
     table = []
     manifest_rows, shards = split.manifest_rows(rows), split.shard_of(rows)
     for i, key in enumerate(split.keys(rows)):
         labels = split.labels_of(rows[i]).tolist()
         table.append(
             {
-                "place": first_place + i,
+                "place": (first + i) % order.global_batch,
                 "key": key,
                 "row": int(manifest_rows[i]),
                 "shard": to_path(split.shard_paths[shards[i]]).name,
                 "label": " ".join(map(str, labels)),
                 "class": "; ".join(dataset.classes[label] for label in labels),
-                "epoch": int(epochs[i]),
+                "epoch": (first + i) // order.num_samples,
+                **({"used before": int(uses[i])} if order.balance else {}),
             }
         )
     return table
@@ -133,8 +135,8 @@ def _of_sample(
 ) -> list[dict[str, Any]]:
     """Return one row for each time the sample is seen."""
     batch, table = order.global_batch, []
-    for epoch in range(math.ceil((batch_of_step(steps - 1, skipped_batches) + 1) * batch / order.num_samples)):
-        number, place = divmod(int(order.positions(np.array([row]), epoch)[0]), batch)
+    for epoch, position in order.uses(row, (batch_of_step(steps - 1, skipped_batches) + 1) * batch):
+        number, place = divmod(position, batch)
         step = step_of_batch(number, skipped_batches)
         if step is not None and step < steps:
             seen = "yes" if step < trained else "no"

@@ -161,7 +161,15 @@ class Supervisor:
         if not dropped or not left:
             return
         first = next(iter(self.hosts))
-        self.hosts = largest_fitting(left, self._fits)
+        chosen = largest_fitting(left, self._fits)
+        if not chosen:
+            self.say(
+                "hosts",
+                f"not going on without {', '.join(dropped)}: {self._why_not(sum(left.values()))}",
+                dropped=dropped,
+            )
+            return
+        self.hosts = chosen
         idle = sum(left.values()) - sum(self.hosts.values())
         unused = f"; {counted(idle, 'slot')} idle, for the batch of {self.run.train.global_batch}" if idle else ""
         kept = ", ".join(f"{name} ({slots})" for name, slots in self.hosts.items())
@@ -182,11 +190,15 @@ class Supervisor:
             self.say("host failed", f"host {name} failed ({self.host_failures[name]}): {why}", host=name)
 
     def _fits(self, num_ranks: int) -> bool:
+        return not self._why_not(num_ranks)
+
+    def _why_not(self, num_ranks: int) -> str:
+        """Why the run cannot train on this number of ranks; empty if it can."""
         try:
             cut_batch(self.run, num_ranks)
-        except UserError:
-            return False
-        return True
+        except UserError as error:
+            return str(error)
+        return ""
 
     def say(self, event: str, line: str, **facts: Any) -> None:
         """Print a line and append it to supervise.log, and with `facts` to supervise.jsonl."""

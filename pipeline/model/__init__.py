@@ -15,8 +15,9 @@ from typing import Any
 from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
 from pipeline.architecture.variants import ImageSize, config_from_dict, configure, overridden, parse_name
 from pipeline.model.build import Model, build
+from pipeline.model.convert.huggingface_format import to_huggingface
 from pipeline.model.convert.official import to_npz
-from pipeline.model.convert.state_dicts import to_huggingface, to_timm
+from pipeline.model.convert.timm_format import to_timm
 from pipeline.model.flops import attention_macs, forward_macs, num_parameters, training_flops_per_image
 from pipeline.model.masked import MaskedViT
 from pipeline.model.position import resample_positions, resample_state, resampling_note, resized

@@ -18,7 +18,7 @@ class AxialAttention(SelfAttention):
         super().__init__(config, num_tokens=columns if along_rows else rows)
         self.grid, self.along_rows = config.grid, along_rows
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: None = None) -> Tensor:  # type: ignore[override]
         B, N, D = x.shape
         grid = x.view(B, *self.grid, D)
         lines = grid if self.along_rows else grid.transpose(1, 2)  # (B, lines, tokens of a line, D)

@@ -3,8 +3,10 @@
 import contextlib
 import hashlib
 import importlib
+import json
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,14 +20,19 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes, replacing
 from pipeline.base.npz import check_sizes
-from pipeline.model.convert.state_dicts import ConfigFiles
+from pipeline.model.convert.reading import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, newest_complete, repair_latest
 
 StrPath = str | os.PathLike[str]
 ADVICE = "Use the previous checkpoint, or download the file again."
-_HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # Names that Hugging Face and timm use.
+INDEX = ".index.json"  # Ending of the file that names the shards of weights in several files.
+# Names that Hugging Face, timm and open_clip use.
+_WHOLE = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+_HUB_FILES = (*_WHOLE, *(f"{name}{INDEX}" for name in _WHOLE[:2]))
 _FILES = (*_HUB_FILES, "model.pt")  # Looked for in a folder. model.pt is in checkpoints of earlier versions.
-_WRAPPERS = ("state_dict", "model")  # Keys under which training scripts save the state dict.
+_HUB = "hf:/"  # A repository of Hugging Face in the local cache: hf://ORGANISATION/NAME; Path removes the second slash.
+# Keys under which training scripts save the state dict; target_encoder: I-JEPA and MSN.
+_WRAPPERS = ("state_dict", "model", "target_encoder")
 # Suffix -> what such a file is. Said when it cannot be read as weights.
 _OTHER_FORMATS = {
     ".onnx": "an ONNX graph", ".pt2": "a program of torch.export", ".tflite": "a TensorFlow Lite graph", ".gguf": "a GGUF file",
@@ -38,13 +45,17 @@ _MAX_JSON = 1 << 26  # Bytes of a configuration file; with 21,843 class names it
 def find_file(path: Path) -> Path:
     """The weights file of a file, a checkpoint folder, a run folder, or a folder of Hugging Face or timm.
 
-    Raises UserError if there is none.
+    The last may also be a folder of Hugging Face's cache (models--ORGANISATION--NAME), or hf://ORGANISATION/NAME, which is that
+    folder. For weights in several files it is their index. Raises UserError if there is none.
     """
+    if str(path).startswith(_HUB):
+        path = _cached(str(path).removeprefix(_HUB).strip("/"))
     if path.is_file():
-        return path
+        index = path.with_name(re.sub(r"-\d+-of-\d+(\.\w+)$", rf"\1{INDEX}", path.name))
+        return index if index.is_file() else path
     if not path.exists():
         raise UserError(f"{path}: no such file or folder.")
-    if (file := _weights_in(path)) is not None:
+    if (file := _weights_in(_snapshot(path))) is not None:
         return file
     folder = path / "checkpoints"
     if (newest := newest_complete(folder)) is not None and (newest / "model.safetensors").is_file():
@@ -53,8 +64,7 @@ def find_file(path: Path) -> Path:
     pointer = folder / LATEST
     if not pointer.is_file():
         raise UserError(
-            f"{path}: contains neither checkpoints/latest nor {', '.join(_FILES)}. Name a checkpoint, a run, or a file; "
-            "sharded files (*.index.json) are not supported."
+            f"{path}: contains neither checkpoints/latest nor {', '.join(_FILES)}. Name a checkpoint, a run, or a file."
         )
     name = read_bytes(pointer).decode(errors="replace").strip()
     if name and name.isprintable() and (file := _weights_in(folder / name)) is not None:
@@ -64,6 +74,42 @@ def find_file(path: Path) -> Path:
 
 def _weights_in(folder: Path) -> Path | None:
     return next((folder / name for name in _FILES if (folder / name).is_file()), None)
+
+
+def _cached(repository: str) -> Path:
+    """The folder of a repository in the cache of Hugging Face's tools. Raises UserError if it was not downloaded."""
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    if not folder.is_dir():
+        raise UserError(f"hf://{repository} is not in {cache}. Download it first: hf download {repository}")
+    return folder
+
+
+def _snapshot(folder: Path) -> Path:
+    """The newest snapshot in a repository's folder of Hugging Face's cache; other folders as they are."""
+    if not (snapshots := folder / "snapshots").is_dir():
+        return folder
+    with contextlib.suppress(OSError):
+        main = snapshots / read_bytes(folder / "refs" / "main").decode(errors="replace").strip()
+        if main.is_dir():
+            return main
+    return max(snapshots.iterdir(), key=lambda snapshot: snapshot.stat().st_mtime, default=folder)
+
+
+def open_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of weights in several files, named by their index. Raises UserError for a missing shard or tensor."""
+    places = json_record.convert(json_record.read(index, dict, _MAX_JSON).get("weight_map"), dict[str, str], str(index))
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(places.values())):
+        file = index.parent / name
+        if Path(name).name != name or not file.is_file():
+            raise UserError(f"{index}: its shard {one_line(name)} is missing. Download it again.")
+        content = open_safetensors(file)[0] if file.suffix == ".safetensors" else state_dict_in(open_torch(file))
+        tensors |= content or {}
+    if missing := sorted(places.keys() - tensors.keys()):
+        raise UserError(f'{index}: "{one_line(missing[0])}" is in none of its shards ({len(missing)} such). {ADVICE}')
+    return tensors
 
 
 def config_files(path: Path) -> ConfigFiles:
@@ -165,6 +211,14 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[
     content = library.save(dict(tensors), {"format": "pt", **(metadata or {})})
     with replacing(path) as file:
         file.write(content)
+
+
+def write_folder(folder: Path, tensors: Mapping[str, Tensor], jsons: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write a new folder as Hugging Face and timm have it: model.safetensors and configuration files by name."""
+    folder.mkdir(parents=True)
+    write_safetensors(tensors, folder / "model.safetensors")
+    for name, content in jsons.items():
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def optional(name: str, purpose: str) -> ModuleType:

@@ -35,7 +35,7 @@ def forward_macs(config: Config) -> int:
     N, D, M = config.num_tokens, config.width, config.mlp_width
     rows, columns = config.grid
     embedding = rows * columns * channels * config.patch_size**2 * D
-    dense = N * (4 * D**2 + 2 * D * M)  # q, k, v, out; MLP
+    dense = N * (4 * D**2 + (3 if config.swiglu else 2) * D * M)  # q, k, v, out; MLP
     return stem + embedding + config.num_blocks * dense + attention_macs(config)
 
 

@@ -1,5 +1,7 @@
 """Parts that the ViT and the ResNets share: the dense layer, initialisation, activation checkpointing, input checks."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -12,7 +14,8 @@ class Dense(nn.Linear):
     """
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 def lecun_normal(kernel: Tensor, generator: torch.Generator) -> None:
@@ -29,9 +32,11 @@ def initialize_head(head: nn.Module, bias: float) -> None:
         nn.init.constant_(head.bias, bias)
 
 
-def run_block(block: nn.Module, x: Tensor, recompute: bool) -> Tensor:
-    """block(x). recompute: drop its activations and compute them again in the backward pass (activation checkpointing)."""
-    return checkpoint(block, x, use_reentrant=False) if recompute and torch.is_grad_enabled() else block(x)
+def run_block(block: nn.Module, x: Tensor, recompute: bool, *more: Any) -> Tensor:
+    """block(x, *more). recompute: drop its activations and compute them again in the backward pass (activation checkpointing)."""
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(block, x, *more, use_reentrant=False)
+    return block(x, *more)
 
 
 def kernel_names(model: nn.Module) -> set[str]:

@@ -54,7 +54,7 @@ def per_token(table: Tensor, config: ViTConfig, grid: Grid | None = None) -> Ten
     rows = table[:, :h, None].expand(-1, -1, w, -1)
     columns = table[:, None, h:].expand(-1, h, -1, -1)
     patches = torch.cat([columns, rows], dim=-1).reshape(num_tables, h * w, config.width)
-    return F.pad(patches, (0, 0, int(config.pool == "token"), 0))
+    return F.pad(patches, (0, 0, int(config.has_class_token), 0))
 
 
 def sincos2d(config: ViTConfig, grid: Grid | None = None, device: torch.device | None = None) -> Tensor:
@@ -71,7 +71,7 @@ def sincos2d(config: ViTConfig, grid: Grid | None = None, device: torch.device |
     y, x = torch.meshgrid(torch.arange(h, **f64), torch.arange(w, **f64), indexing="ij")
     angles_x, angles_y = x.reshape(-1, 1) * frequencies, y.reshape(-1, 1) * frequencies
     patches = torch.cat([angles_x.sin(), angles_x.cos(), angles_y.sin(), angles_y.cos()], dim=1)
-    return F.pad(patches, (0, 0, int(config.pool == "token"), 0))[None].float()
+    return F.pad(patches, (0, 0, int(config.has_class_token), 0))[None].float()
 
 
 class RelativePositions(nn.Module):

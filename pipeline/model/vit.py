@@ -17,9 +17,11 @@ Shape letters
 
 Where the paper gives no detail, this follows its authors' code (google-research/vision_transformer,
 vit_jax/models_vit.py). The paper's variants have files of their own: other position embeddings (`position.py`), hybrids
-with a ResNet in front (`resnet.py`), axial attention (`axial.py`), masked patch prediction (`masked.py`).
+with a ResNet in front (`resnet.py`), axial attention (`axial.py`), masked patch prediction (`masked.py`); so have the parts
+of later ViTs: LayerScale, SwiGLU, layers without biases (`parts.py`), and RoPE (`rope.py`).
 """
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -27,9 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import ViTConfig
-from pipeline.model import position
+from pipeline.model import position, rope
 from pipeline.model.layers import Dense, check_images, initialize_head, kernel_names, lecun_normal, run_block
+from pipeline.model.parts import SwiGlu, gelu, new_output, new_query_key_value
 from pipeline.model.resnet import HybridStem
+from pipeline.model.rope import Rotation
 
 
 class PatchEmbedding(nn.Conv2d):
@@ -55,9 +59,11 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ViTConfig, num_tokens: int):
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = Dense(config.width, 3 * config.width)  # rows: all of q, all of k, all of v
-        self.out = Dense(config.width, config.width)
+        self.qkv = new_query_key_value(config)  # a dense layer; rows: all of q, all of k, all of v
+        self.out = new_output(config, config.width, config.out_bias)  # a dense layer
         self.dropout = nn.Dropout(config.dropout)
+        self.query_norm = nn.LayerNorm(config.head_dim, config.layer_norm_eps) if config.qk_norm else None
+        self.key_norm = nn.LayerNorm(config.head_dim, config.layer_norm_eps) if config.qk_norm else None
         is_relative = config.positions == "relative"
         self.relative = position.RelativePositions(num_tokens, config.head_dim) if is_relative else None
 
@@ -68,12 +74,20 @@ class SelfAttention(nn.Module):
         if self.relative is not None:
             self.relative.initialize(generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        B, N, D = x.shape
+    def split(self, qkv: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, N, 3D) -> queries, keys and values of each head, (B, H, N, D/H). rotation: that of RoPE."""
+        B, N, _ = qkv.shape
         # unbind before transposing: the gradients of q, k and v are stacked where the dense layer needs them, without a copy.
-        q, k, v = (
-            part.transpose(1, 2) for part in self.qkv(x).view(B, N, 3, self.num_heads, -1).unbind(2)
-        )  # (B, H, N, D/H)
+        q, k, v = (part.transpose(1, 2) for part in qkv.view(B, N, 3, self.num_heads, -1).unbind(2))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if rotation is not None:
+            q, k = rope.rotated(q, rotation), rope.rotated(k, rotation)
+        return q, k, v
+
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        B, N, D = x.shape
+        q, k, v = self.split(self.qkv(x), rotation)
         logits = None if self.relative is None else self.relative(q)  # added to q k^T / sqrt(D/H)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=logits)
         return self.dropout(self.out(mixed.transpose(1, 2).reshape(B, N, D)))
@@ -84,19 +98,20 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ViTConfig):
         super().__init__()
-        self.up = Dense(config.width, config.mlp_width)
-        self.down = Dense(config.mlp_width, config.width)
-        self.approximate = "tanh" if config.gelu == "tanh" else "none"
+        self.up = Dense(config.width, config.mlp_width, config.mlp_bias)
+        self.down = new_output(config, config.mlp_width, config.mlp_bias)  # a dense layer
+        self.gelu = config.gelu
         self.dropout = nn.Dropout(config.dropout)
 
     def initialize(self, generator: torch.Generator) -> None:
         for kernel in (self.up.weight, self.down.weight):
             nn.init.xavier_uniform_(kernel, generator=generator)
         for bias in (self.up.bias, self.down.bias):
-            nn.init.normal_(bias, std=1e-6, generator=generator)
+            if bias is not None:
+                nn.init.normal_(bias, std=1e-6, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.dropout(F.gelu(self.up(x), approximate=self.approximate))
+        x = self.dropout(gelu(self.up(x), self.gelu))
         return self.dropout(self.down(x))
 
 
@@ -127,15 +142,15 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.attention = attention
         self.mlp_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = SwiGlu(config) if config.swiglu else Mlp(config)
         self.drop_path = DropPath(drop_path)
 
     def initialize(self, generator: torch.Generator) -> None:
         self.attention.initialize(generator)
         self.mlp.initialize(generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        x = x + self.drop_path(self.attention(self.attention_norm(x), rotation))
         return x + self.drop_path(self.mlp(self.mlp_norm(x)))
 
 
@@ -150,7 +165,7 @@ class AttentionPooling(nn.Module):
         self.key_value = Dense(config.width, 2 * config.width)  # rows: all of k, all of v
         self.out = Dense(config.width, config.width)
         self.mlp_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(replace(config, layer_scale=None, mlp_bias=True))
 
     def initialize(self, generator: torch.Generator) -> None:
         for kernel in (self.probe[0], self.query.weight, *self.key_value.weight.chunk(2), self.out.weight):
@@ -180,17 +195,20 @@ class VisionTransformer(nn.Module):
 
         self.stem = None if config.stem is None else HybridStem(config.stem)
         self.patch_embedding = PatchEmbedding(3 if self.stem is None else self.stem.num_channels, config)
-        has_token = config.pool == "token"
-        self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if has_token else None
+        self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if config.has_class_token else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         self.positions = position.new_table(config)  # a parameter if learned, a buffer if fixed, or None
+        self.rope_change = rope.new_change(config)  # a buffer, or None
         self.dropout = nn.Dropout(config.dropout)
+        self.embedding_norm = nn.LayerNorm(config.width, config.layer_norm_eps) if config.embedding_norm else None
         rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
         self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
         self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.pool = AttentionPooling(config) if config.pool == "map" else None
-        self.representation = Dense(config.width, config.width) if config.representation else None
-        self.head = Dense(config.width, config.num_classes) if config.num_classes else nn.Identity()
+        self.class_norm = nn.LayerNorm(config.width, config.layer_norm_eps) if config.class_norm else None
+        pooled = replace(config, representation=False).num_features
+        self.representation = Dense(pooled, config.width) if config.representation else None
+        self.head = Dense(config.num_features, config.num_classes) if config.num_classes else nn.Identity()
 
         self.initialize(seed)
 
@@ -225,8 +243,8 @@ class VisionTransformer(nn.Module):
     def features(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, 3, height, width) -> (B, D), the input of the head.
 
-        It is the class token, the mean of the patch tokens (pool "gap") or their attention pooling ("map"), followed by
-        the representation layer and its tanh, if there is one.
+        It is the class token, the mean of the patch tokens (pool "gap" or "mean"), their attention pooling ("map"), or class token
+        and mean (pool "both": 2D wide), followed by the representation layer and its tanh, if there is one.
         """
         return self.pooled(self.encode(self.embed(images, any_size=any_size), self.grid_of(images)))
 
@@ -234,8 +252,12 @@ class VisionTransformer(nn.Module):
         """(B, N, D) tokens that `encode` returned -> (B, D), the input of the head."""
         if self.pool is not None:
             pooled = self.pool(tokens)
+        elif self.config.pool == "token":
+            pooled = tokens[:, 0]
         else:
-            pooled = tokens[:, self.config.registers :].mean(1) if self.class_token is None else tokens[:, 0]
+            pooled = tokens[:, self.config.num_tokens - self.config.num_patches :].mean(1)
+            if self.config.pool == "both":
+                pooled = torch.cat([tokens[:, 0], pooled], dim=1)
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
     def embed(self, images: Tensor, *, any_size: bool = False) -> Tensor:
@@ -262,11 +284,18 @@ class VisionTransformer(nn.Module):
         N may be smaller than that of the image if positions are added at the stem only. grid: as of `encode`.
         """
         x = self.dropout(x)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        change = self.rope_change if self.training else None
+        rotation = rope.rotation(self.config, grid or self.config.grid, x.device, change)
         for i, block in enumerate(self.blocks):
             if i > 0:
                 x = self.add_positions(x, block=i, grid=grid)
-            x = run_block(block, x, self.activation_checkpointing)
-        return self.norm(x)
+            x = run_block(block, x, self.activation_checkpointing, rotation)
+        if self.class_norm is None:
+            return self.norm(x)
+        first = 1 + self.config.registers
+        return torch.cat([self.class_norm(x[:, :first]), self.norm(x[:, first:])], dim=1)
 
     def add_class_token(self, patches: Tensor) -> Tensor:
         """(B, rows*columns, D) -> (B, 1 + rows*columns, D), or unchanged if the model has no class token."""

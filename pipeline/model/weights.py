@@ -24,6 +24,7 @@ from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
 from pipeline.model.convert.entries import ADDITION, Weights, check_tensors
+from pipeline.model.convert.mae import DECODER, DecoderFacts
 from pipeline.model.convert.official import read_npz
 from pipeline.model.convert.preprocessing import SavedPreprocessing
 from pipeline.model.convert.state_dicts import from_state_dict
@@ -45,6 +46,7 @@ class _Extra:
     preprocessing: SavedPreprocessing | None = None
     loss: str | None = None
     fingerprint: str | None = None
+    decoder: DecoderFacts | None = None
 
 
 @dataclass(frozen=True)
@@ -97,20 +99,24 @@ def read_weights(path: StrPath, say: Say = _silent) -> tuple[Config, dict[str, T
     for note in notes:
         say(note)
     state = {name: tensor for name, tensor in weights.state.items() if not name.startswith(ADDITION)}
-    return weights.config, state, weights.extra
+    return weights.config, state, {name: value for name, value in weights.extra.items() if name != DECODER}
 
 
-def read_additions(path: StrPath) -> dict[str, Tensor]:
-    """Returns what a training objective added to the model in these weights, such as MAE's decoder: fp32, {} for nothing."""
-    state = _read(files.find_file(Path(path))).state
-    return {name.removeprefix(ADDITION): tensor for name, tensor in state.items() if name.startswith(ADDITION)}
+def read_additions(path: StrPath) -> tuple[dict[str, Tensor], DecoderFacts]:
+    """Returns what a training objective added to the model in these weights, fp32, {} for nothing; and facts of MAE's decoder."""
+    weights = _read(files.find_file(Path(path)))
+    added = {n.removeprefix(ADDITION): tensor for n, tensor in weights.state.items() if n.startswith(ADDITION)}
+    facts = json_record.convert(_as_json(weights.extra.get(DECODER, {})), DecoderFacts, f"extra.{DECODER}")
+    return added, facts
 
 
 def _read(path: Path) -> Weights:
     if path.suffix == ".npz":
         return read_npz(path)
     content: Any
-    if path.suffix == ".safetensors":
+    if path.name.endswith(files.INDEX):
+        content = files.open_shards(path)
+    elif path.suffix == ".safetensors":
         tensors, metadata = files.open_safetensors(path)
         content = tensors
         if METADATA in metadata:
@@ -225,6 +231,7 @@ def load(
     if wrong := training.keys() - {name for name, option in OPTIONS.items() if option.only_trains}:
         raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
     given = {"gelu": gelu, **training, "kernel": kernel}
+    neutral = {name: getattr(ViTConfig, name) for name in training}
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
         if representation is None:
             representation = old.representation and (keep_head or num_classes == 0)
@@ -238,9 +245,9 @@ def load(
         for note in filter(None, [config.unseen_note, resampling_note(old, config)]):
             say(note)
         state = resample_state(state, old, config)
-    elif representation or any(given.values()):
+    elif representation or (other := [n for n, value in given.items() if value not in (None, neutral.get(n))]):
         raise UserError(
-            f"{path}: is a ResNet, which has no gelu, dropout, drop_path, kernel or representation. Leave them out; "
+            f"{path}: is a ResNet, which has no {'representation' if representation else ', '.join(other)}. Leave it out; "
             "model.dropout=0 overrides the dropout of a config file."
         )
 

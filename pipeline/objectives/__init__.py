@@ -1,7 +1,6 @@
 """What a run can learn: `objective.py` is the interface, classification.py the objective to read first.
 
-Imports pipeline.model and pipeline.data.loading. Used by data_tools/, estimate/, evaluate/, launch/, lifecycle/,
-study/, train/ and transfer/.
+Imports pipeline.model and pipeline.data.loading. Used by most rooms.
 """
 
 import importlib
@@ -15,7 +14,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
-from pipeline.base.words import counted
 from pipeline.model import Config, Model, build
 from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Objective
@@ -64,18 +62,6 @@ def check(config: RunConfig) -> None:
     """Raise UserError for settings that do not fit the run's objective."""
     kind(config.train.loss).check(config)
     best_from(config)
-
-
-def check_batch(config: RunConfig, world_size: int, accumulation: int) -> None:
-    """Raise UserError if the run's objective needs all samples of a step at once, and they come in several micro-batches."""
-    train = config.train
-    if accumulation > 1 and kind(train.loss).needs_whole_batch:
-        share = train.global_batch // world_size
-        raise UserError(
-            f"train.loss = {train.loss} compares all samples of a step, which cannot be done in {accumulation} micro-batches: "
-            f"train.global_batch = {train.global_batch} on {counted(world_size, 'rank')} is {share} each, and train.micro_batch = "
-            f"{train.micro_batch}. Use train.micro_batch={share}, a smaller train.global_batch, or more ranks."
-        )
 
 
 def check_labels(config: RunConfig, num_classes: int) -> None:

@@ -27,7 +27,7 @@ from pipeline.model import Config, Model, ViTConfig
 from pipeline.objectives.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.dino_head import DinoHead
 from pipeline.objectives.ibot import BlockMasks
-from pipeline.objectives.objective import Inputs, Objective, check_small_views, embedding_std, mean_of_valid, width_of
+from pipeline.objectives.objective import Inputs, Objective, check_small_views, embedding_std, mean_of_valid
 from pipeline.settings.quantities import MAX_SIDE, Length
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -168,10 +168,10 @@ class Dino(Objective):
         """masks: of iBOT; None without it. warmup, frozen: shares of the run, of the temperature and of the frozen prototypes."""
         super().__init__(backbone)
         self.given, self.masks, self.warmup, self.frozen, self.progress = given, masks, warmup, frozen, 0.0
-        shape = width_of(backbone.config), given.hidden, given.bottleneck, given.prototypes
+        shape = backbone.config.num_features, given.hidden, given.bottleneck, given.prototypes
         self.head = DinoHead(*shape)
         self.patch_head = DinoHead(*shape) if masks and given.ibot_head == "separate" else None
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, width_of(backbone.config))) if masks else None
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, backbone.config.width)) if masks else None
         for name in ("centre", "patch_centre") if masks else ("centre",):
             self.register_buffer(name, torch.zeros(given.prototypes))
             # Of the teacher's outputs of this step, and last how many they are.
@@ -382,6 +382,11 @@ def check_backbone(config: RunConfig, model: Config) -> None:
                 f"objective.ibot_weight = {given.ibot_weight} masks patches, and a ResNet has none. Use a ViT."
             )
         return
+    if given.ibot_weight and model.pool == "both":
+        raise UserError(
+            "objective.ibot_weight compares patches by the head of the features, which model.pool = both makes twice as wide. Use "
+            "model.pool=token or mean, or objective.ibot_weight=0."
+        )
     if given.local_views:
         check_small_views(model, given.local_size)
 

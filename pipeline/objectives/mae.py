@@ -8,8 +8,10 @@ any number of ranks and after a restart.
 Shapes: B batch, N patches, K kept patches, D width of the backbone, E width of the decoder, P patch side in pixels.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -18,17 +20,22 @@ from torch import Tensor, nn
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
+from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
-from pipeline.model import Model, ViTConfig
+from pipeline.model import Model, ViTConfig, build, read_weights
+from pipeline.model.convert.mae import DECODER, DecoderFacts, fold_pixels
+from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD
 from pipeline.model.layers import Dense, run_block
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
+from pipeline.model.weights import read_additions
 from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 _REMOVED = Purpose.named("mae_mask")
+_PIXELS = {"half": (HALF, HALF), "imagenet": (IMAGENET_MEAN, IMAGENET_STD)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +45,10 @@ class MaeSettings:
     decoder_depth: int = setting(8, "Number of blocks of the decoder.", min=1, max=1024)
     decoder_heads: int = setting(16, "Attention heads of the decoder.", min=1, max=2**12)
     normalise: bool = setting(True, "Predict the pixels of a patch minus their mean, divided by their deviation.")
+    pixels: Literal["half", "imagenet"] = setting(
+        "half", "Mean and deviation of the images whose pixels are predicted: 0.5, as the backbone reads them, or ImageNet's, as in "
+        "facebookresearch/mae.",
+    )  # fmt: skip
 
     def check(self) -> None:
         """Raise UserError for a width that does not fit the heads or the positions."""
@@ -51,7 +62,7 @@ class MaeSettings:
 def loss(images: Tensor, predictions: Tensor, removed: Tensor, patch_size: int, normalise: bool) -> Tensor:
     """The mean over the removed patches of a batch of the mean squared difference to their pixels; float32 scalar.
 
-    images: (B, 3, H, W), as the network sees them. predictions: (B, N, 3 P P), the values of a patch in the order row, column,
+    images: (B, 3, H, W), those of `Mae.as_predicted`. predictions: (B, N, 3 P P), the values of a patch in the order row, column,
     channel. removed: bool (B, N). patch_size: P. normalise: predict (pixels - mean) / sqrt(variance + 1e-6) of each patch.
     """
     return (errors(images, predictions, patch_size, normalise) * removed).sum() / removed.sum()
@@ -112,12 +123,14 @@ class Mae(Objective):
     def __init__(self, backbone: Model, settings: MaeSettings, seed: int = 0) -> None:
         """Raises UserError for a backbone that cannot encode a part of its patches, as one of init.weights may be."""
         super().__init__(backbone)
-        self.normalise, self.seed = settings.normalise, seed
+        self.normalise, self.seed, self.num_heads = settings.normalise, seed, settings.decoder_heads
+        self.mean, self.std = _PIXELS[settings.pixels]
         vit = backbone.config
         if (
             not isinstance(vit, ViTConfig)
             or (vit.stem, vit.axial, vit.positions_at, vit.stride) != (None, False, "stem", vit.patch_size)
             or vit.positions == "relative"
+            or vit.rope_base is not None
             or vit.representation
             or vit.pool == "map"
             or any(vit.unseen)
@@ -151,10 +164,66 @@ class Mae(Objective):
             if isinstance(part, Dense) and name.startswith("decoder_"):
                 nn.init.xavier_uniform_(part.weight)
 
-    def load_additions(self, additions: dict[str, Tensor]) -> str:
-        """Copy the decoder of MAE's weights. Raises UserError if its size is not that of the settings."""
+    def extra(self) -> dict[str, Any]:
+        return {DECODER: asdict(self.facts)}
+
+    @property
+    def facts(self) -> DecoderFacts:
+        """What the decoder's tensors do not tell."""
+        return DecoderFacts(self.num_heads, self.normalise, self.mean, self.std)
+
+    @classmethod
+    def from_weights(cls, path: Path, say: Callable[[str], object], **known: Any) -> Self | None:
+        """The model and decoder in weights, in evaluation mode; None if they hold no decoder.
+
+        say: called with a line for each assumption. known: fields of `DecoderFacts` that are not taken from the weights.
+        """
+        config, state, _ = read_weights(path, say)
+        additions, facts = read_additions(path)
+        embed, usual = additions.get("decoder_embed.weight"), MaeSettings()
+        if embed is None:
+            return None
+        facts = replace(facts, **{name: value for name, value in known.items() if value is not None})
+        if facts.num_heads is None or facts.normalise is None:
+            say(
+                f"taken as in facebookresearch/mae where the weights do not tell: a decoder of {counted(usual.decoder_heads, 'head')}, "
+                "which predicts normalised pixels"
+            )
+        heads, normalise = facts.num_heads or usual.decoder_heads, facts.normalise is not False
+        facts = replace(facts, num_heads=heads, normalise=normalise)
+        depth = len({name.split(".")[1] for name in additions if name.startswith("decoder_blocks.")})
+        settings = MaeSettings(decoder_width=len(embed), decoder_depth=depth, decoder_heads=heads, normalise=normalise)
+        settings.check()
+        found = cls(build(config), settings)
+        found.mean, found.std = facts.mean, facts.std
+        found.backbone.load_state_dict(state)
+        found.load_additions(additions, facts)
+        return found.eval()
+
+    def load_additions(self, additions: dict[str, Tensor], facts: DecoderFacts) -> str:
+        """Copy the decoder of MAE's weights. Raises UserError if its size, or what it predicts, is not that of the settings."""
         if "decoder_embed.weight" not in additions:
             return "init.weights: holds no decoder of MAE, so the decoder starts new"
+        for setting_name, own_value, value in (
+            ("decoder_heads", self.num_heads, facts.num_heads), ("normalise", self.normalise, facts.normalise),
+        ):  # fmt: skip
+            if value not in (None, own_value):
+                raise UserError(
+                    f"init.weights: its decoder does not fit objective.{setting_name} = {str(own_value).lower()}. Set it to "
+                    f"{str(value).lower()}."
+                )
+        if (facts.mean, facts.std) != (self.mean, self.std):
+            if self.normalise:
+                known = next((name for name, pixels in _PIXELS.items() if pixels == (facts.mean, facts.std)), None)
+                raise UserError(
+                    f"init.weights: its decoder predicts normalised pixels of images with mean {facts.mean} and deviation {facts.std}. "
+                    + (
+                        f"Set objective.pixels={known}."
+                        if known
+                        else "Use its encoder alone: launch/export.py format=safetensors."
+                    )
+                )
+            additions = fold_pixels(additions, replace(facts, normalise=False), self.mean, self.std)
         own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
         for name, tensor in additions.items():
             if name not in own or own[name].shape != tensor.shape:
@@ -180,9 +249,17 @@ class Mae(Objective):
         sample = (batch.epochs[:, None], batch.rows[:, None], np.arange(N))
         order = np.argsort(random_numbers.bits(self.seed, _REMOVED, *sample), axis=1, kind="stable")
         kept, places = as_places(np.sort(order[:, :K], axis=1), N)
+        images = self.as_predicted(views[0])
         return Inputs(
-            views, facts | {"images": views[0], "kept": to_device(kept, device), "places": to_device(places, device)}
+            views, facts | {"images": images, "kept": to_device(kept, device), "places": to_device(places, device)}
         )
+
+    def as_predicted(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) in [-1, 1] -> the same images with the mean and deviation of the pixels that are predicted."""
+        if (self.mean, self.std) == (HALF, HALF):
+            return images
+        mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (self.mean, self.std))
+        return (images * 0.5 + 0.5 - mean) / std
 
     def predict(self, images: Tensor, kept: Tensor, places: Tensor) -> Tensor:
         """(B, 3, H, W), `kept` and `places` as `inputs` gives them -> the pixels of all patches, (B, N, 3 P P)."""

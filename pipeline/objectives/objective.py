@@ -27,6 +27,7 @@ from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig, configure, training_flops_per_image
+from pipeline.model.convert.mae import DecoderFacts
 from pipeline.model.position import check_any_grid
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
@@ -61,8 +62,6 @@ class Objective(nn.Module):
     reads_labels: ClassVar[bool] = False
     # Whether the backbone's output is logits of classes, which are scored as those of `launch/evaluate.py`.
     predicts_classes: ClassVar[bool] = False
-    # Whether its loss is of all samples of a step at once, so that a step must be one micro-batch of each rank.
-    needs_whole_batch: ClassVar[bool] = False
     # Whether a run with init.weights continues what such an objective added to them; else only the backbone is loaded.
     continues_additions: ClassVar[bool] = False
     # Whether the backbone reads each image once and nothing is added to it: then memory and arithmetic are the model's, from its
@@ -168,7 +167,11 @@ class Objective(nn.Module):
         """Returns the weight of the old average after step `step` (from 0) of a run: mean = momentum * mean + (1 - momentum) * weights."""
         raise NotImplementedError
 
-    def load_additions(self, additions: dict[str, Tensor]) -> str:
+    def extra(self) -> dict[str, Any]:
+        """Returns what a checkpoint's weights say of what is added to the backbone, plain data (`read_additions`)."""
+        return {}
+
+    def load_additions(self, additions: dict[str, Tensor], facts: DecoderFacts) -> str:
         """Copy what init.weights hold beside a backbone, by name; returns a line about it. Only where `continues_additions`."""
         raise NotImplementedError
 
@@ -308,8 +311,3 @@ def check_small_views(model: Config, side: int) -> None:
         )
     if model.grid_at(side, side) != model.grid:
         check_any_grid(model)
-
-
-def width_of(model: Config) -> int:
-    """Width of a backbone's features."""
-    return model.width if isinstance(model, ViTConfig) else model.num_features

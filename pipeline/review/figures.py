@@ -42,6 +42,8 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
         ("images/s", _present({"": record.metrics.get("images_per_second")}), 1.0, []),
     ]
     for key, name in record.further.items():
+        if name in accuracies:
+            continue
         title, scale = (f"{title_of(key)}, %", 100.0) if record.metric(name).is_share else (title_of(key), 1.0)
         panels.append((title, {"": record.metrics[name]}, scale, [other.metrics.get(name) for other in others]))
     shares = _present({part: record.metrics.get(metric) for metric, part in _PARTS.items()})
@@ -64,10 +66,8 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
 
 
 def _accuracies(record: RunRecord) -> dict[str, Series]:
-    metrics = {name: record.metric(name) for name in record.metrics}
-    probes = [name for name, m in metrics.items() if m.group == "probe" and m.better and m.is_share]
     return _present(
-        {f"split {record.split}": record.of_split("top1"), **{name: record.metrics[name] for name in probes}}
+        {f"split {record.split}": record.of_split("top1"), **{name: record.metrics[name] for name in record.probes}}
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline import model as models
+from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import path_inside, read_bytes
@@ -40,6 +41,7 @@ from pipeline.monitor.tracking import default_uri
 from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, as_count, as_number
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
+from pipeline.settings.run_sections import OBJECTIVES
 from pipeline.settings.yaml_reader import parse_yaml
 from pipeline.transfer import grid
 from pipeline.transfer.score_table import check_results
@@ -297,7 +299,7 @@ def _record(
         tags.get("kind", kind), address, files, settings=settings, has_all_settings=config is not None,
         parameters=parameters, metrics=metrics, tags=dict(tags), datasets=tuple(datasets), steps=planned,
         images_per_step=as_count(settings.get("train.global_batch")),
-        flops_per_image=flops or max(0.0, as_number(parameters.get("gflops_per_image"))) * 1e9,
+        flops_per_image=_flops_per_image(settings, facts, parameters, flops),
         starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,
         ignored=(*[f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored"] * bool(num_cut), *ignored), **known,
     )  # fmt: skip
@@ -345,6 +347,18 @@ def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
     except (UserError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{where} is damaged ({reason}). Remove it if the run has a checkpoint.") from None
+
+
+def _flops_per_image(
+    settings: Mapping[str, Any], facts: RunFacts | None, parameters: Mapping[str, Any], of_model: float
+) -> float:
+    """FLOPs of training on an image, with what the objective adds to the model, of which only the run itself knew all; 0 if unknown."""
+    if facts and facts.flops_per_image:
+        return facts.flops_per_image
+    rounded = max(0.0, as_number(parameters.get("gflops_per_image"))) * 1e9
+    loss = settings.get("train.loss", "softmax")
+    is_models = loss in OBJECTIVES and objectives.kind(str(loss)).trains_backbone_alone
+    return of_model or rounded if is_models else rounded or of_model
 
 
 def _results(files: RunFiles) -> dict[str, Any]:

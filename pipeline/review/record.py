@@ -288,6 +288,21 @@ class RunRecord:
         return [name for name, metric in measured.items() if metric.group == "eval" and metric.better]
 
     @cached_property
+    def probes(self) -> list[str]:
+        """Names of the accuracies that probes measured: few-shot, then kNN."""
+        probed = {name: metric for name in self.metrics if (metric := self.metric(name)).group == "probe"}
+        return [name for name, metric in probed.items() if metric.better and metric.is_share]
+
+    @cached_property
+    def scored(self) -> str:
+        """The metric that is the score: of the held-out split but its losses, else a probe's accuracy, else a loss; "" without any.
+
+        Losses of different objectives do not compare, and an objective without labels has no accuracy of its own.
+        """
+        told = [name for name in self.held_out if self.metric(name).unit != "loss"]
+        return next(iter([*told, *reversed(self.probes), *self.held_out]), "")
+
+    @cached_property
     def further(self) -> dict[str, str]:
         """What figures show beside accuracy and losses, of the held-out split, the objective and probes: own name -> metric."""
         measured = {name.removeprefix(f"{self.split}_"): name for name in self.held_out}
@@ -296,7 +311,7 @@ class RunRecord:
             for name, metric in self.declared.items()
             if name in self.metrics and (metric.group == "train" or name in SPREAD)
         ]
-        found = measured | {name: name for name in logged}
+        found = measured | {name: name for name in (*self.probes, *logged)}
         return {own: name for own, name in found.items() if own not in ("top1", "top5", "loss")}
 
     def of_split(self, name: str) -> Series | None:
@@ -305,25 +320,31 @@ class RunRecord:
 
     @property
     def evaluations(self) -> Series | None:
-        """The series that `score_at` counts in: the most telling metric of the held-out split; None without an evaluation."""
-        return self.metrics[self.held_out[0]] if self.held_out else None
+        """The series that `score_at` counts in, of `scored`; None without an evaluation."""
+        return self.metrics[self.scored] if self.scored else None
 
-    def score_at(self, number: int) -> Score:
-        """The held-out score of evaluation `number`."""
-        name = self.held_out[0]
-        series, metric = self.metrics[name], self.metric(name)
-        step, value = int(series.steps[number]), float(series.values[number])
+    def num_evaluated(self, step: int) -> int:
+        """Number of images of the held-out split that the evaluation at this step read; 0 if unknown."""
         counts, evaluated = self.of_split("num_samples"), self.dataset("evaluation")
         found = np.flatnonzero(counts.steps == step) if counts else np.empty(0, np.int64)
-        num = int(counts.values[found[0]]) if counts and len(found) else evaluated.num_samples if evaluated else 0
+        return int(counts.values[found[0]]) if counts and len(found) else evaluated.num_samples if evaluated else 0
+
+    def score_at(self, number: int) -> Score:
+        """The score of evaluation `number`, of `scored`."""
+        name = self.scored
+        series, metric = self.metrics[name], self.metric(name)
+        step, value = int(series.steps[number]), float(series.values[number])
+        if name not in self.held_out:
+            return Score(title_of(name), value, step, metric=metric)
+        num = self.num_evaluated(step)
         interval = of_samples(value, num) if num and metric.unit == "proportion" and 0 <= value <= 1 else None
         title = title_of(name.removeprefix(f"{self.split}_"))
         return Score(f"{self.split} {title}", value, step, num, interval, metric)
 
     @cached_property
     def last_score(self) -> Score | None:
-        """The last score: of the held-out split, over a grid's seeds, or over a sweep's tasks. None without one."""
-        if self.held_out:
+        """The last score: of `scored`, over a grid's seeds, or over a sweep's tasks. None without one."""
+        if self.scored:
             return self.score_at(-1)
         if self.kind == "vtab":
             return self._vtab_score()
@@ -334,10 +355,9 @@ class RunRecord:
     @cached_property
     def best_score(self) -> Score | None:
         """The best score of all evaluations."""
-        if not self.held_out:
+        if not self.scored:
             return self.last_score
-        name = self.held_out[0]
-        return self.score_at(best_of(self.metrics[name], self.metric(name)))
+        return self.score_at(best_of(self.metrics[self.scored], self.metric(self.scored)))
 
     @cached_property
     def sweep(self) -> Column | None:

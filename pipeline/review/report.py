@@ -227,7 +227,7 @@ def _score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
     for name in record.held_out:
         series, metric, own_name = record.metrics[name], record.metric(name), name.removeprefix(f"{record.split}_")
         shown = titles.get(own_name, title_of(own_name))
-        count = record.score_at(-1).num_samples
+        count = record.num_evaluated(int(series.steps[-1]))
         cells = []
         for number in (len(series) - 1, best_of(series, metric)):
             value = float(series.values[number])

@@ -143,6 +143,10 @@ class RunConfig:
                 raise UserError(
                     f"probe.every = {self.probe.every} with probe.shots=0, probe.neighbours=0 and probe.rankme_images=0: set one of them."
                 )
+            if self.probe.data and not self.probe.reads_labels:
+                raise UserError(
+                    f"probe.data = {self.probe.data} is read for labels: set probe.neighbours=20 or probe.shots=5, or leave it out."
+                )
 
     def _check_health_and_time(self) -> None:
         if 0 < self.train.stop_after_minutes <= 0.5:

@@ -31,6 +31,9 @@ OBJECTIVES = {
     "masked_small_patch": "masked_patches:MaskedPatches",
     "masked_pixels": "masked_patches:MaskedPatches",
 }
+# Those whose loss is of all samples of a step at once, so that a step must be one micro-batch of each rank. Here, because the
+# supervisor chooses a number of ranks without torch.
+OF_WHOLE_BATCH = frozenset({"lejepa"})
 
 
 def _with_options(cls: type[T]) -> type[T]:
@@ -109,6 +112,14 @@ class DataConfig:
     )
     window: int = setting(
         4096, "Number of consecutive samples of a stream that are shuffled together.", min=1, on_change="run"
+    )
+    balance: float = setting(
+        1.0,
+        "Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once an epoch, 0 all "
+        "classes equally often, 0.5 is between. A sample's class is its first label.",
+        min=0,
+        max=1,
+        on_change="run",
     )
     threads: int = setting(2, "Decoding threads of each rank.", min=1, max=MAX_THREADS, on_change="nothing")
     prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000, on_change="nothing")

@@ -5,7 +5,7 @@ from itertools import islice
 
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch, Loader, train_requests
-from pipeline.data.loading.order import SampleOrder, batch_of_step
+from pipeline.data.loading.order import batch_of_step, order_of_split
 from pipeline.data.loading.views import train_views
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
@@ -20,9 +20,7 @@ class Feed:
 
     def __init__(self, config: RunConfig, plan: Plan, split: Split, ranks: Ranks, stop: Stop, clock: StepClock) -> None:
         self.plan, self.ranks, self.stop, self.clock = plan, ranks, stop, clock
-        self.order = SampleOrder(
-            split.shard_sizes, config.seed, plan.global_batch, config.data.streams, config.data.window
-        )
+        self.order = order_of_split(split, config.data, config.seed, plan.global_batch)
         self.loader = Loader(
             split, train_views(kind(config.train.loss).views(config), config.seed), config.data.threads,
             config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_stop_wanted=stop.is_wanted,

@@ -146,7 +146,7 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)
     if start.resumed is None and start.origin is not None and objective.continues_additions:
-        context.console.say(objective.load_additions(read_additions(start.origin.path)))
+        context.console.say(objective.load_additions(*read_additions(start.origin.path)))
     fused = context.identity["fused_optimizer"]
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused, plan.steps)
     clock = StepClock(ranks.device)

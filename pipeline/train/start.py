@@ -49,6 +49,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     """
     from pipeline.data.dataset.manifest import open_dataset
     from pipeline.data.dataset.subset import held_out_split, run_splits
+    from pipeline.data.loading.balance import describe_balance
     from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
 
     world_size = check_environment()
@@ -66,8 +67,8 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     objectives.check_labels(config, dataset.num_classes)
     objectives.check(config)
-    objectives.check_batch(config, world_size, plan.accumulation)
-    plan = replace(plan, best_from=objectives.best_from(config))
+    balance = describe_balance(split, dataset.classes, config.data.balance)
+    plan = replace(plan, best_from=objectives.best_from(config), balance=balance)
     run_probe = None
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.

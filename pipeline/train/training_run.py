@@ -272,6 +272,7 @@ class TrainingRun:
                  "fingerprint": dataset.fingerprint, "run": config.name, "step": progress.step}  # fmt: skip
         if dataset.class_names != dataset.classes:
             extra["class_names"] = dataset.class_names
+        extra |= engine.objective.extra()
         return Commit(state, engine.shapes, models.safetensors_metadata(model, extra), retention)
 
     # ------------------------------------------------------------------ the end

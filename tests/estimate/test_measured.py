@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from data_tools.bench.gpu.gpu_report import Exactness, write_report
 from data_tools.bench.gpu.gpu_step import Setup
 from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
+from pipeline.estimate.cluster import Cluster
 from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe
+from pipeline.estimate.measured import measured_mfu, read_measured
+from pipeline.model import configure
 from pipeline.settings import schema
 from pipeline.settings.commands.bench import RecordConfig
 from pipeline.settings.commands.operate import PlanConfig
@@ -120,6 +124,16 @@ def test_damaged_files(tmp_path: Path, content: Any, error: str) -> None:
     with pytest.raises(UserError, match=error) as raised:
         make_forecast(plan("cluster=8x8xH100-80GB", f"bench={file}"))
     assert "\n" not in str(raised.value)
+
+
+def test_a_measured_speed_is_that_of_the_model_alone(bench: str) -> None:
+    """MAE's step is planned with the share of the peak that the model's own step reached; beside it stands the same step as before."""
+    config = plan(bench, "cluster=1x8xH100-80GB")
+    mae = replace(config, train=replace(config.train, loss="mae"), objective={"decoder_depth": 2})
+    model, cluster = configure("ViT-L/16", 224, 0), Cluster.parse(config.cluster)
+    of_model, of_mae = (read_measured(each, model, cluster) for each in (config, mae))
+    assert of_model == of_mae
+    assert measured_mfu(mae, model, cluster, of_mae) == measured_mfu(config, model, cluster, of_model)
 
 
 def test_one_speed_is_given() -> None:

@@ -1,8 +1,10 @@
 """Export: the files, the other program's outputs for them, and errors that leave nothing behind."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,10 @@ import torch
 
 from pipeline.base.errors import UserError
 from pipeline.evaluate import export
-from pipeline.model import create, load, resample_positions, save
+from pipeline.model import create, load, resample_positions, safetensors_metadata, save
+from pipeline.model.files import find_file, write_safetensors
+from pipeline.objectives.mae import Mae, MaeSettings
+from pipeline.objectives.objective import stored_name
 from pipeline.settings.commands.weights import ExportConfig
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +29,18 @@ def random_weights(path, name="ViT-mu/4", size=16, classes=5, **changes):
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     save(model, path, {"classes": [f"class{i}" for i in range(classes)], "preprocessing": {"eval_crop": "resize"}})
+    return model
+
+
+def random_mae(path, normalise, pixels):
+    settings = MaeSettings(decoder_width=16, decoder_depth=2, decoder_heads=2, normalise=normalise, pixels=pixels)
+    model = Mae(create("ViT-mu/8", 32, 0, positions="sincos2d_mae", gelu="erf"), settings).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    tensors = {stored_name(name): tensor for name, tensor in model.state_dict().items()}
+    write_safetensors(tensors, path, safetensors_metadata(model.backbone.config, model.extra()))
     return model
 
 
@@ -74,6 +91,43 @@ def test_graphs_take_batches_of_any_size(weights, tmp_path):
     np.testing.assert_allclose(session.run(None, {"images": images.numpy()})[0], expected, atol=1e-5)
     assert run(weights, "torch_export", tmp_path / "a.pt2").largest < 1e-5
     assert torch.allclose(torch.export.load(tmp_path / "a.pt2").module()(images), expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "normalise", "pixels"), [
+    ("huggingface_mae", True, "half"), ("huggingface_mae", True, "imagenet"), ("huggingface_mae", False, "half"),
+    ("mae", True, "imagenet"), ("mae", False, "half"),
+])  # fmt: skip
+def test_mae_with_its_decoder(tmp_path, form, normalise, pixels, capsys):
+    """Compared by transformers where it reads the format; written again, every file is the same to 1e-5."""
+    model = random_mae(tmp_path / "model.safetensors", normalise, pixels)
+    out = tmp_path / ("hf" if form.startswith("hugging") else "a.pth")
+    difference = run(tmp_path / "model.safetensors", form, out)
+    assert difference.largest <= 1e-5 * difference.scale
+    assert difference.scale > 0.1
+    said = capsys.readouterr().out
+    if form == "huggingface_mae":
+        losses = re.search(r"transformers \S+: loss (\S+), ours (\S+)", said)
+        assert float(losses[1]) == pytest.approx(float(losses[2]), rel=1e-5)
+        run(out, "safetensors", tmp_path / "encoder.safetensors")  # Compared with transformers' encoder first.
+        assert "program of these weights" in capsys.readouterr().out
+    else:
+        tensors = torch.load(out, weights_only=True)["model"]
+        assert {"mask_token", "decoder_pos_embed", "decoder_blocks.1.attn.qkv.weight", "pos_embed"} <= set(tensors)
+        assert f"decoder_num_heads=2, norm_pix_loss={normalise}" in said
+    again = Mae.from_weights(find_file(out), print, num_heads=2, normalise=normalise)
+    assert again.facts == (
+        model.facts if form == "huggingface_mae" else replace(model.facts, mean=again.mean, std=again.std)
+    )
+
+
+def test_mae_that_a_format_cannot_hold_is_refused(weights, tmp_path):
+    random_mae(tmp_path / "model.safetensors", True, "half")
+    with pytest.raises(UserError, match=r"objective\.pixels=imagenet"):
+        run(tmp_path / "model.safetensors", "mae", tmp_path / "a.pth")
+    with pytest.raises(UserError, match="holds no decoder of MAE"):
+        run(weights, "mae", tmp_path / "a.pth")
+    assert not (tmp_path / "a.pth").exists()
 
 
 def test_another_size_and_no_head(weights, tmp_path, capsys):

@@ -22,6 +22,16 @@ KINDS = {
     "registers": {"registers": 3, "pool": "gap"},
     "relative": {"positions": "relative", "pool": "gap"},
     "blocks": {"positions": "learned2d", "positions_at": "blocks"},
+    "both": {"pool": "both", "qk_norm": True, "class_norm": True},
+    "mean": {"pool": "mean"},
+    "rope": {
+        "positions": "none",
+        "rope_base": 20.0,
+        "registers": 2,
+        "qkv_bias": "qv",
+        "layer_scale": 1.0,
+        "embedding_norm": True,
+    },
 }
 
 
@@ -126,8 +136,8 @@ def test_rollout_is_the_product_of_all_layers(kind: str) -> None:
     for image in range(2):
         of_patches = (np.arange(N) >= N - h * w) / (h * w)  # the head does not read registers, which come first
         row = of_patches if pooling is None else pooling[image].mean((0, 1)).double().numpy()
-        if model.class_token is not None:
-            row = np.eye(N)[0]
+        if model.config.pool in ("token", "both"):
+            row = np.eye(N)[0] if model.config.pool == "token" else (np.eye(N)[0] + of_patches) / 2
         for half, expected in ((0.5, found.rollout), (0.0, found.product)):
             through = row
             for attention in reversed(weights.values()):

@@ -13,7 +13,10 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.lifecycle.hosts import largest_fitting, read_hostfile, to_blame
 from pipeline.lifecycle.run_folder import Failure
-from pipeline.lifecycle.supervise import _option, _with_options
+from pipeline.lifecycle.supervise import Supervisor, _option, _with_options
+from pipeline.settings import schema
+from pipeline.settings.commands.operate import SuperviseConfig
+from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # The launcher: does what the next line of `plan` says. left: seconds that a child of its own lives on without it.
@@ -186,6 +189,33 @@ def test_the_most_slots_that_fit() -> None:
     assert largest_fitting(hosts, lambda n: 24 % n == 0) == {"a": 4, "b": 4}
     assert largest_fitting(hosts, lambda n: 30 % n == 0) == hosts
     assert largest_fitting(hosts, lambda n: 12 % n == 0) == {"a": 4, "b": 2}
+    assert largest_fitting(hosts, lambda n: False) == {}
+
+
+@pytest.mark.parametrize(("micro_batch", "kept"), [(6, {"a": 2, "c": 4}), (3, {"a": 2, "gone": 2, "c": 4})])
+def test_a_loss_of_the_whole_batch_keeps_ranks_that_can_hold_it(tmp_path: Path, micro_batch: int, kept: dict) -> None:
+    """24 samples on 8 ranks. On 6 they are 4 each, which a micro-batch of 3 cannot hold, nor can fewer ranks."""
+    needed = [
+        "name=x",
+        f"out={tmp_path}",
+        "data.path=d",
+        "train.length=9 steps",
+        "train.loss=lejepa",
+        "model.name=ViT-S/16",
+    ]
+    supervisor = Supervisor.__new__(Supervisor)
+    supervisor.command, supervisor.config = (
+        ["deepspeed", "--no_ssh", "launch/pretrain.py"],
+        SuperviseConfig(host_failures=2),
+    )
+    batch = ["train.global_batch=24", f"train.micro_batch={micro_batch}", "data.streams=4"]
+    supervisor.run, supervisor.folder = schema.load(RunConfig, None, [*needed, *batch]), tmp_path
+    supervisor.hosts = {"a": 2, "gone": 2, "c": 4}
+    supervisor.host_failures = {"a": 0, "gone": 2, "c": 0}
+    supervisor._leave_out_hosts()
+    said = (tmp_path / "supervise.log").read_text()
+    assert supervisor.hosts == kept, said
+    assert ("not going on without gone: train.loss = lejepa compares all samples" in said) == (micro_batch == 3)
 
 
 def test_options_of_the_launcher() -> None:

@@ -134,6 +134,7 @@ def test_training_flops_are_those_of_the_paper(name):
         *((name, {}) for name in COUNTED),
         ("ViT-S/16", {"positions": "relative", "pool": "gap", "patch_stride": 8}),
         ("Axial-ViT-B/16", {"positions": "relative"}),
+        ("ViT-S/16", {"swiglu": True, "rope_base": 100.0, "qkv_bias": "qv", "registers": 4}),
     ],
 )
 def test_multiply_adds_are_those_that_torch_counts(name, changes):
@@ -171,7 +172,7 @@ def test_an_unknown_name_gets_the_nearest_known(name, nearest):
         ({"depth": 0}, "depth = 0 must be from 1 to 1,024"),
         ({"num_classes": -1}, "num_classes = -1 must be from 0"),
         ({"gelu": "exact"}, "gelu = 'exact' must be one of 'tanh', 'erf'"),
-        ({"pool": "mean"}, "pool = 'mean' must be one of 'token', 'gap', 'map'"),
+        ({"pool": "max"}, "pool = 'max' must be one of 'token', 'gap', 'map', 'mean', 'both'"),
         ({"dropout": 1.0}, "dropout = 1.0 must be at least 0 and below 1"),
     ],
 )

@@ -11,14 +11,20 @@ from pipeline.base.errors import UserError
 from pipeline.model import configure, create, load, read_weights, save_safetensors, to_huggingface, to_timm
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.convert.resnets import bit_entries
-from pipeline.model.convert.state_dicts import timm_architecture
+from pipeline.model.convert.timm_format import timm_architecture
 from pipeline.model.files import write_safetensors
 
 D, GRID = 16, 4
 TIMM_CONFIG = {
     "architecture": "vit_base_patch16_224",
     "model_args": {"num_heads": 4, "img_size": 16},
-    "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": [3, 16, 16], "crop_pct": 0.9},
+    "pretrained_cfg": {
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+        "input_size": [3, 16, 16],
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+    },
 }
 
 
@@ -133,7 +139,7 @@ def test_preprocessing_and_classes_of_timm_are_read(tmp_path, timm_weights):
     _, _, extra = read_weights(folder(tmp_path, timm_weights, {**TIMM_CONFIG, "label_names": names}))
     assert extra["classes"] == names
     assert extra["preprocessing"] == {
-        "image_size": 16, "eval_crop": "center", "eval_resize": 17, "resize_filter": "antialias"
+        "image_size": 16, "eval_crop": "center", "eval_resize": 17, "resize_filter": "bicubic"
     }  # fmt: skip
 
 
@@ -445,7 +451,7 @@ def test_the_pooler_is_the_representation_layer(tmp_path, transformers):
 @pytest.mark.parametrize(
     ("changes", "preprocessing"),
     [
-        ({}, {"eval_crop": "resize"}),
+        ({}, {"eval_crop": "resize", "resize_filter": "bicubic"}),
         ({"gelu": "erf", **SMALL}, {"eval_crop": "center", "eval_resize": 20, "image_size": 16}),
         ({"classes": 0, "representation": True}, {"eval_crop": "resize"}),
     ],
@@ -596,9 +602,9 @@ def test_registers_are_transformers(tmp_path, transformers):
 
 def test_a_model_of_another_kind_is_named(tmp_path, timm_weights):
     for config, message in (
-        ({"model_type": "siglip"}, r'model_type = "siglip".*big_vision'),
+        ({"model_type": "siglip2"}, r'model_type = "siglip2".*NaFlex'),
         ({"model_type": "clip_vision_model"}, 'model_type = "clip_vision_model".*no way to load'),
-        ({"model_type": "beit"}, 'model_type = "beit"; what can be read is vit, dinov2'),
+        ({"model_type": "beit"}, 'model_type = "beit"; what can be read is vit, .*table of relative positions'),
         ({"model_type": 3}, "config.json: model_type = 3 must be text"),
     ):
         with pytest.raises(UserError, match=message):

@@ -38,7 +38,7 @@ def added(model):
     """What the model adds to the tokens before each block; the blocks are replaced by a recording identity."""
     seen = []
     for block in model.blocks:
-        block.forward = lambda x: (seen.append(x), x)[1]
+        block.forward = lambda x, rotation: (seen.append(x), x)[1]
     model.encode(torch.zeros(1, math.prod(model.config.grid), model.config.width))
     start = torch.zeros_like(seen[0])
     if model.class_token is not None:
@@ -225,6 +225,11 @@ EVERY = {
     "Axial-ViT-B/16": {"drop_path": 0.1},
     "registers, token": {"name": "ViT-B/16", "registers": 2},
     "registers, gap": {"name": "ViT-B/16", "registers": 2, "pool": "gap", "positions": "sincos2d"},
+    "DINOv3": {"name": "ViT-B/16", "registers": 2, "positions": "none", "rope_base": 100.0, "qkv_bias": "qv", "layer_scale": 0.1},
+    "DINOv2-g": {"name": "ViT-B/16", "swiglu": True, "layer_scale": 0.1, "qkv_bias": "none", "out_bias": False, "mlp_bias": False},
+    "ViT-22B": {"name": "ViT-B/16", "qk_norm": True, "class_norm": True, "pool": "both"},
+    "mean of patches": {"name": "ViT-B/16", "pool": "mean"},
+    "CLIP": {"name": "ViT-B/16", "embedding_norm": True, "gelu": "quick"},
     "R+Ti/16": {"patch_size": 4},
     "R26+S/32": {"stem": (1, 1), "image_size": (16, 24)},
     "R50+ViT-B/16": {"stem": (2,), "pool": "gap", "patch_size": 2},

@@ -14,7 +14,7 @@ from pipeline.architecture.config import ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure, read_weights
-from pipeline.model.convert.mae import read_decoder, split, write_decoder
+from pipeline.model.convert.mae import DecoderFacts, read_decoder, split, write_decoder
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.position import sincos2d
 from pipeline.model.weights import read_additions
@@ -172,7 +172,8 @@ def test_loss_and_reconstruction_are_those_of_transformers(tmp_path: Path, norma
     theirs.save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
     config, state, _ = read_weights(tmp_path)
-    additions = read_additions(tmp_path)
+    additions, facts = read_additions(tmp_path)
+    assert facts == DecoderFacts(4, normalise, (0.5,) * 3, (0.5,) * 3)
     if official:
         assert isinstance(config, ViTConfig)
         file = vit_entries(config, NAMES["timm"]).write(state) | write_decoder(additions, config, "timm")
@@ -184,7 +185,7 @@ def test_loss_and_reconstruction_are_those_of_transformers(tmp_path: Path, norma
     backbone = build(config)
     backbone.load_state_dict(state)
     objective = Mae(backbone, settings).eval()
-    objective.load_additions(additions)
+    objective.load_additions(additions, facts)
     images, noise = torch.randn(3, 3, 32, 32), torch.rand(3, 16)
     kept, places = as_places(np.sort(noise.argsort(1)[:, :4].numpy(), axis=1), 16)
     with torch.no_grad():
@@ -199,4 +200,34 @@ def test_loss_and_reconstruction_are_those_of_transformers(tmp_path: Path, norma
 def test_a_decoder_of_another_size_is_refused() -> None:
     objective = small()
     with pytest.raises(UserError, match=r"decoder_embed.weight is 16 x .*objective.decoder_width"):
-        objective.load_additions({"decoder_embed.weight": torch.zeros(16, 48)})
+        objective.load_additions({"decoder_embed.weight": torch.zeros(16, 48)}, DecoderFacts())
+
+
+def decoder_of(objective: Mae) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in objective.state_dict().items() if not name.startswith("backbone.")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"decoder_heads": 8}, "objective.decoder_heads = 8. Set it to 4"),
+        ({"normalise": False}, "objective.normalise = false. Set it to true"),
+        ({"pixels": "imagenet"}, "Set objective.pixels=half"),
+    ],
+)
+def test_a_decoder_that_predicts_something_else_is_refused(settings: dict, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        small(settings=replace(SMALL, **settings)).load_additions(decoder_of(small()), small().facts)
+
+
+def test_a_decoder_of_plain_pixels_is_folded_to_another_mean_and_deviation() -> None:
+    plain = replace(SMALL, normalise=False)
+    of_half, of_imagenet = small(settings=plain), small(settings=replace(plain, pixels="imagenet"))
+    of_imagenet.load_additions(decoder_of(of_half), of_half.facts)
+    (images,), facts = given(of_half, batch_of([0, 1]))
+    as_images = of_half.predict(images, facts["kept"], facts["places"]).view(2, 16, 8, 8, 3).permute(0, 4, 1, 2, 3)
+    found = of_imagenet.predict(images, facts["kept"], facts["places"]).view(2, 16, 8, 8, 3).permute(0, 4, 1, 2, 3)
+    expected = of_imagenet.as_predicted(as_images.flatten(2, 3)).view(found.shape)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    torch.testing.assert_close(of_imagenet.as_predicted(images), ((images + 1) / 2 - mean) / std)

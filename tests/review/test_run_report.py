@@ -18,7 +18,7 @@ from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import PREDICTED_SPEED, WeightsOrigin, plain_name
 from pipeline.monitor.tracking import default_uri
 from pipeline.review import lineage, report
-from pipeline.review.reader import RunReader, from_folder, from_mlflow, open_store
+from pipeline.review.reader import RunReader, _flops_per_image, from_folder, from_mlflow, open_store
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import RunReportConfig
 
@@ -227,3 +227,16 @@ def test_an_empty_folder_is_no_run(tmp_path: Path) -> None:
 def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
     record = from_folder(write_run(tmp_path / "a", steps=10))
     assert record.exaflops == pytest.approx(10 * 16 * models.training_flops_per_image(MODEL) / 1e18)
+
+
+def test_flops_are_those_of_the_whole_objective(tmp_path: Path) -> None:
+    """As the run itself counted them; read from MLflow, of which the page may be missing, as its parameters say."""
+    folder = write_run(tmp_path / "a", steps=10)
+    page = json.loads((folder / "page/facts.json").read_text())
+    page["facts"]["flops_per_image"] = 7e9
+    (folder / "page/facts.json").write_text(json.dumps(page))
+    assert from_folder(folder).exaflops == pytest.approx(10 * 16 * 7e9 / 1e18)
+    parameters = {"gflops_per_image": "7"}
+    assert _flops_per_image({"train.loss": "dino"}, None, parameters, 1e9) == 7e9
+    assert _flops_per_image({"train.loss": "sigmoid"}, None, parameters, 1e9) == 1e9
+    assert _flops_per_image({"train.loss": "mae"}, None, {}, 1e9) == 1e9

@@ -30,6 +30,7 @@ from pipeline.settings.commands import weights as weights_settings
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.settings.quantities import Length, whole_number
 from pipeline.settings.run import RunConfig
+from pipeline.settings.run_sections import OF_WHOLE_BATCH
 from pipeline.transfer.grid import make_run
 from pipeline.transfer.sweep import settings_of
 from pipeline.transfer.vtab_cell import warmup_steps
@@ -273,7 +274,9 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
     for overrides in [[], *overrides_in_header(path)]:
         config = schema.load(RunConfig, path, overrides)
         num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
-        for world_size in (1, 2):
+        train = config.train
+        of_whole = train.loss in OF_WHOLE_BATCH
+        for world_size in (train.global_batch // train.micro_batch,) if of_whole else (1, 2):
             plan = make_plan(config, num_samples, world_size)
             assert plan.micro_batch * plan.accumulation * world_size == config.train.global_batch
             assert 0 <= plan.warmup < plan.steps

@@ -69,6 +69,8 @@ def test_labels_are_wanted_where_there_are_none(photos: Path) -> None:
         objectives.new_backbone(load(photos, "train.loss=sigmoid"), 0)
     with pytest.raises(UserError, match=r"probe.data = .*photos: the images of this data set have no labels"):
         prepare(load(photos, *MASKED, "probe.every=2 steps", f"probe.data={photos}"))
+    with pytest.raises(UserError, match=r"is read for labels: set probe.neighbours=20 or probe.shots=5"):
+        load(photos, *MASKED, "probe.every=2 steps", "probe.data=pets", "probe.shots=0", "probe.rankme_images=40")
     with pytest.raises(UserError, match=r"have no labels. Scores need some"):
         evaluate(ScoreConfig(weights="w", data=str(photos)))
     line = "must be empty: nothing is measured; data.dev_share=0.01 would hold out images"

@@ -20,7 +20,7 @@ _USUAL_SPLIT = "val"
 class SplitChoice(Protocol):
     """Which samples a run uses, as `DataConfig` has it: splits by name, and the arguments of `Dataset.split`.
 
-    dev_share: the share of the training samples to evaluate on in place of eval_split, or 0.
+    dev_share: the share of the training samples to evaluate on in place of eval_split, or 0. balance: needs labels unless it is 1.
     """
 
     @property
@@ -33,11 +33,21 @@ class SplitChoice(Protocol):
     def limit(self) -> Limit: ...
     @property
     def dev_share(self) -> float: ...
+    @property
+    def balance(self) -> float: ...
 
 
 def run_splits(dataset: Dataset, choice: SplitChoice, seed: int) -> tuple[Split, Split | None]:
-    """(training split, evaluation split, None without one) of a run. Raises UserError as `Dataset.split` and `hold_out` do."""
+    """(training split, evaluation split, None without one) of a run.
+
+    Raises UserError as `Dataset.split` and `hold_out` do, and for a balance of classes where no sample of the split has a label.
+    """
     train = dataset.split(choice.train_split, choice.exclude, choice.limit, seed)
+    if choice.balance != 1 and not train.max_labels:
+        raise UserError(
+            f"data.balance = {choice.balance:g} balances classes, and no sample of {dataset.path}, split {train.name!r}, has a label. "
+            "Leave it at 1."
+        )
     if choice.dev_share:
         return hold_out(train, choice.dev_share, seed)
     name = held_out_split(dataset, choice)

@@ -2,5 +2,5 @@
 
 May import pipeline.data.storage, pipeline.data.dataset and pipeline.settings (AugmentConfig is a plain value; a
 second type for the same fields would only have to be kept in step). All random numbers are hashed from (seed, epoch, sample),
-(seed, epoch, sample, view) or (seed, step). Used by lifecycle/, objectives/, evaluate/, explain/, train/, transfer/, review/ and data_tools/.
+(seed, epoch, sample, view) or (seed, step). Used by most rooms.
 """

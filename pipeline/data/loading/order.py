@@ -8,9 +8,15 @@ another. So
 - a slice covers few streams, so a rank reads few shards at a time;
 - every sample occurs exactly once per epoch; a batch across two epochs takes the rest of one, then the start of the next;
 - resuming needs only the number of samples seen.
+
+With a balance of classes (`balance.py`) an epoch has as many places, but uses some samples several times and others not. Its first
+uses of the samples of a shard are then a block that is permuted like a shard, and so are its second ones, and so on: the uses of a
+sample are spread over the epoch, and a shard is read once for each of its blocks.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import getitem
 
@@ -18,30 +24,62 @@ import numpy as np
 
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
+from pipeline.data.dataset.split import Split
+from pipeline.data.loading.balance import ClassBalance, EpochContents, balance_of
+from pipeline.settings.run_sections import DataConfig
+
+
+def order_of_split(split: Split, config: DataConfig, seed: int, global_batch: int) -> "SampleOrder":
+    """The order in which a run reads one split."""
+    balance = balance_of(split, config.balance, seed)
+    return SampleOrder(split.shard_sizes, seed, global_batch, config.streams, config.window, balance)
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The blocks of an epoch, which are shards or parts of `contents`.
+
+    starts: (blocks + 1,), where each begins. blocks: their numbers, in the epoch's order; ends: of each, in that order.
+    """
+
+    starts: np.ndarray
+    blocks: np.ndarray
+    ends: np.ndarray
+    contents: EpochContents | None
 
 
 class SampleOrder:
-    """Maps positions 0, 1, 2, ... of training to rows of a split, over all epochs.
+    """Maps positions 0, 1, 2, ... of training to rows of a split, over all epochs, of which each has as many as the split.
 
     shard_sizes: int64 (shards,), samples per shard; rows are numbered through the shards in this order.
     global_batch: samples per optimizer step; divisible by `streams`.
     window: number of consecutive samples of a stream that are shuffled together.
+    balance: how often an epoch uses each sample; None is once.
     """
 
-    def __init__(self, shard_sizes: np.ndarray, seed: int, global_batch: int, streams: int, window: int) -> None:
+    def __init__(
+        self,
+        shard_sizes: np.ndarray,
+        seed: int,
+        global_batch: int,
+        streams: int,
+        window: int,
+        balance: ClassBalance | None = None,
+    ) -> None:
         assert global_batch % streams == 0, (global_batch, streams)
         self.shard_sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.shard_starts = np.concatenate([[0], np.cumsum(self.shard_sizes)])
         self.num_samples = int(self.shard_starts[-1])
         assert self.num_samples > 0
-        self.seed, self.global_batch, self.window = seed, global_batch, window
+        self.seed, self.global_batch, self.window, self.balance = seed, global_batch, window, balance
         self.bounds = np.arange(streams + 1, dtype=np.int64) * self.num_samples // streams
         self.per_round = global_batch // streams
         self.full_rounds = self.num_samples // global_batch
         leftovers = np.diff(self.bounds) - self.full_rounds * self.per_round
         self.leftover_starts = np.concatenate([[0], np.cumsum(leftovers)])
         # A batch spans at most two epochs, and usually two windows per stream (more if it is larger than the windows).
-        self._shards_of_epoch = lru_cache(2)(self._shuffle_shards)
+        # A balanced epoch takes memory for each sample, so only one is kept.
+        self._epoch = lru_cache(1 if balance else 2)(self._lay_out)
         self._window_order = lru_cache(2 * len(self.bounds))(self._shuffle_window)
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -52,22 +90,45 @@ class SampleOrder:
         return self.rows(np.arange(first, first + share))
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training."""
+        """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training.
+
+        epochs: the number of the epoch, which is how often the sample was used before; with a balance, the latter.
+        """
         epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), self.num_samples)
         rows = np.empty_like(within)
+        uses = epochs if self.balance is None else np.empty_like(epochs)
         for epoch in np.unique(epochs):
             of_epoch = epochs == epoch
-            rows[of_epoch] = self._rows_of_epoch(int(epoch), within[of_epoch])
-        return rows, epochs
+            block, found = self._find_in_epoch(int(epoch), within[of_epoch])
+            if contents := self._epoch(int(epoch)).contents:
+                found = contents.rows[found]
+                uses[of_epoch] = contents.used[found] + contents.copies[block]
+            rows[of_epoch] = found
+        return rows, uses
+
+    def uses(self, row: int, end: int) -> list[tuple[int, int]]:
+        """(epoch, position) of each use of a row before position `end`, ascending: one in each epoch without a balance."""
+        epochs = range(math.ceil(end / self.num_samples))
+        uses = [(e, position) for e in epochs for position in np.sort(self.positions(np.array([row]), e)).tolist()]
+        return [(epoch, position) for epoch, position in uses if position < end]
 
     def positions(self, rows: np.ndarray, epoch: int) -> np.ndarray:
-        """Positions of these rows in an epoch, int64, counted from the start of training: the inverse of `rows`."""
+        """Positions of these rows in an epoch, int64, counted from the start of training: the inverse of `rows`.
+
+        With a balance, the positions of all uses of these rows, which may be none.
+        """
         rows = np.asarray(rows, dtype=np.int64)
-        shard = np.searchsorted(self.shard_starts, rows, side="right") - 1
-        shards, ends = self._shards_of_epoch(epoch)
-        turn = np.empty_like(shards)
-        turn[shards] = np.arange(len(shards))
-        place = ends[turn[shard]] - self.shard_starts[shard + 1] + rows
+        laid_out = self._epoch(epoch)
+        if laid_out.contents:
+            rows = np.concatenate([np.flatnonzero(laid_out.contents.rows == row) for row in rows.tolist()])
+            if not len(rows):
+                return rows
+        block = np.searchsorted(laid_out.starts, rows, side="right") - 1
+        turn = np.empty_like(laid_out.blocks)
+        turn[laid_out.blocks] = np.arange(len(turn))
+        place = laid_out.ends[turn[block]] - laid_out.starts[block + 1] + rows
+        if laid_out.contents:
+            place = laid_out.contents.merge(place)
 
         stream = np.searchsorted(self.bounds, place, side="right") - 1
         index = self._by_window(epoch, stream, place - self.bounds[stream], _find) - self.bounds[stream]
@@ -78,7 +139,8 @@ class SampleOrder:
         in_tail = self.full_rounds * self.global_batch + self.leftover_starts[stream] + index - full
         return epoch * self.num_samples + np.where(index < full, in_rounds, in_tail)
 
-    def _rows_of_epoch(self, epoch: int, position: np.ndarray) -> np.ndarray:
+    def _find_in_epoch(self, epoch: int, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(block, place) of positions in an epoch; a place is a row of the split, or of the epoch's contents."""
         # Full rounds interleave the streams; the rest of each stream follows, one stream after another.
         in_rounds = self.full_rounds * self.global_batch
         round_number, in_round = np.divmod(position, self.global_batch)
@@ -90,10 +152,12 @@ class SampleOrder:
         index = np.where(is_tail, in_tail, round_number * self.per_round + in_round % self.per_round)
 
         place = self._by_window(epoch, stream, index, getitem)
-        shards, ends = self._shards_of_epoch(epoch)
-        turn = np.searchsorted(ends, place, side="right")
-        shard = shards[turn]
-        return self.shard_starts[shard] + place - (ends[turn] - self.shard_sizes[shard])
+        laid_out = self._epoch(epoch)
+        if laid_out.contents:
+            place = laid_out.contents.unmerge(place)
+        turn = np.searchsorted(laid_out.ends, place, side="right")
+        block = laid_out.blocks[turn]
+        return block, place - laid_out.ends[turn] + laid_out.starts[block + 1]
 
     def _by_window(
         self, epoch: int, stream: np.ndarray, index: np.ndarray, move: Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -118,10 +182,13 @@ class SampleOrder:
         order = random_numbers.permutation(length, self.seed, Purpose.WINDOW_ORDER, epoch, stream, window)
         return order.astype(np.min_scalar_type(self.window))
 
-    def _shuffle_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(shards in the epoch's order, end of each in the concatenation)."""
-        shards = random_numbers.permutation(len(self.shard_sizes), self.seed, Purpose.SHARD_ORDER, epoch)
-        return shards, np.cumsum(self.shard_sizes[shards])
+    def _lay_out(self, epoch: int) -> _Epoch:
+        contents = self.balance.contents(epoch) if self.balance else None
+        starts = contents.starts if contents else self.shard_starts
+        blocks = random_numbers.permutation(len(starts) - 1, self.seed, Purpose.SHARD_ORDER, epoch)
+        if contents:
+            blocks = blocks[np.argsort(contents.copies[blocks] > 0, kind="stable")]
+        return _Epoch(starts, blocks, np.cumsum(np.diff(starts)[blocks]), contents)
 
 
 def batch_of_step(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:

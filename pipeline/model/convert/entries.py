@@ -2,7 +2,7 @@
 
 Flax stores a dense kernel as (inputs, outputs), attention with the heads as an axis of their own, and a convolution as HWIO;
 torch stores (outputs, inputs) and OIHW. Some files store query, key and value separately and others in one tensor: several
-entries of one name are the parts of one parameter, in the order of its rows.
+entries of one name are the parts of one parameter, and several of one key those of one tensor, in the order of rows.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeline.architecture.config import Config
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.model.convert.preprocessing import HALF
 
 Tensors = Mapping[str, Tensor]
 # Before the name of a tensor that is no part of the model, but of the objective that trained it.
@@ -30,6 +31,8 @@ class Weights(NamedTuple):
     state: dict[str, Tensor]  # fp32, on the CPU; what a training objective added has ADDITION before its name
     extra: dict[str, Any]  # plain data that belongs to the weights, such as "classes" and "preprocessing"
     notes: list[str]  # what was assumed, converted and left out, a line each
+    mean: tuple[float, ...] = HALF  # of the images that the file's model reads, folded into the patch embedding here
+    std: tuple[float, ...] = HALF
 
 
 class Entry(NamedTuple):
@@ -53,7 +56,7 @@ class Entries(list[Entry]):
     def norm(self, key: str, name: str, width: int, flax_suffixes: tuple[str, str] = ("scale", "bias")) -> None:
         """A LayerNorm or GroupNorm."""
         for ours, flax in zip(("weight", "bias"), flax_suffixes, strict=True):
-            self.table(f"{key}/{flax}" if self.flax else f"{key}.{ours}", f"{name}.{ours}", width)
+            self.table(f"{key}/{flax}" if self.flax else part_key(key, ours), f"{name}.{ours}", width)
 
     def dense(self, key: str, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
         """A linear layer with a bias. In Flax inputs or outputs may have two axes, (heads, head width)."""
@@ -68,18 +71,27 @@ class Entries(list[Entry]):
             self.table(self._bias(key), f"{name}.bias", outputs)
 
     def _kernel(self, key: str, name: str, flax_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        in_file = (f"{key}/kernel", flax_shape) if self.flax else (f"{key}.weight", shape)
+        in_file = (f"{key}/kernel", flax_shape) if self.flax else (part_key(key, "weight"), shape)
         self.append(Entry(*in_file, f"{name}.weight", shape))
 
     def _bias(self, key: str) -> str:
-        return f"{key}/bias" if self.flax else f"{key}.bias"
+        return f"{key}/bias" if self.flax else part_key(key, "bias")
 
     def read(self, tensors: Tensors) -> dict[str, Tensor]:
         """A file's tensors -> our state dict, fp32, which shares no memory with them. Raises UserError (check_tensors)."""
-        check_tensors(tensors, {entry.key: entry.shape for entry in self})
-        parts: dict[str, list[Tensor]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for entry in self:
-            parts.setdefault(entry.name, []).append(self._to_torch(tensors[entry.key].float(), entry))
+            shapes[entry.key] = _longer(shapes.get(entry.key), entry.shape)
+        check_tensors(tensors, shapes)
+        parts: dict[str, list[Tensor]] = {}
+        rows: dict[str, int] = {}  # number of rows read of each tensor that is in several entries
+        for entry in self:
+            tensor = tensors[entry.key].float()
+            if shapes[entry.key] != entry.shape:
+                row = rows.get(entry.key, 0)
+                rows[entry.key] = row + entry.shape[0]
+                tensor = tensor[row : rows[entry.key]]
+            parts.setdefault(entry.name, []).append(self._to_torch(tensor, entry))
         return {name: torch.cat(found).contiguous() for name, found in parts.items()}
 
     def write(self, state: Tensors) -> dict[str, Tensor]:
@@ -91,7 +103,10 @@ class Entries(list[Entry]):
             part = state[entry.name].detach()[row : row + entry.torch_shape[0]]
             rows[entry.name] = row + entry.torch_shape[0]
             tensor = self._to_file(part.to("cpu", torch.float32), entry)
-            tensors[entry.key] = tensor.clone(memory_format=torch.contiguous_format)
+            before = [tensors[entry.key]] if entry.key in tensors else []
+            tensors[entry.key] = (
+                torch.cat([*before, tensor]) if before else tensor.clone(memory_format=torch.contiguous_format)
+            )
         assert {name: len(tensor) for name, tensor in state.items()} == rows, "every row of the state dict is written"
         return tensors
 
@@ -109,6 +124,16 @@ class Entries(list[Entry]):
         elif self.flax and part.ndim == 2:
             part = part.T
         return part.reshape(entry.shape)
+
+
+def part_key(key: str, part: str) -> str:
+    """The key of "weight" or "bias" of a layer in torch's files."""
+    return f"{key}{part}" if key.endswith("_") else f"{key}.{part}"
+
+
+def _longer(shape: tuple[int, ...] | None, more: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor with the rows of `more` after those of `shape`."""
+    return more if shape is None else (shape[0] + more[0], *more[1:])
 
 
 def check_tensors(tensors: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,24 +1,56 @@
-"""Weights of MAE: the decoder of facebookresearch/mae and of Hugging Face's ViTMAEForPreTraining.
+"""Weights of MAE with their decoder, as facebookresearch/mae and Hugging Face's ViTMAEForPreTraining have them.
 
-Its names here are those of `pipeline/objectives/mae.py`. The encoder is a ViT with timm's or Hugging Face's names.
+The decoder's names here are those of `pipeline/objectives/mae.py`. The encoder is a ViT with timm's or Hugging Face's names.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from pipeline.architecture.config import ViTConfig
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.model.convert.entries import Entries
-from pipeline.model.convert.names import NAMES
+from pipeline.base.json_record import Limits
+from pipeline.model.convert import preprocessing
+from pipeline.model.convert.entries import ADDITION, Entries, Weights
+from pipeline.model.convert.names import NAMES, vit_entries
+from pipeline.model.convert.plain import as_plain
+from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json
 from pipeline.model.position import sincos2d
+from pipeline.model.vit import VisionTransformer
 
 # Beginnings of the names of a decoder's tensors, in files and since transformers 5 in memory.
 _DECODER = ("decoder", "mask_token")
 _BLOCKS = {"timm": "decoder_blocks.", "huggingface": "decoder_encoder.layer."}
+# Key of `extra` for `DecoderFacts`.
+DECODER = "decoder"
 _OLDER = re.compile(r"^decoder_layers\.(\d+)\.(?=.*(?:layernorm|attention\.attention|attention\.output|dense))")
+
+
+@dataclass(frozen=True)
+class DecoderFacts:
+    """What a decoder's tensors do not tell; None if unknown.
+
+    normalise: whether it predicts pixels minus the mean of their patch, divided by its deviation. mean, std: of the images whose
+    pixels it predicts.
+    """
+
+    num_heads: Annotated[int, Limits(1, 2**12)] | None = None
+    normalise: bool | None = None
+    mean: tuple[float, float, float] = HALF
+    std: tuple[float, float, float] = HALF
+
+
+@dataclass(frozen=True)
+class _MaeConfig:
+    """The fields of Hugging Face's config.json that are read."""
+
+    decoder_num_attention_heads: int | None = None
+    norm_pix_loss: bool | None = None
 
 
 def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -31,9 +63,23 @@ def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, T
     return encoder, named
 
 
+def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> Weights:
+    """Weights of MAE with their decoder, which only the objective reads. config: of config.json."""
+    assert isinstance(weights.config, ViTConfig)
+    found: _MaeConfig = json_record.convert(config, _MaeConfig, "config.json")
+    facts = {"num_heads": found.decoder_num_attention_heads, "normalise": found.norm_pix_loss}
+    note = "the decoder of MAE, which only train.loss=mae uses, is no part of the model"
+    added = {f"{ADDITION}{name}": part for name, part in read_decoder(decoder, weights.config).items()}
+    return weights._replace(
+        state=weights.state | added,
+        extra=weights.extra | {DECODER: facts | {"mean": weights.mean, "std": weights.std}},
+        notes=[*weights.notes, note],
+    )
+
+
 def has_fixed_positions(config: ViTConfig, table: Tensor) -> bool:
-    """Whether a table (1, 1 + N, D) holds MAE's fixed positions, which tells its weights without a decoder from other ViTs."""
-    if config.width % 4 or config.pool != "token":
+    """Whether a table (1, [1 +] N, D) holds the fixed positions of MAE and I-JEPA, which tells their weights from other ViTs."""
+    if config.width % 4:
         return False
     expected = sincos2d(ViTConfig(**{**vars(config), "positions": "sincos2d_mae"}))
     return table.shape == expected.shape and bool(torch.allclose(table.float(), expected, atol=1e-4))
@@ -53,9 +99,85 @@ def read_decoder(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, 
 
 def write_decoder(state: Mapping[str, Tensor], config: ViTConfig, kind: str) -> dict[str, Tensor]:
     """The decoder of our objective in the names of kind "timm" (facebookresearch/mae) or "huggingface" (without "decoder.")."""
-    depth = len({name.split(".")[1] for name in state if name.startswith("decoder_blocks.")})
-    sizes = len(state["decoder_embed.weight"]), depth, len(state["decoder_blocks.0.mlp.up.weight"])
+    sizes = len(state["decoder_embed.weight"]), _depth(state), len(state["decoder_blocks.0.mlp.up.weight"])
     return decoder_entries(config, *sizes, kind).write(dict(state))
+
+
+def to_facebook(model: VisionTransformer, decoder: Mapping[str, Tensor], facts: DecoderFacts) -> dict[str, Tensor]:
+    """The state dict of facebookresearch/mae, whose models read images normalised by ImageNet's mean. Raises UserError."""
+    config, _ = as_plain(model, "facebookresearch's MAE", ("token",), hybrids=False, representation=False)
+    if config.gelu != "erf" or config.layer_norm_eps != 1e-6:
+        raise UserError(
+            f"facebookresearch's MAE computes GELU erf with LayerNorm eps 1e-6, not {config.gelu} with {config.layer_norm_eps:g}. "
+            "Use format=huggingface_mae."
+        )
+    if facts.normalise is not False and (facts.mean, facts.std) != (IMAGENET_MEAN, IMAGENET_STD):
+        raise UserError(
+            "facebookresearch's MAE predicts pixels normalised by ImageNet's mean and deviation, this decoder other ones. Use "
+            "format=huggingface_mae, or train with objective.pixels=imagenet."
+        )
+    return _written(model, decoder, facts, "timm", IMAGENET_MEAN, IMAGENET_STD)
+
+
+def to_huggingface(
+    model: VisionTransformer, decoder: Mapping[str, Tensor], facts: DecoderFacts, view: Json
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """(state dict, config.json, preprocessor_config.json) of a ViTMAEForPreTraining. Raises UserError for a model that it cannot hold."""
+    config = model.config
+    if config.image_size[0] != config.image_size[1]:
+        raise UserError(
+            f"Hugging Face's ViTMAE reads square images, not {config.image_size[0]} x {config.image_size[1]}."
+        )
+    tensors = _written(model, decoder, facts, "huggingface", facts.mean, facts.std)
+    found = {
+        "architectures": ["ViTMAEForPreTraining"], "model_type": "vit_mae", "hidden_size": config.width,
+        "num_hidden_layers": config.depth, "num_attention_heads": config.num_heads, "intermediate_size": config.mlp_width,
+        "hidden_act": "gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu", "layer_norm_eps": config.layer_norm_eps,
+        "image_size": config.image_size[0], "patch_size": config.patch_size, "num_channels": 3, "qkv_bias": True,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "mask_ratio": 0.75,
+        "decoder_hidden_size": len(decoder["decoder_embed.weight"]), "decoder_num_hidden_layers": _depth(decoder),
+        "decoder_num_attention_heads": facts.num_heads, "decoder_intermediate_size": len(decoder["decoder_blocks.0.mlp.up.weight"]),
+        "norm_pix_loss": facts.normalise,
+    }  # fmt: skip
+    images = {"image_mean": list(facts.mean), "image_std": list(facts.std)}
+    return tensors, found, preprocessing.to_huggingface(view, config.image_size) | images
+
+
+def _written(
+    model: VisionTransformer, decoder: Mapping[str, Tensor], facts: DecoderFacts, kind: str, mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> dict[str, Tensor]:  # fmt: skip
+    """Encoder and decoder in a file whose model reads images of this mean and deviation, and predicts pixels of them."""
+    config, state = as_plain(model, "MAE's weights", ("token",), hybrids=False, representation=False)
+    kernel, bias = "patch_embedding.weight", "patch_embedding.bias"
+    state |= {name: state[name].detach().float().clone() for name in (kernel, bias)}
+    preprocessing.fold_normalisation(state[kernel], state[bias], HALF, HALF, mean, std)
+    written = fold_pixels(decoder, facts, mean, std)
+    encoder = vit_entries(config, NAMES[kind]).write(state)
+    prefix, of_decoder = ("vit.", "decoder.") if kind == "huggingface" else ("", "")
+    return {f"{prefix}{name}": tensor for name, tensor in encoder.items()} | {
+        f"{of_decoder}{name}": tensor for name, tensor in write_decoder(written, config, kind).items()
+    }
+
+
+def fold_pixels(
+    decoder: Mapping[str, Tensor], facts: DecoderFacts, mean: tuple[float, ...], std: tuple[float, ...]
+) -> dict[str, Tensor]:
+    """The decoder, predicting pixels of images of another mean and deviation; those of a normalised patch cannot be converted."""
+    if (facts.mean, facts.std) == (mean, std):
+        return dict(decoder)
+    assert facts.normalise is False, "the caller refuses it"
+    old_mean, old_std, new_mean, new_std = (
+        torch.tensor(v, dtype=torch.float64) for v in (facts.mean, facts.std, mean, std)
+    )
+    weight, bias = (decoder[f"decoder_pred.{part}"].double() for part in ("weight", "bias"))
+    scale, shift = (v.repeat(len(bias) // 3) for v in (old_std / new_std, (old_mean - new_mean) / new_std))
+    folded = {"weight": weight * scale[:, None], "bias": bias * scale + shift}
+    return dict(decoder) | {f"decoder_pred.{part}": tensor.float() for part, tensor in folded.items()}
+
+
+def _depth(decoder: Mapping[str, Tensor]) -> int:
+    return len({name.split(".")[1] for name in decoder if name.startswith("decoder_blocks.")})
 
 
 def decoder_entries(config: ViTConfig, width: int, depth: int, mlp_width: int, kind: str) -> Entries:

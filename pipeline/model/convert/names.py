@@ -10,15 +10,14 @@ from pipeline.architecture.variants import VARIANTS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import resnets
-from pipeline.model.convert.entries import Entries, Tensors, key_pattern
+from pipeline.model.convert.entries import Entries, Entry, Tensors, key_pattern
 
 
 class PoolNames(NamedTuple):
     """Names of the parts of attention pooling."""
 
     probe: str
-    query: str
-    key_value: tuple[str, ...]  # one tensor for both, or two
+    query_key_value: tuple[str, ...]  # one tensor for all, two (query; key and value), or three
     out: str
     norm: str
     up: str
@@ -26,7 +25,10 @@ class PoolNames(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Names of the parts of a ViT. {} is the number of a block; the names of its parts follow."""
+    """Names of the parts of a ViT. {} is the number of a block; the names of its parts follow.
+
+    A name that ends with an underscore has no dot before "weight" and "bias".
+    """
 
     flax: bool
     class_token: str
@@ -40,10 +42,11 @@ class Names(NamedTuple):
     up: str
     down: str
     norm: str
-    representation: str
+    representation: str | None
     head: str
     pool: PoolNames | None = None
     registers: str | None = None
+    flat: bool = False  # no axis of length 1 before class token and positions
 
 
 _MAP = "MAPHead_0/MultiHeadDotProductAttention_0"
@@ -73,7 +76,7 @@ NAMES = {
     "big_vision": _LINEN._replace(
         positions="pos_embedding",
         pool=PoolNames(
-            "MAPHead_0/probe", f"{_MAP}/query", (f"{_MAP}/key", f"{_MAP}/value"), f"{_MAP}/out",
+            "MAPHead_0/probe", (f"{_MAP}/query", f"{_MAP}/key", f"{_MAP}/value"), f"{_MAP}/out",
             "MAPHead_0/LayerNorm_0", "MAPHead_0/MlpBlock_0/Dense_0", "MAPHead_0/MlpBlock_0/Dense_1",
         ),
     ),
@@ -82,13 +85,22 @@ NAMES = {
         attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",
         norm="norm", representation="pre_logits.fc", head="head", registers="reg_token",
         pool=PoolNames(
-            "attn_pool.latent", "attn_pool.q", ("attn_pool.kv",), "attn_pool.proj", "attn_pool.norm",
-            "attn_pool.mlp.fc1", "attn_pool.mlp.fc2",
+            "attn_pool.latent", ("attn_pool.q", "attn_pool.kv"), "attn_pool.proj", "attn_pool.norm", "attn_pool.mlp.fc1",
+            "attn_pool.mlp.fc2",
         ),
     ),
     "huggingface": _HUGGINGFACE,
     "dinov2": _HUGGINGFACE._replace(
         registers="embeddings.register_tokens", attention_norm="norm1", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2"
+    ),
+    "siglip": Names(
+        flax=False, flat=True, class_token="embeddings.class_embedding", positions="embeddings.position_embedding.weight",
+        patch="embeddings.patch_embedding", block="encoder.layers.{}.", attention_norm="layer_norm1",
+        qkv=tuple(f"self_attn.{part}_proj" for part in "qkv"), out="self_attn.out_proj", mlp_norm="layer_norm2", up="mlp.fc1",
+        down="mlp.fc2", norm="post_layernorm", representation=None, head="classifier",
+        pool=PoolNames(
+            "head.probe", ("head.attention.in_proj_",), "head.attention.out_proj", "head.layernorm", "head.mlp.fc1", "head.mlp.fc2"
+        ),
     ),
 }  # fmt: skip
 
@@ -112,14 +124,16 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
     heads = (config.num_heads, config.head_dim) if names.flax else D
 
     channels = 3 if config.stem is None else resnets.add_stem(entries, config.stem)
+    ones = () if names.flat else (1,)
     if config.pool == "token":
-        entries.table(names.class_token, "class_token", 1, 1, *D)
+        entries.append(Entry(names.class_token, (*ones, *ones, *D), "class_token", (1, 1, *D)))
     if config.registers:
         assert names.registers is not None, "the caller refuses registers that the file cannot hold"
         entries.table(names.registers, "registers", 1, config.registers, *D)
     entries.conv(names.patch, "patch_embedding", channels, config.width, P, bias=True)
     if config.positions == "learned":
-        entries.table(names.positions, "positions", 1, config.num_positions, *D)
+        table = config.num_positions, config.width
+        entries.append(Entry(names.positions, (*ones, *table), "positions", (1, *table)))
 
     for i in range(config.depth):
         key, name = names.block.format(i), f"blocks.{i}"
@@ -136,15 +150,16 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
     if config.pool == "map":
         assert names.pool is not None, "the caller refuses pools that the file cannot hold"
         entries.table(names.pool.probe, "pool.probe", 1, 1, *D)
-        entries.dense(names.pool.query, "pool.query", D, heads)
-        for part in names.pool.key_value:
-            outputs = (2 * config.width,) if len(names.pool.key_value) == 1 else heads
-            entries.dense(part, "pool.key_value", D, outputs)
+        parts = names.pool.query_key_value
+        entries.dense(parts[0], "pool.query", D, heads)
+        for part in parts[1:] or parts:
+            entries.dense(part, "pool.key_value", D, heads if len(parts) == 3 else (2 * config.width,))
         entries.dense(names.pool.out, "pool.out", heads, D)
         entries.norm(names.pool.norm, "pool.mlp_norm", config.width)
         entries.dense(names.pool.up, "pool.mlp.up", D, M)
         entries.dense(names.pool.down, "pool.mlp.down", M, D)
     if config.representation:
+        assert names.representation is not None, "the caller refuses a layer that the file cannot hold"
         entries.dense(names.representation, "representation", D, D)
     if config.num_classes:
         entries.dense(names.head, "head", D, K)
@@ -188,7 +203,8 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
     stem = resnets.find_stem(tensors)
     has_pool = names.pool is not None and names.pool.probe in tensors
     has_table = names.positions in tensors or hints.without_table is None
-    rows = shapes.of(names.positions, "(1, 1 + N, D)")[1] if has_table else None
+    pattern = "(1 + N, D)" if names.flat else "(1, 1 + N, D)"
+    rows = shapes.of(names.positions, pattern)[-2] if has_table else None
     has_token = names.class_token in tensors
     if names.flax and not has_pool and rows is not None and math.isqrt(rows) ** 2 != rows:
         has_token = True  # and it is missing, which reading the entries reports
@@ -209,7 +225,7 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
         patch_size=patch_size,
         image_size=_image_size(hints.image_size, cell, names.positions, rows, has_token),
         num_classes=shapes.outputs(names.head, "(D, K)", "(K, D)") if shapes.has_layer(names.head) else 0,
-        representation=shapes.has_layer(names.representation),
+        representation=names.representation is not None and shapes.has_layer(names.representation),
         gelu=hints.gelu,
         pool="map" if has_pool else "token" if has_token else "gap",
         positions="learned" if rows is not None else hints.without_table or "none",

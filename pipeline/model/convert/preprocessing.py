@@ -21,6 +21,8 @@ HALF = (0.5, 0.5, 0.5)
 # DINOv2 and DeiT III were trained with these.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _MAX_SIDE = 2**16
+# Pillow's filters, by number and by timm's names -> our resize_filter, if it is not "antialias". Lanczos is nearest to bicubic.
+_FILTERS = {1: "bicubic", 3: "bicubic", "lanczos": "bicubic", "bicubic": "bicubic"}
 Size = int | list[int] | dict[str, int | None]
 _Mean = Annotated[float, Limits(-1000, 1000)]
 _Std = Annotated[float, Limits(1e-4, 1000)]  # It is divided by.
@@ -58,6 +60,7 @@ class _Pretrained:
     input_size: tuple[int, int, int] | None = None
     crop_pct: Annotated[float, Limits(0.05, 2)] | None = None
     crop_mode: str | None = None
+    interpolation: str | None = None
     mean: tuple[_Mean, _Mean, _Mean] | None = None
     std: tuple[_Std, _Std, _Std] | None = None
 
@@ -85,7 +88,7 @@ def from_huggingface(processor: Json) -> Preprocessing:
         mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     size = 224 if found.size is None else found.size
     short = size.get("shortest_edge") if isinstance(size, dict) else None
-    view: dict[str, Any] = {"resize_filter": "antialias"}
+    view: dict[str, Any] = {"resize_filter": _FILTERS.get(found.resample or 2, "antialias")}
     if found.do_center_crop and short:
         view |= {"eval_crop": "center", "eval_resize": short, "image_size": _side(found.crop_size or short)}
     else:
@@ -101,7 +104,7 @@ def from_timm(cfg: Json) -> Preprocessing:
     found: _Pretrained = json_record.convert(cfg, _Pretrained, where)
     _check_size(where, "input_size", list(found.input_size or ()))
     side = found.input_size[1] if found.input_size else 224
-    view: dict[str, Any] = {"resize_filter": "antialias", "image_size": side}
+    view: dict[str, Any] = {"resize_filter": _FILTERS.get(found.interpolation or "", "antialias"), "image_size": side}
     if (found.crop_mode or "center") == "center":
         share = 0.875 if found.crop_pct is None else found.crop_pct
         view |= {"eval_crop": "center", "eval_resize": int(side / share)}
@@ -114,7 +117,7 @@ def to_huggingface(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
     """The content of preprocessor_config.json. image_size: (height, width)."""
     height_width = {"height": image_size[0], "width": image_size[1]}
     common = {
-        "do_resize": True, "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+        "do_resize": True, "resample": 3 if view.get("resize_filter") == "bicubic" else 2, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
         "image_mean": list(HALF), "image_std": list(HALF), "do_convert_rgb": True,
     }  # fmt: skip
     if view.get("eval_crop", "center") == "resize":
@@ -130,7 +133,8 @@ def to_timm(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
     """The fields of timm's `pretrained_cfg` about images. image_size: (height, width)."""
     crop = view.get("eval_crop", "center")
     return {
-        "input_size": [3, *image_size], "mean": list(HALF), "std": list(HALF), "interpolation": "bilinear",
+        "input_size": [3, *image_size], "mean": list(HALF), "std": list(HALF),
+        "interpolation": "bicubic" if view.get("resize_filter") == "bicubic" else "bilinear",
         "crop_pct": 1.0 if crop == "resize" else min(image_size) / eval_resize(view, image_size),
         "crop_mode": "center" if crop == "center" else "squash",
     }  # fmt: skip
@@ -143,15 +147,19 @@ def eval_resize(view: Json, image_size: tuple[int, int]) -> int:
     return round(resize * short / view.get("image_size", short)) if resize else round(short * 8 / 7)
 
 
-def fold_normalisation(weight: Tensor, bias: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    """Change a patch embedding in place from an input of (x - mean) / std to one of y = (x - 0.5) / 0.5, x in [0, 1].
+def fold_normalisation(
+    weight: Tensor, bias: Tensor, mean: tuple[float, ...], std: tuple[float, ...],
+    to_mean: tuple[float, ...] = HALF, to_std: tuple[float, ...] = HALF,
+) -> None:  # fmt: skip
+    """Change a patch embedding in place from an input of (x - mean) / std to one of y = (x - to_mean) / to_std, x in [0, 1].
 
-    weight: (D, 3, P, P), bias: (D,). It holds that (x - mean) / std = y * 0.5 / std + (0.5 - mean) / std.
+    weight: (D, 3, P, P), bias: (D,). It holds that (x - mean) / std = y * to_std / std + (to_mean - mean) / std.
     """
     wide = weight.double()
-    means, stds = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
-    bias += (wide * ((0.5 - means) / stds)).sum((1, 2, 3)).to(bias.dtype)
-    weight.copy_((wide * (0.5 / stds)).to(weight.dtype))
+    given = (mean, std, to_mean, to_std)
+    means, stds, to_means, to_stds = (torch.tensor(v, dtype=torch.float64).view(1, 3, 1, 1) for v in given)
+    bias += (wide * ((to_means - means) / stds)).sum((1, 2, 3)).to(bias.dtype)
+    weight.copy_((wide * (to_stds / stds)).to(weight.dtype))
 
 
 def _side(size: Size) -> int:

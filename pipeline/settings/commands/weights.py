@@ -96,13 +96,15 @@ class ExportConfig:
     """Conversion of weights to or from the format of another project."""
 
     weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2", path=True)
-    format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "torch_export"] = setting(
+    format: Literal[
+        "safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "torch_export", "mae", "huggingface_mae"
+    ] = setting(
         REQUIRED,
         "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
-        "big_vision: its .npz",
-    )
+        "big_vision: its .npz; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
+    )  # fmt: skip
     out: str = setting(
-        REQUIRED, "File (.safetensors, .npz, .onnx, .pt2), or for timm and huggingface a new folder", output="new"
+        REQUIRED, "File (.safetensors, .npz, .onnx, .pt2, .pth), or for timm and huggingface a new folder", output="new"
     )
     image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
     kernel: Kernel | None = kernel_setting()
@@ -119,11 +121,14 @@ class ExportConfig:
             "big_vision": ".npz",
             "onnx": ".onnx",
             "torch_export": ".pt2",
+            "mae": ".pth",
         }
         if not self.out.endswith(suffixes.get(self.format, "")):
             raise UserError(
                 f"out = {as_typed(self.out)} of format = {self.format} must end in {suffixes[self.format]}."
             )
+        if self.format.endswith("mae") and (self.image_size or self.kernel):
+            raise UserError(f"format = {self.format} writes MAE as it was trained: leave out image_size and kernel.")
 
 
 @dataclass(frozen=True, kw_only=True)

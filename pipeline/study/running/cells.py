@@ -177,8 +177,7 @@ def open_study(config: StudyConfig) -> Study:
 
 def run_for_all(config: StudyConfig) -> ChildRun:
     """A run that stands for all cells in what they have in common. Raises UserError."""
-    # With question = labels, the file of settings may leave the model open.
-    model = _overrides(config.models[0]) if config.question == "labels" else []
+    model = _overrides(config, config.models[0]) if config.question == "labels" else []
     return make_child("study", config.run, [*config.settings, *model, "name=study"])
 
 
@@ -193,6 +192,12 @@ def new_flops(cells: list[StudyCell]) -> list[float]:
 
 
 # -------------------------------------------------------------------- making them
+def _steps(config: RunConfig, num_samples: int) -> int:
+    """Steps of a cell, however many ranks divide its batch. Raises UserError for an impossible length."""
+    undivided = replace(config, train=replace(config.train, micro_batch=config.train.global_batch))
+    return make_plan(undivided, num_samples, 1).steps
+
+
 def _cells_of(
     config: StudyConfig, folder: Path, dataset: Dataset, model: StudyModel, size: Limit, seed: int, extra: float
 ) -> list[StudyCell]:
@@ -200,7 +205,7 @@ def _cells_of(
 
     extra: FLOPs for which they train in addition.
     """
-    common = [*config.settings, *_overrides(model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
+    common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
     built = _starting_model(first, dataset.num_classes)
     flops = objectives.training_flops(first, built)
@@ -216,14 +221,14 @@ def _cells_of(
         overrides = [*common, f"name={name}", f"train.length={length}"]
         run, trunk, trunk_steps = make_child(name, config.run, overrides), None, 0
         try:
-            steps = make_plan(run.config, len(split), 1).steps
+            steps = _steps(run.config, len(split))
             if extra:
                 steps += round(extra / (flops * first.train.global_batch))
                 overrides[-1] = f"train.length={steps} steps"
                 run = make_child(name, config.run, overrides)
             if config.cooldown:
                 run, trunk, trunk_steps = _with_trunk(config, name, stem, seed, overrides, steps)
-                make_plan(run.config, len(split), 1)
+                _steps(run.config, len(split))
         except UserError as error:
             raise UserError(f"cell {name}: {error}") from None
         finetunes = [_finetune(file, run, folder, seed) for file in config.finetune]
@@ -234,8 +239,9 @@ def _cells_of(
     return sorted(found, key=lambda cell: cell.steps)
 
 
-def _overrides(model: StudyModel) -> list[str]:
-    return [*model.settings, *([f"init.weights={model.weights}"] if model.weights else [])]
+def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
+    """The settings of a model. With question = labels, weights or none are the model's, whatever the file of settings has."""
+    return [*model.settings, *([f"init.weights={model.weights or 'null'}"] if config.question == "labels" else [])]
 
 
 def _starting_model(config: RunConfig, num_classes: int) -> models.Config:

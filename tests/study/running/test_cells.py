@@ -8,6 +8,7 @@ import yaml
 from tiny_study import write_run
 
 from pipeline.base.errors import UserError
+from pipeline.model import create, save
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import driver
@@ -137,9 +138,16 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
         finetunes.append(tmp_path / Path(name).name)
         finetunes[-1].write_text(yaml.safe_dump({**content, "data": {"path": str(dataset), "eval_split": "val"}}))
     models = [
-        {**vars(model), "settings": [text for text in model.settings if not text.startswith("schedule.warmup=")]}
+        {
+            **vars(model),
+            "settings": [text for text in model.settings if not text.startswith("schedule.warmup=")],
+            "weights": str(tmp_path / f"{model.name}.pt") if model.weights else "",
+        }
         for model in own.models
     ]
+    for model in models:
+        if model["weights"]:
+            save(create("ViT-mu/4", 32, 0), model["weights"])
     more = [
         settings,
         *sizes,

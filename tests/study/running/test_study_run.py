@@ -146,9 +146,8 @@ def test_labels_compare_weights_with_a_new_model_at_equal_compute(base: Path, st
     settings = [f"{n}={json.dumps(v) if isinstance(v, list) else v}" for n, v in config.items() if v is not None]
     assert forge.start(1, [*settings, f"out={base.parent}"]).wait() == [0]
     architecture = [s for s in settings if s.startswith("model.") and s.partition("=")[0] != "model.image_size"]
-    own = base.with_name("labels.yaml")
-    own.write_text(base.with_name("tune.yaml").read_text().replace("init: {weights: any}\n", ""))
     models = f"models=[{{name: scratch, settings: {json.dumps(architecture)}}},{{name: early, weights: {base.parent / 'earlier'}}}]"
+    own = base.with_name("tune.yaml")  # Its init.weights are of no model.
     given = [f"run={own}", f"out={base.parent / 'runs'}", "name=few", "question=labels", models, "data_sizes=[50]"]
     config = schema.load(StudyConfig, None, given)
     assert {cell.name: cell.steps for cell in open_study(config).cells} == {"scratch-seed0": 13, "early-seed0": 3}

@@ -1,0 +1,179 @@
+"""Reads and writes state dicts of timm, with its config.json, and those of facebookresearch under the same names.
+
+Their defaults: erf GELU, LayerNorm eps 1e-6.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.architecture.config import Config, Kernel, ResNetConfig, stem_reduction
+from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.model.convert import preprocessing
+from pipeline.model.convert.entries import Weights
+from pipeline.model.convert.names import NAMES, Hints, vit_entries
+from pipeline.model.convert.plain import as_plain
+from pipeline.model.convert.preprocessing import Json
+from pipeline.model.convert.reading import (
+    assume_imagenet,
+    check_normalisation,
+    gelu_of,
+    pair,
+    read_vit,
+    simplify,
+    with_view,
+)
+from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_bit
+from pipeline.model.resnet import ResNet
+from pipeline.model.vit import VisionTransformer
+
+# timm's names: (our size, patch side) -> its size; stem -> its hybrid; its BiTs.
+_TIMM_NAMES = {
+    ("Ti", 16): "tiny", ("S", 16): "small", ("S", 32): "small", ("B", 8): "base", ("B", 16): "base", ("B", 32): "base",
+    ("L", 16): "large", ("L", 32): "large", ("H", 14): "huge", ("g", 14): "giant", ("G", 14): "gigantic",
+}  # fmt: skip
+_TIMM_HYBRIDS = {
+    (): "vit_tiny_r_s16_p8_224", (2, 2, 2, 2): "vit_small_r26_s32_224", (3, 4, 9): "vit_base_r50_s16_224",
+    (3, 4, 6, 3): "vit_large_r50_s32_224",
+}  # fmt: skip
+_TIMM_BITS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")
+
+TIMM_KINDS = ("vit", "deit", "flexivit", "resnetv2", "dinov2", "test_vit")
+
+
+@dataclass(frozen=True)
+class _TimmArgs:
+    """The fields of `model_args` in timm's config.json that are read."""
+
+    num_heads: int | None = None
+    img_size: int | list[int] | None = None
+    global_pool: str | None = None
+    act_layer: str | None = None
+    pos_embed: str | None = None
+
+
+@dataclass(frozen=True)
+class _TimmConfig:
+    """The fields of timm's config.json that are read."""
+
+    architecture: str | None = None
+    global_pool: str | None = None
+    model_args: _TimmArgs | None = None
+    pretrained_cfg: dict | None = None
+    label_names: list[str] | None = None
+
+
+def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Weights:
+    """config: the content of config.json. Raises UserError."""
+    found: _TimmConfig = json_record.convert(config, _TimmConfig, "config.json")
+    args, cfg = found.model_args or _TimmArgs(), found.pretrained_cfg or {}
+    extra: dict[str, Any] = {"classes": found.label_names} if found.label_names else {}
+    images = preprocessing.from_timm(cfg)
+    size = pair("model_args.img_size", args.img_size or images.view.get("image_size"))
+    if is_bit(tensors):
+        notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
+        bit = find_bit(tensors, size or (224, 224))
+        check_normalisation(images)
+        return Weights(bit, bit_entries(bit, flax=False).read(tensors), with_view(extra, images), notes)
+
+    kernel = _timm_kernel(tensors)
+    if "register_tokens" in tensors:  # the name in facebookresearch/dinov2
+        tensors["reg_token"] = tensors.pop("register_tokens")
+    pool = args.global_pool or found.global_pool or "token"
+    if pool not in ("token", "map") and "cls_token" in tensors:
+        raise UserError(f"its head reads global_pool = {pool} beside a class token; only one of them is supported.")
+    has_layer_scale = simplify(tensors, notes)
+    projection = [key for key in tensors if key.startswith("fc.")]
+    for key in projection:
+        del tensors[key]
+    if projection:
+        notes.append("the projection head, which only pre-training uses, is left out")
+    if "cls_token" in tensors and _has_no_class_row(tensors, size):
+        table = tensors["pos_embed"]
+        tensors["pos_embed"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
+        notes.append("the class token has no position in the file: zeros")
+    if (has_layer_scale or projection) and not cfg:
+        images = assume_imagenet("config.json", notes)
+    hints = Hints(
+        gelu_of(args.act_layer or "gelu"), num_heads=args.num_heads, image_size=size,
+        without_table="none" if args.pos_embed in ("none", "") else None, kernel=kernel,
+    )  # fmt: skip
+    return read_vit(tensors, "timm", hints, images, extra, notes)
+
+
+def _timm_kernel(tensors: dict[str, Tensor]) -> Kernel:
+    """timm's kernel; or that of DINOv2 and DeiT III as published, whose files have timm's names."""
+    last = {key.rpartition(".")[2] for key in tensors}
+    published = "mask_token" in last or "gamma_1" in last  # timm has no mask token, and other names for LayerScale
+    return "bicubic" if published and "register_tokens" not in last else "bicubic_antialias"
+
+
+def _has_no_class_row(tensors: dict[str, Tensor], size: tuple[int, int] | None) -> bool:
+    """Whether timm's table has positions of patches only: by the image size, else if the number of rows is a square."""
+    table, kernel = tensors.get("pos_embed"), tensors["patch_embed.proj.weight"]
+    if table is None or table.ndim != 3 or kernel.ndim != 4 or not kernel.numel():
+        return False
+    rows, side = table.shape[1], kernel.shape[-1] * stem_reduction(find_stem(tensors))
+    if size is not None and rows - (patches := (size[0] // side) * (size[1] // side)) in (0, 1):
+        return rows == patches
+    return rows > 1 and math.isqrt(rows) ** 2 == rows
+
+
+def to_timm(
+    model: VisionTransformer | ResNet, classes: list[str] | None, view: Json
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(state dict, config.json) as timm.create_model("local-dir:FOLDER", pretrained=True) reads them.
+
+    Raises UserError for a model that timm does not have.
+    """
+    if isinstance(model, ResNet):
+        tensors = bit_entries(model.config, flax=False).write(model.state_dict())
+    else:
+        config, state = as_plain(model, "timm's ViT", ("token", "gap", "map"), hybrids=True, representation=False)
+        tensors = vit_entries(config, NAMES["timm"]).write(state)
+    architecture, args = timm_architecture(model.config)
+    found = {
+        "architecture": architecture,
+        "num_classes": model.config.num_classes,
+        "num_features": model.config.num_features if isinstance(model, ResNet) else model.config.width,
+        "model_args": args,
+        "pretrained_cfg": {
+            **preprocessing.to_timm(view, model.config.image_size), "num_classes": model.config.num_classes,
+            "custom_load": False,
+        },
+    }  # fmt: skip
+    return tensors, {**found, **({"label_names": classes} if classes else {})}
+
+
+def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
+    """(name of a timm model, arguments that change it to this model). Raises UserError if timm has none."""
+    if isinstance(config, ResNetConfig):
+        layers = next((layers for layers, units in RESNET_UNITS.items() if units == config.units), 0)
+        if (name := f"{layers}x{config.width / 64:g}") not in _TIMM_BITS:
+            known = ", ".join(_TIMM_BITS)
+            raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
+        return f"resnetv2_{name}_bit", {}
+    D, M = config.width, config.mlp_width
+    args: dict[str, Any] = {
+        "img_size": list(config.image_size), "patch_size": config.patch_size, "embed_dim": D, "depth": config.depth,
+        "num_heads": config.num_heads, "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
+    }  # fmt: skip
+    if config.gelu == "tanh":
+        args["act_layer"] = "gelu_tanh"
+    if config.pool != "token":
+        args |= {"class_token": False, "global_pool": "avg" if config.pool == "gap" else "map", "fc_norm": False}
+    if config.stem is not None:
+        if config.stem not in _TIMM_HYBRIDS:
+            raise UserError(
+                f"timm has no hybrid whose ResNet has units {config.stem}; format = safetensors can hold it."
+            )
+        return _TIMM_HYBRIDS[config.stem], args
+    for (letter, patch), size in _TIMM_NAMES.items():
+        if VARIANTS[letter][:3] == (D, config.depth, M) and patch == config.patch_size:
+            return f"vit_{size}_patch{patch}_224", args
+    return "vit_base_patch16_224", args  # any name will do: the arguments override it

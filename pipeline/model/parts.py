@@ -1,0 +1,83 @@
+"""Parts that later ViTs have and the paper's does not, each in the place of a layer of `vit.py`. Letters as there.
+
+    layer_scale  ScaledDense           the last layer of each residual branch (DINOv2, DINOv3, DeiT III)
+    qkv_bias     new_query_key_value   the layer of q, k and v (DINOv3: keys without a bias)
+    swiglu       SwiGlu                the MLP (DINOv2's g, DINOv3's H+ and 7B)
+
+RoPE has a file of its own (`rope.py`).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.architecture.config import ViTConfig
+from pipeline.model.layers import Dense
+
+
+class ScaledDense(Dense):
+    """A dense layer whose outputs are multiplied by learned factors: LayerScale (Touvron et al., arXiv 2103.17239).
+
+    (..., D_in) -> (..., D_out)
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, initial: float):
+        super().__init__(inputs, outputs, bias)
+        self.scale = nn.Parameter(torch.full((outputs,), initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def new_output(config: ViTConfig, inputs: int, bias: bool) -> Dense:
+    """The last layer of a residual branch, inputs -> D."""
+    if config.layer_scale is None:
+        return Dense(inputs, config.width, bias)
+    return ScaledDense(inputs, config.width, bias, config.layer_scale)
+
+
+class QueryValueBias(Dense):
+    """D -> 3D, the layer of q, k and v with a bias (2D,) for q and v only."""
+
+    def __init__(self, width: int):
+        super().__init__(width, 3 * width, bias=False)
+        self.bias = nn.Parameter(torch.zeros(2 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v = self.bias.chunk(2)
+        return F.linear(x, self.weight, torch.cat([q, torch.zeros_like(q), v]))
+
+
+def new_query_key_value(config: ViTConfig) -> Dense:
+    """The layer of q, k and v, D -> 3D. Rows: all of q, all of k, all of v."""
+    if config.qkv_bias == "qv":
+        return QueryValueBias(config.width)
+    return Dense(config.width, 3 * config.width, config.qkv_bias == "qkv")
+
+
+class SwiGlu(nn.Module):
+    """A gated MLP (Shazeer, arXiv 2002.05202), applied to each token: (silu(x W_gate) * x W_value) W_down. D -> M -> D.
+
+    M is the width of the product. Two thirds of an MLP's width give as many parameters as that MLP has.
+    """
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.up = Dense(config.width, 2 * config.mlp_width, config.mlp_bias)  # rows: all of the gate, all of the value
+        self.down = new_output(config, config.mlp_width, config.mlp_bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def initialize(self, generator: torch.Generator) -> None:
+        for kernel in (*self.up.weight.chunk(2), self.down.weight):
+            nn.init.xavier_uniform_(kernel, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.dropout(self.down(self.dropout(F.silu(gate) * value)))
+
+
+def gelu(x: Tensor, kind: str) -> Tensor:
+    """GELU: exact ("erf"), its tanh approximation ("tanh"), or x sigmoid(1.702 x) ("quick", as in CLIP)."""
+    if kind == "quick":
+        return x * torch.sigmoid(1.702 * x)
+    return F.gelu(x, approximate="tanh" if kind == "tanh" else "none")

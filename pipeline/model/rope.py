@@ -1,0 +1,74 @@
+"""Rotary position embeddings (RoPE) in two dimensions, as in DINOv3 (transformers, models/dinov3_vit): no table, any grid.
+
+The centre of a patch has coordinates y and x in [-1, 1]. Each head's queries and keys of D/H numbers are rotated in pairs, the
+number i with the number i + D/2H, by the angles
+
+    2 pi y / period_0, ..., 2 pi y / period_last, 2 pi x / period_0, ..., 2 pi x / period_last
+
+with D/4H periods from 1 up to (not including) the base. Class token and registers are not rotated. In training, the coordinates may
+be shifted and stretched, by numbers that `draw` sets for each step. Other letters as in vit.py.
+"""
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.architecture.config import ViTConfig
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
+
+_CHANGE = Purpose.named("change of RoPE's coordinates")
+
+Rotation = tuple[Tensor, Tensor]
+
+
+def rotation(
+    config: ViTConfig, grid: tuple[int, int], device: torch.device | None = None, change: Tensor | None = None
+) -> Rotation | None:
+    """(cos, sin) of the angles, each (N, D/H) float32, with the angle 0 for tokens before the patches; None without RoPE.
+
+    grid: (rows, columns) of the patches. change: (2, 2), what is added to y and x, then the factors that they are multiplied with.
+    """
+    if config.rope_base is None:
+        return None
+    f32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    periods = config.rope_base ** torch.arange(0, 1, 4 / config.head_dim, **f32)
+    y, x = (2 * torch.arange(0.5, side, **f32) / side - 1 for side in grid)
+    centres = torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1).view(-1, 2)
+    if change is not None:
+        centres = (centres + change[0]) * change[1]
+    angles = (2 * math.pi * centres[:, :, None] / periods).flatten(1).tile(2)
+    angles = F.pad(angles, (0, 0, config.num_tokens - config.num_patches, 0))
+    return angles.cos(), angles.sin()
+
+
+def new_change(config: ViTConfig) -> nn.Buffer | None:
+    """What a model keeps to change the coordinates in training, `change` of `rotation`; None if they do not change."""
+    return nn.Buffer(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), persistent=False) if config.changes_rope else None
+
+
+def draw(model: nn.Module, seed: int, step: int) -> None:
+    """Set the change of the coordinates in step `step` (from 0), the same on all ranks; no-op for a model without one.
+
+    As in DINOv3: a shift of each axis, uniform, then a factor of each axis and one of both, whose logarithms are uniform.
+    """
+    change = getattr(model, "rope_change", None)
+    if change is None:
+        return
+    config = cast(ViTConfig, model.config)
+    units = [2 * float(unit) - 1 for unit in random_numbers.uniform(seed, _CHANGE, step, np.arange(5))]
+    for axis in range(2):
+        # Filled, not copied, so that the device is not waited for.
+        change[0, axis].fill_(config.rope_shift * units[axis])
+        change[1, axis].fill_(config.rope_jitter ** units[2 + axis] * config.rope_rescale ** units[4])
+
+
+def rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    """Queries or keys (B, H, N, D/H), rotated; computed in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = rotation
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
