@@ -193,7 +193,10 @@ def _transformers(library: Any, folder: Path, config: Config) -> Forward:
         return lambda images: classifier(images).logits
     encoder = library.AutoModel.from_pretrained(folder, local_files_only=True).eval()
     encoder.config.mask_ratio = 0.0  # MAE's would leave out patches.
-    if isinstance(config, ViTConfig) and config.representation:
+    if not isinstance(config, ViTConfig) or config.pool == "gap":
+        return lambda images: encoder(images).last_hidden_state.mean(1)
+    # CLIP normalises, and SigLIP pools, only in the pooled output.
+    if config.representation or config.embedding_norm or config.pool == "map":
         return lambda images: encoder(images).pooler_output
     return lambda images: encoder(images).last_hidden_state[:, 0]
 

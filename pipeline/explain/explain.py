@@ -19,7 +19,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import AdhocSplit
-from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.views import eval_view
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.classify import outcomes
@@ -31,16 +31,19 @@ from pipeline.explain.attention import compute_attention, concatenate, patch_dis
 from pipeline.explain.components import patch_components
 from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
+from pipeline.explain.reconstruction import reconstruct
 from pipeline.model import VisionTransformer, ViTConfig
+from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
+from pipeline.objectives.mae import Mae
 from pipeline.settings.commands.weights import DRAWINGS, ExplainConfig, LookConfig
-from pipeline.settings.quantities import whole_number
+from pipeline.settings.quantities import ImageSize, whole_number
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}
 _TOKEN_DRAWINGS = {*_ATTENTION_DRAWINGS, "components", "positions", "patches", "cost"}
 _CLASS_DRAWINGS = {"gradcam", "predictions"}
-_IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, *_CLASS_DRAWINGS, "components", "patches"}
+_IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, *_CLASS_DRAWINGS, "components", "reconstruction", "patches"}
 
 
 @dataclass
@@ -59,13 +62,16 @@ def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
     """
     config = with_local_weights(config)
     loaded = load_model(config)
-    drawings = _choose_drawings(config, loaded)
+    mae = None
+    if config.images and (not config.draw or "reconstruction" in config.draw):
+        mae = Mae.from_weights(find_file(Path(config.weights)), print, normalise=config.normalise)
+    drawings = _choose_drawings(config, loaded, mae)
     folder = output_folder(config.out, config.weights, "explain", holds="explanation")
     origin = {name: loaded.extra.get(name) for name in ("run", "step")}
     results = ExplainResults({"weights": config.weights, **origin, "model": loaded.model.config.to_dict()})
     _draw_weights(loaded, drawings, results)
     if drawings & _IMAGE_DRAWINGS:
-        _draw_images(config, loaded, drawings, results)
+        _draw_images(config, loaded, mae, drawings, results)
 
     contents: dict[str, bytes | str] = {f"{name}.png": figures.png(figure) for name, figure in results.drawings.items()}
     contents |= {f"{name}.csv": table_csv(rows) for name, rows in results.tables.items()}
@@ -83,15 +89,21 @@ def metrics(numbers: dict[str, Any]) -> dict[str, float]:
     found = {name: float(value) for name, value in numbers.get("cost", {}).items()}
     for block, heads in enumerate(numbers.get("mean_attention_distance", []), start=1):
         found[f"attention_distance.block_{block:02d}"] = sum(heads) / len(heads)
+    if "reconstruction_losses" in numbers:
+        found["reconstruction_loss"] = sum(numbers["reconstruction_losses"]) / len(numbers["reconstruction_losses"])
     if "predictions" in numbers:
         found["wrong_share"] = numbers["predictions"]["wrong"] / numbers["predictions"]["images"]
     return found
 
 
-def _choose_drawings(config: ExplainConfig, loaded: LoadedModel) -> set[str]:
+def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None) -> set[str]:
     """Names of the drawings to make. Raises UserError if one was asked for that this model does not have."""
     model = loaded.model
     why_not: dict[str, str] = {}
+    if mae is None:
+        why_not["reconstruction"] = "these weights hold no decoder of MAE"
+    elif mae.backbone.config.image_size != loaded.model.config.image_size:
+        why_not["reconstruction"] = f"its decoder paints images of {ImageSize.parse(mae.backbone.config.image_size)} px"
     if not config.images:
         why_not |= dict.fromkeys(_IMAGE_DRAWINGS, "images=... is not set")
     if not model.config.num_classes:
@@ -141,7 +153,9 @@ def _cost_row(cost: Cost) -> dict[str, Any]:
     return {**asdict(cost), "attention_share": cost.attention_macs / cost.macs}
 
 
-def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str], results: ExplainResults) -> None:
+def _draw_images(
+    config: ExplainConfig, loaded: LoadedModel, mae: Mae | None, drawings: set[str], results: ExplainResults
+) -> None:
     """The drawings of images, and of what the model computes for them."""
     pictures, names = open_images(config, loaded)
     for line in pictures.split.notes():
@@ -165,6 +179,14 @@ def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str],
         found = patch_components(model, loaded.images(drawn), config.batch)
         results.drawings["components"] = galleries.draw_components(found, model.config, drawn.numpy(), captions)
         results.numbers["component_variance_shares"] = found.shares.tolist()
+    if "reconstruction" in drawings and mae is not None:
+        painted = reconstruct(
+            mae.to(loaded.device), normalise(drawn, loaded.device, torch.float32), rows, config.seed, config.batch
+        )
+        results.drawings["reconstruction"] = galleries.draw_reconstruction(
+            painted, mae.normalise, drawn.numpy(), captions
+        )
+        results.numbers["reconstruction_losses"] = painted.losses.tolist()
     if "gradcam" in drawings:
         results.drawings["gradcam"] = _draw_gradcam(loaded, names, drawn, captions)
     if "predictions" in drawings:

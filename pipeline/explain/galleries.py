@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.explain.components import PatchComponents
 from pipeline.explain.figures import Tile, brighten, enlarge, gallery, overlay
+from pipeline.explain.reconstruction import Reconstruction
 from pipeline.model import ViTConfig
 
 _MAX_IMAGES, _MAX_MAPS = 8, 12  # in a row: images, or maps of one image
@@ -98,6 +99,19 @@ def draw_components(
         f"similar colours. Shares of the variance: {shares}."
     )
     return gallery(_fold([_inputs(pixels, captions), colours]), "Patches by their features", note)
+
+
+def draw_reconstruction(found: Reconstruction, normalise: bool, pixels: np.ndarray, captions: Sequence[str]) -> Figure:
+    """Each image, below it what MAE's encoder sees, and below that the image with the removed patches as its decoder predicts them."""
+    rows = [
+        _inputs(pixels, captions),
+        [Tile(image) for image in found.masked],
+        [Tile(image) for image in found.painted],
+    ]
+    note = f"The image; the patches that the encoder sees; the others as the decoder predicts them. Mean loss {found.losses.mean():.4f}."
+    if normalise:
+        note += " The decoder predicts normalised pixels: each patch has the mean and deviation of the image itself."
+    return gallery(_fold(rows), "Reconstruction by MAE", note)
 
 
 def draw_gradcam(

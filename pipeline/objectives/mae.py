@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.base import random_numbers
+from pipeline.base import json_record, random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
@@ -32,6 +32,7 @@ from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 from pipeline.model.weights import read_additions
 from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
 from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import build as build_settings
 from pipeline.settings.schema import setting
 
 _REMOVED = Purpose.named("mae_mask")
@@ -176,10 +177,12 @@ class Mae(Objective):
     def from_weights(cls, path: Path, say: Callable[[str], object], **known: Any) -> Self | None:
         """The model and decoder in weights, in evaluation mode; None if they hold no decoder.
 
-        say: called with a line for each assumption. known: fields of `DecoderFacts` that are not taken from the weights.
+        say: called with a line for what is assumed of the decoder. known: fields of `DecoderFacts` that are not taken from the weights.
         """
-        config, state, _ = read_weights(path, say)
+        config, state, _ = read_weights(path)
         additions, facts = read_additions(path)
+        if facts.num_heads is None:
+            facts = _facts_of_run(path) or facts
         embed, usual = additions.get("decoder_embed.weight"), MaeSettings()
         if embed is None:
             return None
@@ -245,10 +248,7 @@ class Mae(Objective):
         """Adds to the default: the pixels in float32; `kept`, int64 (B, K), the kept patches in the order of the image; and `places`,
         int64 (B, N): the number of each patch among the kept ones, or K for a removed one."""
         views, facts = super().inputs(batch, device, mixing)
-        N, K = self.num_patches, self.num_kept
-        sample = (batch.epochs[:, None], batch.rows[:, None], np.arange(N))
-        order = np.argsort(random_numbers.bits(self.seed, _REMOVED, *sample), axis=1, kind="stable")
-        kept, places = as_places(np.sort(order[:, :K], axis=1), N)
+        kept, places = draw_masks(self.seed, batch.epochs, batch.rows, self.num_patches, self.num_kept)
         images = self.as_predicted(views[0])
         return Inputs(
             views, facts | {"images": images, "kept": to_device(kept, device), "places": to_device(places, device)}
@@ -296,6 +296,25 @@ class Mae(Objective):
 
     def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": self.losses(views, facts)}
+
+
+def _facts_of_run(path: Path) -> DecoderFacts | None:
+    """What the settings of a run say of the decoder in its checkpoint, which earlier versions did not write into the weights."""
+    try:
+        tree = json_record.read(path.resolve().parents[2] / "config.json", dict)
+    except (FileNotFoundError, IndexError):
+        return None
+    given = build_settings(MaeSettings, tree.get("objective", {}), f"the settings of {path}", "objective")
+    return DecoderFacts(given.decoder_heads, given.normalise, *_PIXELS[given.pixels])
+
+
+def draw_masks(
+    seed: int, epochs: np.ndarray, rows: np.ndarray, num_patches: int, num_kept: int
+) -> tuple[Tensor, Tensor]:
+    """(`kept`, `places`) of `Mae.inputs` for samples by their epochs and rows, int64 (B,)."""
+    sample = (epochs[:, None], rows[:, None], np.arange(num_patches))
+    order = np.argsort(random_numbers.bits(seed, _REMOVED, *sample), axis=1, kind="stable")
+    return as_places(np.sort(order[:, :num_kept], axis=1), num_patches)
 
 
 def as_places(kept: np.ndarray, num_patches: int) -> tuple[Tensor, Tensor]:

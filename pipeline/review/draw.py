@@ -2,8 +2,8 @@
 
     python -m pipeline.review.draw RUN_FOLDER [--final]
 
-Curves and the figures of the last evaluation are drawn each time; attention and position embeddings, which need the weights,
-when the run has ended (--final). A figure that cannot be drawn costs one line, and not the others.
+Curves, the figures of the last evaluation and MAE's reconstructions are drawn each time; attention and position embeddings, and
+without labels the patches' components, when the run has ended (--final). A figure that cannot be drawn costs one line, and not the others.
 """
 
 import signal
@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes, replacing
 from pipeline.data.dataset.manifest import open_dataset
@@ -21,6 +22,7 @@ from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
 from pipeline.lifecycle.run_folder import read_settings
 from pipeline.monitor.page_folder import PAGE, PageFolder
+from pipeline.process.committed import newest_complete
 from pipeline.review.figures import draw_run, draw_sheet, draw_worst
 from pipeline.review.reader import from_folder
 from pipeline.review.record import PREDICTIONS, RunRecord, parse_predictions
@@ -52,8 +54,12 @@ def draw(folder: Path, final: bool) -> list[str]:
     attempt(("curves",), lambda: iter([draw_run(from_folder(folder), others(folder))]))
     if (folder / PAGE / PREDICTIONS).exists():
         attempt(("confusion", "worst_classes", "predictions"), lambda: _of_evaluation(folder))
+    attempt(("reconstruction",), lambda: _of_weights(folder, "reconstruction"))
     if final:
-        attempt(("attention", "positions"), lambda: _of_weights(folder))
+        attempt(
+            ("attention", "positions", "components"),
+            lambda: _of_weights(folder, "attention", "positions", "components"),
+        )
     return problems
 
 
@@ -98,15 +104,22 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
     yield draw_sheet(found, dataset.class_names, split, config)
 
 
-def _of_weights(folder: Path) -> Iterator[bytes | None]:
-    data = read_settings(folder).data
+def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:
+    config = read_settings(folder)
+    data, not_drawn = config.data, set()
+    if config.train.loss != "mae" or newest_complete(folder / "checkpoints") is None:
+        not_drawn.add("reconstruction")
+    if objectives.kind(config.train.loss).reads_labels:
+        not_drawn.add("components")
+    drawn = [name for name in names if name not in not_drawn]
     with tempfile.TemporaryDirectory() as out:
         settings = [
-            f"weights={folder}", f"images=[{data.path}]", f"split={data.eval_split}", "draw=[attention,positions]", f"out={out}",
+            f"weights={folder}", f"images=[{data.path}]", f"split={data.eval_split or data.train_split}", f"draw=[{','.join(drawn)}]", f"out={out}",
             f"num_drawn={_NUM_EXPLAINED}", "device=cpu", "threads=1",
         ]  # fmt: skip
-        explain.run(schema.load(ExplainConfig, None, settings))
-        for name in ("attention", "positions"):
+        if drawn:
+            explain.run(schema.load(ExplainConfig, None, settings))
+        for name in names:
             file = Path(out) / f"{name}.png"
             yield file.read_bytes() if file.exists() else None
 

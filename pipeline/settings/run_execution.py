@@ -190,7 +190,7 @@ class TrackConfig:
     experiment: str = setting("vit", "MLflow experiment.")
     figures: bool = setting(
         True,
-        "Draw curves, confusions, predictions and attention at evaluations, in a process of low priority (docs/reviewing.md).",
+        "Draw curves, confusions, predictions, reconstructions and attention at evaluations, in a process of low priority (docs/reviewing.md).",
     )
     parent_run: str = setting(
         "", "ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty is none."

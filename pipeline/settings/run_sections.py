@@ -66,6 +66,33 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixedSet:
+    """A data set of a mixture, or another weight of one from a step on."""
+
+    path: str = setting(REQUIRED, "Folder or URL of a data set beside data.path", path=True)
+    weight: float = setting(
+        REQUIRED, "Its samples in a batch are in this proportion to those of data.path, data.weight", min=0
+    )
+    split: str = setting("train", "Split to train on.")
+    exclude: str = setting("all", "Lists of excluded samples: all, none, or names with commas.")
+    limit: Limit = setting(Limit.parse("100%"), "Train on a random subset: a number of samples or a share.")
+    class_map: dict[str, str] = setting(
+        dict, "Classes of this set that have another name in the mixture, as {kitty: cat}."
+    )
+    from_step: int = setting(
+        0,
+        "Step from which the set has this weight. An entry with the path and split of an earlier one changes its weight.",
+        min=0,
+        max=10**12,
+    )
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """What identifies a set: path and split."""
+        return self.path.rstrip("/"), self.split
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     path: str = setting(
         REQUIRED,
@@ -102,6 +129,17 @@ class DataConfig:
         "data.eval_split, to choose settings by. 0 is none.",
         min=0,
         below=1,
+    )
+    weight: float = setting(
+        1.0,
+        "In a mixture: the samples of data.path in a batch are in this proportion to those of each set of data.mix.",
+        above=0,
+        on_change="comparison",
+    )
+    mix: list[MixedSet] = setting(
+        list,
+        "Data sets that are trained on beside data.path, as [{path: datasets/b, weight: 0.5}] (docs/mixtures.md).",
+        on_change="comparison",
     )
     streams: int = setting(
         16,

@@ -20,6 +20,7 @@ Drawing = Literal[
     "rollout",
     "distance",
     "components",
+    "reconstruction",
     "gradcam",
     "predictions",
     "patches",
@@ -179,6 +180,9 @@ class ExplainConfig(LookConfig):
     draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
     layer: str = setting("all", "attention: block, a number from 1, all, or mean.", form=_ONE_OR_ALL)
     head: str = setting("mean", "attention: head, a number from 1, all, or mean.", form=_ONE_OR_ALL)
+    normalise: bool | None = setting(
+        None, "reconstruction: whether MAE's decoder predicts normalised pixels; null is what the weights say, or true."
+    )
     num_drawn: int = setting(6, "Number of images that are drawn, chosen at random.", min=1)
     num_averaged: int = setting(
         128, "Number of images that attention distance is averaged over (128 in the ViT paper).", min=1

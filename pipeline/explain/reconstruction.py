@@ -1,0 +1,60 @@
+"""MAE's sheet: images, the patches that its encoder sees, and what its decoder paints for the others (arXiv 2111.06377, Figure 2).
+
+Shapes: B images, N patches, P patch side, H, W image height and width.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.model import ViTConfig
+from pipeline.objectives.mae import Mae, draw_masks, errors, patches_of
+
+_GREY = 0.5
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """masked, painted: uint8 (B, H, W, 3) on the CPU; removed patches are grey, or as predicted. losses: float32 (B,)."""
+
+    masked: np.ndarray
+    painted: np.ndarray
+    losses: Tensor
+
+
+@torch.no_grad()
+def reconstruct(model: Mae, images: Tensor, rows: np.ndarray, seed: int, batch: int) -> Reconstruction:
+    """Paint the removed patches of images (B, 3, H, W) in [-1, 1], `batch` of them at a time, on their device.
+
+    rows: their numbers, from which, with the seed, the masks are drawn. A decoder of normalised pixels does not predict the mean and
+    deviation of a patch: they are the image's own.
+    """
+    config = model.backbone.config
+    assert isinstance(config, ViTConfig), "Mae refuses others"
+    masked, painted, losses = [], [], []
+    for part, numbers in zip(images.split(batch), np.split(rows, range(batch, len(rows), batch)), strict=True):
+        drawn = draw_masks(seed, np.zeros(len(numbers), np.int64), numbers, model.num_patches, model.num_kept)
+        kept, places = (tensor.to(part.device) for tensor in drawn)
+        removed = (places == model.num_kept)[..., None]
+        predicted = model.predict(part, kept, places).float()
+        found = errors(model.as_predicted(part), predicted, config.patch_size, model.normalise)
+        losses.append((found * removed[..., 0]).sum(1).cpu() / (model.num_patches - model.num_kept))
+        as_predicted = patches_of(model.as_predicted(part).float(), config.patch_size)
+        if model.normalise:
+            variance, mean = torch.var_mean(as_predicted, dim=-1, keepdim=True)
+            predicted = predicted * (variance + 1e-6).sqrt() + mean
+        mean, std = (torch.tensor(v, device=part.device).repeat(config.patch_size**2) for v in (model.mean, model.std))
+        patches = patches_of(part.float(), config.patch_size) * 0.5 + 0.5
+        masked.append(_image_of(torch.where(removed, _GREY, patches), config))
+        painted.append(_image_of(torch.where(removed, predicted * std + mean, patches), config))
+    return Reconstruction(np.concatenate(masked), np.concatenate(painted), torch.cat(losses))
+
+
+def _image_of(patches: Tensor, config: ViTConfig) -> np.ndarray:
+    """(B, N, 3 P P) in [0, 1] -> uint8 (B, H, W, 3)."""
+    P, (rows, columns) = config.patch_size, config.grid
+    cut = patches.view(len(patches), rows, columns, P, P, 3).permute(0, 1, 3, 2, 4, 5)
+    pixels = cut.reshape(len(patches), rows * P, columns * P, 3)
+    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
