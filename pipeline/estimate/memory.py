@@ -21,7 +21,7 @@ from pipeline.model import Config, num_parameters
 from pipeline.objectives import kind, on_meta, optimizers
 from pipeline.objectives.objective import TEACHER, Objective, constants, trained_parameters
 from pipeline.objectives.parameters.freeze import NOTHING
-from pipeline.objectives.parameters.muon import num_kernels, orthogonal_flops
+from pipeline.objectives.parameters.muon import orthogonal_flops
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
@@ -199,7 +199,7 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
     engine, cls = config.engine, kind(config.train.loss)
     dtype, e = dtype_of(engine.precision), element_bytes(engine.precision)
     found = parameters(config, model)
-    if cls.trains_backbone_alone:
+    if cls.trains_backbone_alone and not config.train.lora_rank:
         saved = saved_bytes(model, micro_batch, dtype, engine.activation_checkpointing, config.train.freeze)
         # The loss is computed in fp32: logits, targets and their product.
         loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
@@ -318,8 +318,8 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
     named = dict(objective.named_parameters())
     kernels = [
         (named[name].shape[0] // count, named[name].shape[1])
-        for name in optimizers.matrices(objective, decayed)
-        for count in [num_kernels(name)] * num_kernels(name)
+        for name, count in optimizers.matrices(objective, decayed).items()
+        for _ in range(count)
     ]
     added = (count for name, count in trained.items() if name not in of_backbone)
     return Parameters(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.model.layers import Dense
 from pipeline.objectives.objective import BACKBONE, Objective, stored_name, trained_parameters
 from pipeline.objectives.parameters.freeze import depths
 from pipeline.objectives.parameters.muon import Muon
@@ -37,9 +38,9 @@ def build(
     betas = (config.beta1, config.beta2)
     adam: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps, "fused": fused or None}
     if config.name == "muon":
-        matrices = {p for group in groups if group["matrices"] for p in group["params"]}
-        names: dict[Tensor, str] = {p: stored_name(name) for name, p in trained_parameters(model) if p in matrices}
-        return Muon(groups, names, config.muon_momentum, **adam)
+        named, found = dict(model.named_parameters()), matrices(model, decayed)
+        kernels: dict[Tensor, tuple[str, int]] = {named[name]: (stored_name(name), n) for name, n in found.items()}
+        return Muon(groups, kernels, config.muon_momentum, **adam)
     return torch.optim.AdamW(groups, **adam)
 
 
@@ -56,7 +57,7 @@ def parameter_groups(
     unknown = decayed - named.keys()
     assert not unknown, unknown
     depth, top = depths(model.backbone, BACKBONE) if isinstance(model, Objective) else ({}, 0)
-    by_muon = matrices(model, decayed) if config.name == "muon" else set()
+    by_muon = matrices(model, decayed) if config.name == "muon" else {}
     if config.name == "muon" and not by_muon:
         raise UserError(
             "optimizer.name = muon is for the matrices of a ViT's blocks, and none of them is trained here. Use optimizer.name=adam."
@@ -77,10 +78,11 @@ def parameter_groups(
     return [groups[key] for key in sorted(groups)]
 
 
-def matrices(model: nn.Module, decayed: set[str]) -> set[str]:
-    """Names of the parameters that Muon would update: kernels of the dense layers of the backbone's blocks."""
-    return {name for name, p in trained_parameters(model) if name in decayed and p.ndim == 2
-            and name.startswith(f"{BACKBONE}blocks.")}  # fmt: skip
+def matrices(model: nn.Module, decayed: set[str]) -> dict[str, int]:
+    """Names of the parameters that Muon would update, kernels of the dense layers of the backbone's blocks, and how many each has."""
+    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, Dense)}
+    return {name: layers[name].num_kernels for name, _ in trained_parameters(model)
+            if name.startswith(f"{BACKBONE}blocks.") and name in layers.keys() & decayed}  # fmt: skip
 
 
 def _without_gradient(group: dict[str, Any], gradient: Tensor) -> Tensor:

@@ -283,6 +283,22 @@ class TrainConfig:
         form=TextForm(r"none|backbone|[1-9]\d{0,3} blocks?", "none, backbone, or a number of blocks, as 8 blocks"),
         on_change="run",
     )
+    lora_rank: int = setting(
+        0,
+        "With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the weights that are scored "
+        "and exported. 0 is none.",
+        min=0,
+        max=65_536,
+        on_change="run",
+    )
+    lora_alpha: float = setting(16.0, "LoRA: the changes are multiplied by lora_alpha / lora_rank.", above=0)
+    lora_layers: list[str] = setting(
+        ["qkv", "out"],
+        "LoRA: dense layers of each block: qkv, out, up, down.",
+        min_items=1,
+        distinct=True,
+        on_change="run",
+    )
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)
     log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
     max_skipped_steps: int = setting(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from forked import Forge
 from ranks import STEPS, metrics, settings
 from test_objective import after_3, begin_again, tensors
@@ -32,10 +33,11 @@ def frozen(forge: Forge, dataset: Path, weights: Path, tmp_path_factory: pytest.
         return [*run, f"init.weights={weights}", "init.new_head=true", "model.image_size=16", "train.freeze=1 block",
                 "checkpoint.every=1 steps", "checkpoint.keep=9", f"engine.zero_stage={stage}", f"engine.precision={precision}"]  # fmt: skip
 
-    forge.start(2, *(given(*stage) for stage in STAGES)).finish()
-    for stage, _ in STAGES:
-        begin_again(out / f"{stage}", out / f"{stage}-cut")
-    forge.start(2, *(given(*stage, "-cut") for stage in STAGES)).finish()
+    lora = ["train.freeze=backbone", "train.lora_rank=2", "train.lora_layers=[qkv]"]
+    forge.start(2, *(given(*stage) for stage in STAGES), [*given(3, "fp32", "-lora"), *lora]).finish()
+    for name in ("0", "1", "2", "3", "3-lora"):
+        begin_again(out / name, out / f"{name}-cut")
+    forge.start(2, *(given(*stage, "-cut") for stage in STAGES), [*given(3, "fp32", "-lora-cut"), *lora]).finish()
     return out
 
 
@@ -85,6 +87,24 @@ def test_a_restart_of_a_frozen_run_changes_no_bit(frozen: Path, stage: int, prec
         assert all(np.array_equal(array, found[name]) for name, array in expected.items())
     if precision == "fp32":
         np.testing.assert_allclose(list(metrics(whole).values()), list(metrics(frozen / "0").values()), rtol=1e-5)
+
+
+def test_factors_of_low_rank_resume_and_are_in_the_weights(frozen: Path, weights: Path) -> None:
+    whole, cut = frozen / "3-lora", frozen / "3-lora-cut"
+    assert after_3(metrics(whole)) == metrics(cut)
+    expected, found = (models.load(run).state_dict() for run in (whole, cut))
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    start, stored = models.load(weights).state_dict(), tensors(whole, STEPS, "weights")
+    changed = {
+        name
+        for name, tensor in start.items()
+        if not torch.equal(tensor, expected[name]) and not name.startswith("head")
+    }
+    assert changed == {"blocks.0.attention.qkv.weight", "blocks.1.attention.qkv.weight"}
+    name, factors = "blocks.1.attention.qkv.weight", "objective.lora.blocks/1/attention/qkv"
+    change = stored[f"{factors}.scale"] * stored[f"{factors}.up"] @ stored[f"{factors}.down"]
+    np.testing.assert_allclose(expected[name] - start[name], change, atol=1e-6)
+    assert np.abs(change).max() > 1e-4
 
 
 @pytest.mark.parametrize(("stage", "precision"), BY_MUON)

@@ -11,7 +11,6 @@ from pipeline.base.errors import UserError
 from pipeline.model import build, configure
 from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
-from pipeline.objectives.parameters import muon
 from pipeline.objectives.parameters.muon import Muon, orthogonal, orthogonal_flops
 from pipeline.settings.run import OptimizerConfig
 
@@ -19,7 +18,8 @@ CONFIG = OptimizerConfig(name="muon", lr=0.02, weight_decay=0.1)
 
 
 def objective() -> Classification:
-    return Classification(build(configure("ViT-mu/8", 16, 5), seed=3), "softmax")
+    """With a gated MLP, whose first layer is two kernels, as that of queries, keys and values is three."""
+    return Classification(build(configure("ViT-mu/8", 16, 5, swiglu=True), seed=3), "softmax")
 
 
 def gradients(model: Classification, seed: int) -> None:
@@ -47,7 +47,7 @@ def test_steps_are_those_of_torch_and_of_adam() -> None:
     assert {name.split(".", 3)[-1] for name in names} == {"attention.qkv.weight", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"}  # fmt: skip
     named = dict(theirs.named_parameters())
     # torch knows no kernels in a weight, so its parameters are views.
-    kernels = {(name, i): torch.nn.Parameter(part.detach()) for name in names for i, part in enumerate(named[name].chunk(muon.num_kernels(name)))}  # fmt: skip
+    kernels = {(name, i): torch.nn.Parameter(part.detach()) for name in names for i, part in enumerate(named[name].chunk(names[name]))}  # fmt: skip
     reference = torch.optim.Muon(kernels.values(), lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     rest = [{"params": [p for n, p in named.items() if n not in names and (n in theirs.decayed()) is flag], "weight_decay": wd}
             for flag, wd in ((True, 0.1), (False, 0.0))]  # fmt: skip
@@ -56,7 +56,7 @@ def test_steps_are_those_of_torch_and_of_adam() -> None:
         gradients(ours, step)
         gradients(theirs, step)
         for (name, i), kernel in kernels.items():
-            kernel.grad = named[name].grad.chunk(muon.num_kernels(name))[i]
+            kernel.grad = named[name].grad.chunk(names[name])[i]
         for one in (optimizer, reference, adam):
             one.step()
     for name, parameter in ours.named_parameters():
@@ -75,7 +75,8 @@ def test_any_cut_of_the_matrices_gives_the_same_step(world_size: int, monkeypatc
     """Ranks are threads, which hold consecutive ranges of all matrices, as at ZeRO 1 and 2."""
     model = objective()
     whole = optimizers.build(model, model.decayed(), CONFIG)
-    names = sorted(optimizers.matrices(model, model.decayed()))
+    kernels = optimizers.matrices(model, model.decayed())
+    names = sorted(kernels)
     parameters = [named_of(model, name) for name in names]
     gradients(model, 0)
     weights, grads = (
@@ -111,7 +112,9 @@ def test_any_cut_of_the_matrices_gives_the_same_step(world_size: int, monkeypatc
         flat = torch.nn.Parameter(weights[begin : begin + size].clone())
         flat.grad = grads[begin : begin + size].clone()
         group = {"params": [flat], "matrices": True, "weight_decay": 0.1}
-        optimizer = Muon([group], dict(zip(parameters, names, strict=True)), 0.95, lr=0.02)
+        optimizer = Muon(
+            [group], {p: (name, kernels[name]) for p, name in zip(parameters, names, strict=True)}, 0.95, lr=0.02
+        )
         optimizer.lay_out({flat: places}, lambda value: exchange(rank, value))
         optimizer.step()
         found[rank] = flat.detach()

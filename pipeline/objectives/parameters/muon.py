@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, distributed
 
 _A, _B, _C, _STEPS = 3.4445, -4.7750, 2.0315, 5
-# Layers whose weight is several kernels, one below the other.
-_KERNELS = {"qkv": 3}
 
 # (name of a parameter, number of the kernel in it)
 Kernel = tuple[str, int]
@@ -41,16 +39,19 @@ class _Piece(NamedTuple):
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but groups with "matrices" are updated by Muon. names: of their parameters."""
+    """AdamW, but groups with "matrices" are updated by Muon. kernels: name of each of their parameters, and how many kernels it has."""
 
-    def __init__(self, groups: list[dict[str, Any]], names: Mapping[Tensor, str], momentum: float, **adam: Any) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], kernels: Mapping[Tensor, tuple[str, int]], momentum: float, **adam: Any
+    ) -> None:
         super().__init__(groups, **adam)
         self.momentum = momentum
         self._pieces: dict[Tensor, list[_Piece]] = {}
         # Kernels of a flat tensor that a rank holds a part of, as all ranks know them: shape and first element in the sum.
         self._cut: dict[Tensor, dict[Kernel, tuple[tuple[int, int], int]]] = {}
-        self._shapes = {name: (p.shape[0], p.shape[1]) for p, name in names.items()}
-        self.lay_out({p: [(name, 0, p.numel(), 0)] for p, name in names.items()}, lambda found: [found])
+        # Number and shape of the kernels in a parameter.
+        self._kernels = {name: (n, (p.shape[0] // n, p.shape[1])) for p, (name, n) in kernels.items()}
+        self.lay_out({p: [(name, 0, p.numel(), 0)] for p, (name, _) in kernels.items()}, lambda found: [found])
 
     def lay_out(self, places: Mapping[Tensor, Iterable[Place]], gather: Callable[[Any], list[Any]]) -> None:
         """Set which elements each tensor holds that this optimizer updates. gather: from all ranks. Collective.
@@ -58,7 +59,7 @@ class Muon(torch.optim.AdamW):
         places: of each tensor, in the same order on all ranks.
         """
         self._pieces = {
-            flat: [p for place in there for p in _pieces(place, self._shapes)] for flat, there in places.items()
+            flat: [p for place in there for p in _pieces(place, self._kernels)] for flat, there in places.items()
         }
         cut = [{p.kernel: p.shape for p in pieces if p.is_cut} for pieces in self._pieces.values()]
         for flat, *found in zip(self._pieces, *gather(cut), strict=True):
@@ -120,23 +121,15 @@ class Muon(torch.optim.AdamW):
         }
 
 
-def _pieces(place: Place, shapes: Mapping[str, tuple[int, int]]) -> Iterable[_Piece]:
+def _pieces(place: Place, kernels: Mapping[str, tuple[int, tuple[int, int]]]) -> Iterable[_Piece]:
     """The parts of kernels that a place holds."""
     name, start, length, offset = place
-    if name not in shapes:
-        return
-    rows, columns = shapes[name]
-    count = num_kernels(name)
-    size = rows * columns // count
+    count, shape = kernels.get(name, (0, (0, 0)))
+    size = shape[0] * shape[1]
     for number in range(count):
         begin, end = max(start, number * size), min(start + length, (number + 1) * size)
         if begin < end:
-            yield _Piece((name, number), (rows // count, columns), begin - number * size, end - begin, offset + begin - start)  # fmt: skip
-
-
-def num_kernels(name: str) -> int:
-    """The number of kernels that a weight consists of: queries, keys and values have one each."""
-    return _KERNELS.get(name.split(".")[-2], 1)
+            yield _Piece((name, number), shape, begin - number * size, end - begin, offset + begin - start)  # fmt: skip
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
