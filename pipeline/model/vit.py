@@ -259,6 +259,8 @@ class VisionTransformer(nn.Module):
             pooled = tokens[:, self.config.num_tokens - self.config.num_patches :].mean(1)
             if self.config.pool == "both":
                 pooled = torch.cat([tokens[:, 0], pooled], dim=1)
+        if self.config.pool_norm:
+            pooled = self.norm(pooled)
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
     def embed(self, images: Tensor, *, any_size: bool = False) -> Tensor:
@@ -301,7 +303,7 @@ class VisionTransformer(nn.Module):
                 x = self.add_positions(x, block=i, grid=grid)
             x = run_block(block, x, self.activation_checkpointing, rotation)
         if self.class_norm is None:
-            return self.norm(x)
+            return x if self.config.pool_norm else self.norm(x)
         first = 1 + self.config.registers
         return torch.cat([self.class_norm(x[:, :first]), self.norm(x[:, first:])], dim=1)
 
