@@ -46,11 +46,9 @@ def remembered(function: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(function)
     def found(cls: type["Objective"], config: RunConfig, *more: Any) -> T:
-        key = (
-            cls,
-            repr([config.train.loss, config.train.freeze, config.objective, config.model, config.augment, config.seed]),
-            *more,
-        )
+        train = config.train
+        trained = [train.loss, train.freeze, train.lora_rank, train.lora_layers]
+        key = (cls, repr([*trained, config.objective, config.model, config.augment, config.seed]), *more)
         if key not in known:
             known[key] = function(cls, config, *more)
         return known[key]
