@@ -300,6 +300,22 @@ class TrainConfig:
         form=TextForm(r"none|backbone|[1-9]\d{0,3} blocks?", "none, backbone, or a number of blocks, as 8 blocks"),
         on_change="run",
     )
+    lora_rank: int = setting(
+        0,
+        "With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the weights that are scored "
+        "and exported. 0 is none.",
+        min=0,
+        max=65_536,
+        on_change="run",
+    )
+    lora_alpha: float = setting(16.0, "LoRA: the changes are multiplied by lora_alpha / lora_rank.", above=0)
+    lora_layers: list[str] = setting(
+        ["qkv", "out"],
+        "LoRA: dense layers of each block: qkv, out, up, down.",
+        min_items=1,
+        distinct=True,
+        on_change="run",
+    )
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)
     log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
     max_skipped_steps: int = setting(
@@ -313,8 +329,10 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Literal["adam", "sgd"] = setting(
-        "adam", "Adam with decoupled weight decay, or SGD with momentum.", on_change="run"
+    name: Literal["adam", "sgd", "muon"] = setting(
+        "adam",
+        "Adam with decoupled weight decay, SGD with momentum, or Muon for the matrices of the blocks with Adam for the rest.",
+        on_change="run",
     )
     lr: float = setting(1e-3, "Peak learning rate.", above=0)
     lr_batch: int = setting(
@@ -327,9 +345,10 @@ class OptimizerConfig:
     beta2: float = setting(0.999, "Adam: decay of the second moment.", min=0, below=1)
     eps: float = setting(1e-8, "Adam: term added to the denominator.", above=0)
     momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1)
+    muon_momentum: float = setting(0.95, "Muon: Nesterov momentum of the matrices.", min=0, below=1)
     weight_decay: float = setting(
         0.1,
-        "Weight decay of dense kernels, multiplied by the learning rate; Adam: decoupled, SGD: added to the gradient.",
+        "Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the gradient.",
         min=0,
     )
     weight_decay_end: float | None = setting(

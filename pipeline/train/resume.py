@@ -159,6 +159,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
             representation=None if num_classes else False,
             seed=config.seed,
             kernel=config.init.kernel,
+            mean_pool=config.init.mean_pool,
             say=console.say,
             **settings.for_weights(),
         )
