@@ -47,9 +47,10 @@ class MixtureOrder(Order):
         """(rows, epochs), int64 each, of the samples at these positions. epochs: of the set that a sample comes from."""
         sets, places = self.locate(positions)
         rows, epochs = np.empty_like(places), np.empty_like(places)
-        for number in np.unique(sets).tolist():
-            is_from = sets == number
-            rows[is_from], epochs[is_from] = self.orders[number].rows(places[is_from])
+        for number, order in enumerate(self.orders):
+            mine = np.flatnonzero(sets == number)
+            if len(mine):
+                rows[mine], epochs[mine] = order.rows(places[mine])
         return rows + self.set_starts[sets], epochs
 
     def epochs(self, positions: np.ndarray) -> np.ndarray:
@@ -64,6 +65,8 @@ class MixtureOrder(Order):
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(set, number of samples of that set before) of the samples at these positions, int64 each."""
         positions = np.asarray(positions, np.int64)
+        if len(self.shares) == 1:
+            return self.shares[0].locate(positions)
         phases = np.searchsorted(self.starts, positions, side="right") - 1
         sets, places = np.empty_like(positions), np.empty_like(positions)
         for phase in np.unique(phases).tolist():

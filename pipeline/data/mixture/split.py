@@ -38,14 +38,6 @@ class MixedSplit(Split):
     def max_labels(self) -> int:
         return max(part.max_labels for part in self.sets)
 
-    @property
-    def offsets(self) -> "_ColumnOfParts":
-        return _ColumnOfParts(self, "offsets")
-
-    @property
-    def sizes(self) -> "_ColumnOfParts":
-        return _ColumnOfParts(self, "sizes")
-
     def place(self, row: int) -> tuple[int, int]:
         """(part, row in it) of a row."""
         number = bisect_right(self.first_rows, row) - 1
@@ -56,9 +48,9 @@ class MixedSplit(Split):
         labels, label_map = self.sets[number].labels_of(own), self.label_maps[number]
         return labels if label_map is None else label_map[labels]
 
-    def hash_of(self, row: int) -> bytes | None:
-        number, own = self.place(int(row))
-        return self.sets[number].hash_of(own)
+    def part_of(self, row: int) -> tuple[Split, int]:
+        number, own = self.place(row)
+        return self.sets[number], own
 
     def set_of(self, rows: np.ndarray) -> np.ndarray:
         """The part of each row, int64."""
@@ -128,18 +120,6 @@ class MixedSplit(Split):
         names = self.set_names
         lines = [f"{name}: {line}" for name, part in zip(names, self.sets, strict=True) for line in part.notes()]
         return [self.describe(), *lines, *self.class_notes]
-
-
-@dataclass(frozen=True)
-class _ColumnOfParts:
-    """A column of all parts, indexed by a row."""
-
-    split: MixedSplit
-    name: str
-
-    def __getitem__(self, row: int) -> int:
-        number, own = self.split.place(int(row))
-        return getattr(self.split.sets[number], self.name)[own]
 
 
 def mix(
