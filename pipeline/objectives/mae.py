@@ -127,6 +127,8 @@ class Mae(Objective):
         self.normalise, self.seed, self.num_heads = settings.normalise, seed, settings.decoder_heads
         self.mean, self.std = _PIXELS[settings.pixels]
         vit = backbone.config
+        if isinstance(vit, ViTConfig) and vit.stem is None:
+            vit.check_covered()
         if (
             not isinstance(vit, ViTConfig)
             or (vit.stem, vit.axial, vit.positions_at, vit.stride) != (None, False, "stem", vit.patch_size)
@@ -135,10 +137,9 @@ class Mae(Objective):
             or vit.representation
             or vit.pool == "map"
             or vit.pool_norm
-            or any(vit.unseen)
         ):
             raise UserError(
-                "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches cover the image without "
+                "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches do not "
                 "overlap, with positions at the stem and without representation layer; this backbone is another one."
             )
         self.num_patches = vit.grid[0] * vit.grid[1]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.base.errors import UserError
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port
@@ -57,10 +58,16 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     dataset = open_dataset(config.data.path, storage)
     split, evaluation = run_splits(dataset, config.data, config.seed)
     config = replace(config, data=replace(config.data, eval_split=held_out_split(dataset, config.data)))
-    if config.probe.every.amount and not config.probe.data and config.probe.reads_labels:
-        dataset.refuse_without_labels(
-            "data.path",
-            "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0.",
+    probed = dataset
+    if config.probe.every.amount and config.probe.reads_labels:
+        if config.probe.data:
+            try:
+                probed = open_dataset(config.probe.data, storage)
+            except UserError as error:
+                raise UserError(f"probe.data = {error}") from error
+        probed.refuse_without_labels(
+            "probe.data" if config.probe.data else "data.path",
+            "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0%.",
         )
     plan = make_plan(config, len(split), world_size)
     from pipeline import objectives  # Imports torch, so after what needs none of it.
@@ -73,7 +80,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
 
-        run_probe = open_run_probe(config, dataset, split)
+        run_probe = open_run_probe(config, dataset, split, probed)
     if config.init.weights:
         _find_weights(config, config.init.weights)
     return Prepared(config, dataset, split, evaluation, run_probe, plan, draw)
