@@ -13,9 +13,9 @@ import numpy as np
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.dataset.subset import held_out_split, run_splits
 from pipeline.data.loading.balance import describe_balance
+from pipeline.data.mixture.run_data import open_run_data
+from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory
@@ -33,9 +33,10 @@ _MAX_IMAGES = 10**6
 
 @dataclass(frozen=True)
 class Data:
-    """Size of the data set. shards, bytes: 0 if it does not exist yet. balance: see `Plan`."""
+    """Size of the data: of all sets of a mixture. shards, bytes: 0 if it does not exist yet. epoch_samples: see `RunData`. balance: see `Plan`."""
 
     samples: int
+    epoch_samples: int
     classes: int
     shards: int
     bytes: int
@@ -150,7 +151,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
     if cluster and measured:
         config = replace(config, mfu=measured_mfu(config, model, cluster, measured))
     num_gpus = cluster.num_gpus if cluster else 1
-    plan = make_plan(config, data.samples, num_gpus)
+    plan = make_plan(config, data.epoch_samples, num_gpus)
     stages = (1, 2, 3) if config.engine.precision != "fp32" else (0, 1, 2, 3)
     layouts = []
     for checkpointing in (False, True):
@@ -166,7 +167,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
     if choice:
         chosen = lay_out(config, choice.zero_stage, choice.activation_checkpointing)
         planned = replace(config, engine=chosen.engine, train=replace(config.train, micro_batch=choice.micro_batch))
-        advised = make_plan(planned, data.samples, num_gpus)  # Raises if training would refuse the advice.
+        advised = make_plan(planned, data.epoch_samples, num_gpus)  # Raises if training would refuse the advice.
     if cluster and network and is_predictable(config):
         time = step_time(
             planned,
@@ -194,18 +195,21 @@ def _most_images(config: RunConfig, model: Config, world_size: int, limit: float
 def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
     """Returns (the settings, with an empty data.eval_split if there is no held-out split; the data)."""
     if config.samples:
-        return config, Data(config.samples, config.classes, 0, 0, "given in the settings")
+        return config, Data(config.samples, config.samples, config.classes, 0, 0, "given in the settings")
     try:
-        dataset = open_dataset(config.data.path)
+        reads_labels = objectives.kind(config.train.loss).reads_labels
+        found = open_run_data(config.data, config.seed, config.train.global_batch, reads_labels=reads_labels)
     except UserError as error:
         raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
-    split, _ = run_splits(dataset, config.data, config.seed)
-    config = replace(config, data=replace(config.data, eval_split=held_out_split(dataset, config.data)))
+    split = found.split
+    config = replace(config, data=replace(config.data, eval_split=found.eval_split))
     used = int(np.count_nonzero(split.shard_sizes))
-    balance = describe_balance(split, dataset.classes, config.data.balance)
-    data = Data(
-        len(split), dataset.num_classes, used, int(split.shard_bytes.sum()), f"manifest of {config.data.path}", balance
-    )
+    balance = describe_balance(split.parts[0], found.own.classes, config.data.balance)
+    source = f"manifest of {config.data.path}"
+    if isinstance(split, MixedSplit):
+        source = f"manifests; {split.describe()}"
+    num_bytes = int(split.shard_bytes.sum())
+    data = Data(len(split), found.epoch_samples, found.dataset.num_classes, used, num_bytes, source, balance)
     return config, data
 
 

@@ -21,7 +21,8 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
-from pipeline.model import Config, Model, ResNet, ViTConfig, files
+from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, files
+from pipeline.model.convert.plain import without_layer_scale
 from pipeline.model.convert.preprocessing import from_huggingface, from_timm
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ExportConfig
@@ -62,6 +63,8 @@ def run(config: ExportConfig) -> LogitDifference:
         representation=None if config.head or not isinstance(trained, ViTConfig) else False,
         kernel=config.kernel,
     ).eval()
+    if config.fold_layer_scale and isinstance(model, VisionTransformer):
+        model = without_layer_scale(model)
     if note := models.resampling_note(trained, model.config):
         print(note)
 
@@ -193,7 +196,10 @@ def _transformers(library: Any, folder: Path, config: Config) -> Forward:
         return lambda images: classifier(images).logits
     encoder = library.AutoModel.from_pretrained(folder, local_files_only=True).eval()
     encoder.config.mask_ratio = 0.0  # MAE's would leave out patches.
-    if isinstance(config, ViTConfig) and config.representation:
+    if not isinstance(config, ViTConfig) or config.pool == "gap":
+        return lambda images: encoder(images).last_hidden_state.mean(1)
+    # CLIP normalises, and SigLIP pools, only in the pooled output.
+    if config.representation or config.embedding_norm or config.pool == "map":
         return lambda images: encoder(images).pooler_output
     return lambda images: encoder(images).last_hidden_state[:, 0]
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
-from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
-from pipeline.data.dataset.subset import run_splits
-from pipeline.data.loading.order import SampleOrder, batch_of_step, order_of_split, step_of_batch
+from pipeline.data.loading.order import Order, batch_of_step, step_of_batch
+from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
+from pipeline.data.mixture.order import train_order
+from pipeline.data.mixture.run_data import open_run_data
+from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.lifecycle.run_folder import read_settings
@@ -33,15 +37,16 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     trained = state.step if state else 0
     skipped_batches = state.left_out if state else []
     of_run = _settings(path, state)
-    dataset = open_dataset(config.data or of_run.data.path)
-    split, _ = run_splits(dataset, of_run.data, of_run.seed)
-    if state:
-        _refuse_other_data(state.identity, dataset, split)
     batch = of_run.train.global_batch
+    of_run = replace(of_run, data=replace(of_run.data, path=config.data or of_run.data.path))
+    data = open_run_data(of_run.data, of_run.seed, batch, reads_labels=_reads_labels(of_run))
+    dataset, split = data.dataset, data.split
+    if state:
+        _refuse_other_data(state, dataset, split)
     if batch % config.ranks:
         raise UserError(f"ranks = {config.ranks} does not divide the batch of {config.run}, {batch}.")
-    order = order_of_split(split, of_run.data, of_run.seed, batch)
-    steps = of_run.train.length.steps(len(split), batch)
+    order = train_order(split, of_run.data, of_run.seed, batch)
+    steps = of_run.train.length.steps(data.epoch_samples, batch)
     if config.step > steps:
         raise UserError(
             f"step = {config.step}, but {config.run} has {counted(steps, 'step')} (from 1, as log lines count them)."
@@ -81,7 +86,7 @@ def _settings(path: Path, state: State | None) -> RunConfig:
     """Return a run's settings: from its newest checkpoint, else the run folder, else a YAML file."""
     if state:
         tree: dict[str, Any] = {}
-        for name, *_ in schema.describe(RunConfig):
+        for name, *_ in schema.leaves(RunConfig):
             if name in state.identity:
                 *sections, field = name.split(".")
                 section = tree
@@ -97,9 +102,23 @@ def _settings(path: Path, state: State | None) -> RunConfig:
     return schema.load(RunConfig, path)
 
 
-def _refuse_other_data(then: dict[str, Any], dataset: Dataset, split: Split) -> None:
-    now = {"fingerprint": dataset.fingerprint, "excluded": split.excluded}
+def _reads_labels(config: RunConfig) -> bool:
+    """Whether the labels of a mixture are brought together; of one set, its own are listed whatever the run learns."""
+    if not config.data.mix:
+        return False
+    from pipeline.objectives import kind  # Imports torch.
+
+    return kind(config.train.loss).reads_labels
+
+
+def _refuse_other_data(state: State, dataset: Dataset, split: Split) -> None:
+    then: dict[str, Any] = dict(state.identity)
+    now: dict[str, Any] = {"fingerprint": dataset.fingerprint, "excluded": split.excluded}
     known = {"fingerprint": Fact(), "excluded": Fact(NOTHING_EXCLUDED)}
+    if isinstance(split, MixedSplit):
+        now[MIXTURE] = mixture_facts(split)
+        then[MIXTURE], now[MIXTURE] = mixed_until(then, state.step), mixed_until(now, state.step)
+        known[MIXTURE] = Fact()
     for change in differences(then, now, known):
         raise UserError(
             f"{dataset.path} is not what the run was trained on: {change}. Give the right folder with data=..., or put back what "
@@ -108,11 +127,13 @@ def _refuse_other_data(then: dict[str, Any], dataset: Dataset, split: Split) -> 
 
 
 def _of_step(
-    dataset: Dataset, split: Split, order: SampleOrder, first: int, rows: np.ndarray, uses: np.ndarray
+    dataset: Dataset, split: Split, order: Order, first: int, rows: np.ndarray, uses: np.ndarray
 ) -> list[dict[str, Any]]:
     """Return one row per sample, in batch order. first: position of the first one. uses: how often each was used before."""
     table = []
+    epochs = order.epochs(np.arange(first, first + len(rows)))
     manifest_rows, shards = split.manifest_rows(rows), split.shard_of(rows)
+    names = [split.set_names[i] for i in split.set_of(rows)] if isinstance(split, MixedSplit) else []
     for i, key in enumerate(split.keys(rows)):
         labels = split.labels_of(rows[i]).tolist()
         table.append(
@@ -121,17 +142,18 @@ def _of_step(
                 "key": key,
                 "row": int(manifest_rows[i]),
                 "shard": to_path(split.shard_paths[shards[i]]).name,
+                **({"set": names[i]} if names else {}),
                 "label": " ".join(map(str, labels)),
                 "class": "; ".join(dataset.classes[label] for label in labels),
-                "epoch": (first + i) // order.num_samples,
-                **({"used before": int(uses[i])} if order.balance else {}),
+                "epoch": int(epochs[i]),
+                **({"used before": int(uses[i])} if order.is_balanced else {}),
             }
         )
     return table
 
 
 def _of_sample(
-    order: SampleOrder, row: int, steps: int, trained: int, ranks: int, skipped_batches: list[tuple[int, int]]
+    order: Order, row: int, steps: int, trained: int, ranks: int, skipped_batches: list[tuple[int, int]]
 ) -> list[dict[str, Any]]:
     """Return one row for each time the sample is seen."""
     batch, table = order.global_batch, []

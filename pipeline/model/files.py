@@ -116,7 +116,8 @@ def config_files(path: Path) -> ConfigFiles:
     """The configuration files in the folder of a file of Hugging Face or timm; empty for other files."""
     if path.name not in _HUB_FILES:
         return ConfigFiles()
-    return ConfigFiles(*(_read_json(path.with_name(name)) for name in ("config.json", "preprocessor_config.json")))
+    names = ("config.json", "preprocessor_config.json", "open_clip_config.json")
+    return ConfigFiles(*(_read_json(path.with_name(name)) for name in names))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

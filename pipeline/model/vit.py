@@ -78,9 +78,10 @@ class SelfAttention(nn.Module):
         """(B, N, 3D) -> queries, keys and values of each head, (B, H, N, D/H). rotation: that of RoPE."""
         B, N, _ = qkv.shape
         # unbind before transposing: the gradients of q, k and v are stacked where the dense layer needs them, without a copy.
-        q, k, v = (part.transpose(1, 2) for part in qkv.view(B, N, 3, self.num_heads, -1).unbind(2))
+        q, k, v = qkv.view(B, N, 3, self.num_heads, -1).unbind(2)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if rotation is not None:
             q, k = rope.rotated(q, rotation), rope.rotated(k, rotation)
         return q, k, v

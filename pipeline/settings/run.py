@@ -108,6 +108,10 @@ class RunConfig:
                 "set model.name for a new model, or init.weights to continue from weights, which determine their "
                 f"architecture: now model.name = {quoted(self.model.name)}, init.weights = {quoted(self.init.weights)}."
             )
+        if self.train.lora_rank and self.train.freeze != "backbone":
+            raise UserError(
+                f"train.lora_rank = {self.train.lora_rank} needs train.freeze=backbone: LoRA is for weights that are not trained themselves."
+            )
         if self.init.weights is None:
             if self.train.freeze != "none":
                 raise UserError(
@@ -167,6 +171,11 @@ class RunConfig:
             )
 
     def _check_engine(self) -> None:
+        if self.optimizer.name == "muon" and (self.engine.zero_stage == 3 or self.engine.offload):
+            raise UserError(
+                "optimizer.name = muon needs engine.zero_stage=0, 1 or 2 without engine.offload: it multiplies whole matrices, of which "
+                "stage 3 gives each rank a part."
+            )
         if self.engine.zero_stage != 0:
             return
         if self.engine.precision != "fp32":

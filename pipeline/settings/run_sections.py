@@ -66,6 +66,33 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixedSet:
+    """A data set of a mixture, or another weight of one from a step on."""
+
+    path: str = setting(REQUIRED, "Folder or URL of a data set beside data.path", path=True)
+    weight: float = setting(
+        REQUIRED, "Its samples in a batch are in this proportion to those of data.path, data.weight", min=0
+    )
+    split: str = setting("train", "Split to train on.")
+    exclude: str = setting("all", "Lists of excluded samples: all, none, or names with commas.")
+    limit: Limit = setting(Limit.parse("100%"), "Train on a random subset: a number of samples or a share.")
+    class_map: dict[str, str] = setting(
+        dict, "Classes of this set that have another name in the mixture, as {kitty: cat}."
+    )
+    from_step: int = setting(
+        0,
+        "Step from which the set has this weight. An entry with the path and split of an earlier one changes its weight.",
+        min=0,
+        max=10**12,
+    )
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """What identifies a set: path and split."""
+        return self.path.rstrip("/"), self.split
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     path: str = setting(
         REQUIRED,
@@ -102,6 +129,17 @@ class DataConfig:
         "data.eval_split, to choose settings by. 0 is none.",
         min=0,
         below=1,
+    )
+    weight: float = setting(
+        1.0,
+        "In a mixture: the samples of data.path in a batch are in this proportion to those of each set of data.mix.",
+        above=0,
+        on_change="comparison",
+    )
+    mix: list[MixedSet] = setting(
+        list,
+        "Data sets that are trained on beside data.path, as [{path: datasets/b, weight: 0.5}] (docs/mixtures.md).",
+        on_change="comparison",
     )
     streams: int = setting(
         16,
@@ -245,6 +283,22 @@ class TrainConfig:
         form=TextForm(r"none|backbone|[1-9]\d{0,3} blocks?", "none, backbone, or a number of blocks, as 8 blocks"),
         on_change="run",
     )
+    lora_rank: int = setting(
+        0,
+        "With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the weights that are scored "
+        "and exported. 0 is none.",
+        min=0,
+        max=65_536,
+        on_change="run",
+    )
+    lora_alpha: float = setting(16.0, "LoRA: the changes are multiplied by lora_alpha / lora_rank.", above=0)
+    lora_layers: list[str] = setting(
+        ["qkv", "out"],
+        "LoRA: dense layers of each block: qkv, out, up, down.",
+        min_items=1,
+        distinct=True,
+        on_change="run",
+    )
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)
     log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
     max_skipped_steps: int = setting(
@@ -258,8 +312,10 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Literal["adam", "sgd"] = setting(
-        "adam", "Adam with decoupled weight decay, or SGD with momentum.", on_change="run"
+    name: Literal["adam", "sgd", "muon"] = setting(
+        "adam",
+        "Adam with decoupled weight decay, SGD with momentum, or Muon for the matrices of the blocks with Adam for the rest.",
+        on_change="run",
     )
     lr: float = setting(1e-3, "Peak learning rate.", above=0)
     lr_batch: int = setting(
@@ -272,9 +328,10 @@ class OptimizerConfig:
     beta2: float = setting(0.999, "Adam: decay of the second moment.", min=0, below=1)
     eps: float = setting(1e-8, "Adam: term added to the denominator.", above=0)
     momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1)
+    muon_momentum: float = setting(0.95, "Muon: Nesterov momentum of the matrices.", min=0, below=1)
     weight_decay: float = setting(
         0.1,
-        "Weight decay of dense kernels, multiplied by the learning rate; Adam: decoupled, SGD: added to the gradient.",
+        "Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the gradient.",
         min=0,
     )
     weight_decay_end: float | None = setting(

@@ -5,8 +5,9 @@ from itertools import islice
 
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch, Loader, train_requests
-from pipeline.data.loading.order import batch_of_step, order_of_split
+from pipeline.data.loading.order import batch_of_step
 from pipeline.data.loading.views import train_views
+from pipeline.data.mixture.order import MixtureOrder, train_order
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.profile import StepClock
@@ -20,7 +21,7 @@ class Feed:
 
     def __init__(self, config: RunConfig, plan: Plan, split: Split, ranks: Ranks, stop: Stop, clock: StepClock) -> None:
         self.plan, self.ranks, self.stop, self.clock = plan, ranks, stop, clock
-        self.order = order_of_split(split, config.data, config.seed, plan.global_batch)
+        self.order = train_order(split, config.data, config.seed, plan.global_batch)
         self.loader = Loader(
             split, train_views(kind(config.train.loss).views(config), config.seed), config.data.threads,
             config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_stop_wanted=stop.is_wanted,
@@ -34,6 +35,13 @@ class Feed:
             self.order, first, last + 1, self.plan.micro_batch, self.ranks.rank, self.ranks.world_size
         )
         self._steps = self.stop.together(self._of_steps(self.loader.batches(requests)))
+
+    def epochs(self, batches: int) -> float:
+        """How often the training split of data.path was used in the first `batches` batches."""
+        seen, main = batches * self.plan.global_batch, self.loader.split.parts[0]
+        if isinstance(self.order, MixtureOrder):
+            seen = int(self.order.first(seen)[0])
+        return seen / len(main)
 
     def next_on_all_ranks(self) -> list[Batch]:
         """The micro-batches of the next step. Raises Stopped on all ranks when they agree to stop before it."""

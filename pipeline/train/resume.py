@@ -11,6 +11,9 @@ from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import LATEST, Checkpoints, State, read_state, step_of, verify
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
+from pipeline.data.loading.order import batch_of_step
+from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
+from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.estimate.plan import Plan
 from pipeline.model import Model
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 _FACTS = {
     **dict.fromkeys(("fingerprint", "classes"), Fact(on_change="run")),
     "excluded": Fact(NOTHING_EXCLUDED, on_change="run"),
+    MIXTURE: Fact(on_change="nothing"),  # Compared by `mixed_until`.
     "evaluation_excluded": Fact(NOTHING_EXCLUDED, on_change="nothing"),
     "left_out": Fact(0, on_change="nothing"),
     "ranks": Fact(on_change="nothing"),
@@ -67,6 +71,14 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     state = read_state(path)
     known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
     changed = changes.differences(state.identity, now, known)
+
+    seen = batch_of_step(state.step - 1, state.left_out) + 1 if state.step else 0
+    then_mixed, now_mixed = (mixed_until(identity, seen) for identity in (state.identity, now))
+    if then_mixed != now_mixed:
+        raise UserError(
+            f"{path} cannot be continued: data.path and data.mix until step {state.step} were {then_mixed}, and are {now_mixed}. Set "
+            f"them back, change the weights or add a set from step {state.step} on (from_step), or start another run with name=..."
+        )
 
     def listed(least: OnChange) -> str:
         return hide_passwords("; ".join(str(change) for change in changed if change.fact.means(least)))
@@ -119,6 +131,7 @@ def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, eval
         "excluded": split.excluded,
         "evaluation_excluded": evaluation.excluded if evaluation else NOTHING_EXCLUDED,
         **{f"left_out.{s.name}.{name}": n for s in splits for name, n in s.excluded_by.items()},
+        **({MIXTURE: mixture_facts(split)} if isinstance(split, MixedSplit) else {}),
     }
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data and plan of a run, checked. config: with an empty data.eval_split if there is no held-out split. draw: see `prepare`."""
+    """Data and plan of a run, checked. dataset, split: see `RunData`. config: with an empty data.eval_split if there is no held-out split. draw: see `prepare`."""
 
     config: RunConfig
     dataset: "Dataset"
@@ -49,16 +49,23 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     draw: module that draws the figures of a run folder, in a process of its own (`drawing.py`); None: no figures.
     """
     from pipeline.data.dataset.manifest import open_dataset
-    from pipeline.data.dataset.subset import held_out_split, run_splits
     from pipeline.data.loading.balance import describe_balance
+    from pipeline.data.mixture.run_data import open_run_data
     from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
 
     world_size = check_environment()
     storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
-    dataset = open_dataset(config.data.path, storage)
-    split, evaluation = run_splits(dataset, config.data, config.seed)
-    config = replace(config, data=replace(config.data, eval_split=held_out_split(dataset, config.data)))
-    probed = dataset
+    reads_labels = False
+    if config.data.mix:
+        from pipeline import (
+            objectives,  # Imports torch: after the data where there is one set, whose labels are its own.
+        )
+
+        reads_labels = objectives.kind(config.train.loss).reads_labels
+    data = open_run_data(config.data, config.seed, config.train.global_batch, storage, reads_labels)
+    dataset, split = data.dataset, data.split
+    config = replace(config, data=replace(config.data, eval_split=data.eval_split))
+    probed = data.own
     if config.probe.every.amount and config.probe.reads_labels:
         if config.probe.data:
             try:
@@ -69,21 +76,21 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
             "probe.data" if config.probe.data else "data.path",
             "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0%.",
         )
-    plan = make_plan(config, len(split), world_size)
+    plan = make_plan(config, data.epoch_samples, world_size)
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
     objectives.check_labels(config, dataset.num_classes)
     objectives.check(config)
-    balance = describe_balance(split, dataset.classes, config.data.balance)
+    balance = describe_balance(split.parts[0], data.own.classes, config.data.balance)
     plan = replace(plan, best_from=objectives.best_from(config), balance=balance)
     run_probe = None
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
 
-        run_probe = open_run_probe(config, dataset, split, probed)
+        run_probe = open_run_probe(config, data.own, split.parts[0], probed)
     if config.init.weights:
         _find_weights(config, config.init.weights)
-    return Prepared(config, dataset, split, evaluation, run_probe, plan, draw)
+    return Prepared(config, dataset, split, data.evaluation, run_probe, plan, draw)
 
 
 def _find_weights(config: RunConfig, weights: str) -> None:

@@ -192,7 +192,7 @@ class TrainingRun:
         metrics = {
             "loss": ranks.mean(loss), **logged,
             "lr": lr, "grad_norm": grad_norm, **meter.read(),
-            "epoch": batches_seen * plan.global_batch / plan.num_samples,
+            "epoch": self.training.feed.epochs(batches_seen),
             "skipped_steps": engine.skipped_steps, "loss_spikes": monitoring.spikes.num_spikes,
             "bad_samples": num_bad, "storage_retries": counts.storage_retries, **saver.read(),
             **monitoring.host_meter.read_on_all_ranks(),
@@ -211,11 +211,8 @@ class TrainingRun:
         saver.check()
         context.stop.committed(saver.committed_step, saver.longest)
         # The limit is for all ranks and starts together; each loader knows only its own.
-        if num_bad > loader.max_bad:
-            raise UserError(
-                f"{num_bad} samples of {plan.num_samples} cannot be read, more than data.max_bad_share = "
-                f"{loader.max_bad_share} allows ({loader.max_bad}). Check the shards, or raise data.max_bad_share."
-            )
+        if num_bad > loader.max_bad and (text := loader.budget.excess_of_any_set(counts.unreadable, loader.split)):
+            raise UserError(text)
 
     def save_on_all_ranks(self, keep: bool = False) -> None:
         """Hand a checkpoint of this step to the writer, which commits it in the background. keep: never remove it."""

@@ -3,6 +3,7 @@
     python tests/measure/measure_scale.py FOLDER 14200000 4057 make       # samples, samples a shard; see make() for "make sparse"
     python tests/measure/measure_scale.py FOLDER 14200000 4057            # start-up and seeks
     python tests/measure/measure_scale.py FOLDER 14200000 4057 epoch      # and every row of an epoch, one by one
+    python tests/measure/measure_scale.py - 14200000 1000 balance         # data.balance=0.5, of labels in memory
 
 Keys and checksums are all alike, and the shards are empty files.
 """
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.data.dataset import mapped_index  # noqa: E402
 from pipeline.data.dataset.manifest import FORMAT, INFO, SAMPLES, SAMPLES_FILE, SHARDS, SHARDS_FILE, open_dataset  # noqa: E402
+from pipeline.data.loading.balance import ClassBalance  # noqa: E402
 from pipeline.data.loading.order import SampleOrder  # noqa: E402
 
 BATCH, STREAMS, WINDOW = 4096, 16, 4096
@@ -151,8 +153,35 @@ def walk(order: SampleOrder) -> None:
     print(f"each of {n:,} rows once in epoch 1, looked at one by one in {time.perf_counter() - begin:.0f} s")
 
 
+def balanced(num_samples: int, per_shard: int) -> None:
+    """Classes of 66 to 16,583 at 14.2 M samples; epoch 288 is that of step 1,000,000."""
+    shares = (np.arange(21_841) + 300.0) ** -1.2
+    labels = np.random.default_rng(0).choice(21_841, num_samples, p=shares / shares.sum()).astype(np.int32)
+    sizes = np.minimum(per_shard, num_samples - np.arange(0, num_samples, per_shard))
+    starts, before = np.concatenate([[0], np.cumsum(sizes)]), memory()[0]
+    begin = time.process_time()
+    order = SampleOrder(sizes, 0, BATCH, STREAMS, WINDOW, ClassBalance(labels, starts, 0.5, 0))
+    times = [time.process_time() - begin]
+    for epoch in (0, 1, 288):
+        begin = time.process_time()
+        order.slice(epoch * num_samples // BATCH + 2)
+        times.append(time.process_time() - begin)
+    begin, first = time.process_time(), 288 * num_samples // BATCH + 3
+    for step in range(first, first + 200):
+        order.slice(step)
+    private, peak = memory()
+    print(
+        f"start {times[0]:.2f} s of CPU; epochs 0, 1, 288: {', '.join(f'{seconds:.2f}' for seconds in times[1:])} s; a step "
+        f"{(time.process_time() - begin) * 5:.2f} ms; {len(order._epoch(288).blocks):,} blocks; private memory {private - before:.0f} MB "
+        f"more than before ({before:.0f} MB); peak {peak:.0f} MB"
+    )
+
+
 if __name__ == "__main__":
     folder, num_samples, per_shard = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    if "balance" in sys.argv[4:]:
+        balanced(num_samples, per_shard)
+        sys.exit()
     if "make" in sys.argv[4:]:
         begin = time.perf_counter()
         make(folder, num_samples, per_shard, "sparse" in sys.argv[4:])

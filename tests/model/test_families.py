@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pipeline.model import load, read_weights
+from pipeline.model import load, read_weights, to_huggingface
 from pipeline.model.convert.names import NAMES, vit_entries
+from pipeline.model.files import write_folder
 from pipeline.model.position import sincos2d
 
 SIZES = {
@@ -24,10 +25,24 @@ class Family(NamedTuple):
 
 
 INTERPOLATE = {"interpolate_pos_encoding": True}
+LAYER_SCALE = {"layerscale_value": 0.5}
+SWIGLU = {"use_swiglu_ffn": True, "mlp_ratio": 2}
+NO_BIASES = {"query_bias": False, "value_bias": False, "mlp_bias": False, "proj_bias": False}
 FAMILIES = {
+    "ViT": Family("ViTModel", {}, {"representation": True}, INTERPOLATE),
     "MSN": Family("ViTMSNModel", {}, {"pool": "token"}, INTERPOLATE),
     "I-JEPA": Family("IJepaModel", {}, {"pool": "gap"}, INTERPOLATE),
+    "DINOv2": Family("Dinov2Model", {"mlp_ratio": 2} | LAYER_SCALE, {"layer_scale": 0.5}, {}),
+    "DINOv2 g": Family("Dinov2Model", SWIGLU, {"swiglu": True, "mlp_width": 48}, {}),
+    "DINOv2 g with registers": Family("Dinov2WithRegistersModel", SWIGLU, {"swiglu": True, "registers": 4}, {}),
+    "DINOv3": Family("DINOv3ViTModel", {"num_register_tokens": 4}, {"qkv_bias": "qv", "rope_base": 100.0, "registers": 4}, {}),
+    "DINOv3, gated": Family(
+        "DINOv3ViTModel", {"use_gated_mlp": True, "hidden_act": "silu", "rope_theta": 50.0} | NO_BIASES,
+        {"swiglu": True, "qkv_bias": "none", "mlp_bias": False, "out_bias": False, "rope_base": 50.0}, {},
+    ),
     "SigLIP": Family("SiglipVisionModel", {}, {"pool": "map", "gelu": "tanh"}, INTERPOLATE),
+    "CLIP": Family("CLIPVisionModel", {}, {"embedding_norm": True, "gelu": "quick"}, INTERPOLATE),
+    "MetaCLIP 2": Family("MetaClip2VisionModel", {"hidden_act": "gelu"}, {"embedding_norm": True, "gelu": "erf"}, INTERPOLATE),
 }  # fmt: skip
 
 
@@ -69,7 +84,9 @@ def difference(theirs, ours, size, **forward) -> float:
     if pooled is None:
         pooled = tokens[:, 0] if ours.config.pool == "token" else tokens.mean(1)
     found, patches = ours.eval()(images, with_patches=True)
-    pairs = [(found, pooled), (patches, tokens[:, -patches.shape[1] :])]
+    pairs = [(found, pooled)]
+    if not ours.config.embedding_norm:  # CLIP normalises the class token only
+        pairs.append((patches, tokens[:, -patches.shape[1] :]))
     return max(float((mine - other).abs().max() / other.abs().max()) for mine, other in pairs)
 
 
@@ -85,6 +102,28 @@ def test_features_are_transformers(tmp_path, transformers, name):
     assert read_weights(tmp_path)[2]["preprocessing"] == {
         "image_size": 32, "eval_crop": "resize", "resize_filter": "bicubic"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_come_back_from_the_files_that_are_written(tmp_path, transformers, name):
+    random_family(transformers, FAMILIES[name], tmp_path)
+    ours = load(tmp_path)
+    tensors, config, processor = to_huggingface(ours, None, read_weights(tmp_path)[2]["preprocessing"])
+    write_folder(tmp_path / "written", tensors, {"config.json": config, "preprocessor_config.json": processor})
+    cls = getattr(transformers, FAMILIES[name].model)
+    theirs, said = cls.from_pretrained(tmp_path / "written", output_loading_info=True)
+    assert not said["unexpected_keys"] | said["mismatched_keys"]
+    unused = ("mask_token", "pooler.dense.weight", "pooler.dense.bias")
+    empty = {} if ours.config.registers else {"embeddings.register_tokens"}
+    assert {key for key in said["missing_keys"] if not key.endswith(unused)} <= set(empty)
+    assert difference(theirs.eval(), ours, (32, 32)) < 1e-5
+    again = load(tmp_path / "written")
+    # CLIP has no bias of the patch embedding, and so it moves into the positions.
+    assert again.config == ours.config
+    moved = {"patch_embedding.bias", "positions"} if ours.config.embedding_norm else set()
+    state = again.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in ours.state_dict().items() if key not in moved)
+    assert read_weights(tmp_path)[2] == read_weights(tmp_path / "written")[2]
 
 
 @torch.no_grad()
@@ -132,5 +171,5 @@ def test_published_files_of_ijepa_and_msn(tmp_path, transformers):
         said = []
         found, again, _ = read_weights(tmp_path / "published.pth", said.append)
         assert (found.pool, found.num_heads) == (config.pool, 2)
-        assert any("images taken as normalised by ImageNet's mean" in line for line in said)
+        assert any("ean" in line and "0.485" in line for line in said)
         assert all(torch.equal(tensor, again[key]) for key, tensor in state.items() if "patch_embedding" not in key)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.base.errors import UserError
-from pipeline.model import configure, create, load, read_weights, save_safetensors, to_huggingface, to_timm
+from pipeline.model import configure, create, load, read_weights, save_safetensors, to_huggingface, to_npz, to_timm
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.convert.resnets import bit_entries
 from pipeline.model.convert.timm_format import timm_architecture
@@ -167,10 +167,8 @@ def test_no_position_of_the_class_token_and_no_biases_are_zeros(
     tensors["pos_embed"] = tensors["pos_embed"][:, 1:]
     path = folder(tmp_path, tensors, TIMM_CONFIG)
     np.testing.assert_allclose(run(load(path), images), equations(arrays, images, "erf"), atol=2e-5)
-    assert notes_of(path) == [
-        "query, key and value have no biases in the file: zeros",
-        "the class token has no position in the file: zeros",
-    ]
+    assert notes_of(path) == ["the class token has no position in the file: zeros"]
+    assert load(path).config.qkv_bias == "none"
     tensors["blocks.1.attn.qkv.bias"] = timm_weights[
         "blocks.1.attn.qkv.bias"
     ]  # if one layer has a bias, all must have one
@@ -205,6 +203,7 @@ SMALL = {"width": 24, "depth": 2, "mlp_width": 41, "num_heads": 3}  # 24 * (41 /
     ("name", "changes"),
     [
         ("ViT-mu/4", {}),
+        ("ViT-mu/4", {"layer_scale": 0.1, "gelu": "quick"}),
         ("ViT-mu/4", {**SMALL, "gelu": "erf"}),
         ("ViT-mu/4", {**SMALL, "pool": "gap"}),
         ("ViT-mu/4", {**SMALL, "pool": "map"}),
@@ -291,7 +290,9 @@ def test_pickles_are_not_executed(tmp_path):
     ("key", "what"),
     [
         ("dist_token", "a distillation token"), ("fc_norm.weight", "a norm after pooling"),
-        ("blocks.0.mlp.w12.weight", "a SwiGLU MLP"), ("norm_pre.weight", "a norm before the blocks"),
+        ("blocks.0.attn.q_norm.weight", "norms of queries and keys"), ("blocks.1.mlp.norm.weight", "a norm inside of the MLP"),
+        ("blocks.0.attn.relative_position_bias_table", "BEiT's table of relative positions"),
+        ("rope.freqs", "a learned rotation"), ("cls_norm.weight", "a norm of the class token apart"),
     ],
 )  # fmt: skip
 def test_unsupported_features_are_named(tmp_path, timm_weights, key, what):
@@ -302,22 +303,22 @@ def test_unsupported_features_are_named(tmp_path, timm_weights, key, what):
 
 def test_unknown_and_odd_tensors_are_named(tmp_path, timm_weights):
     for changes, message in (
-        (
-            {"blocks.0.attn.q_norm.weight": torch.zeros(4)},
-            r'"blocks.0.attn.q_norm.weight" \(4,\) is not part of this model',
-        ),
+        ({"blocks.0.attn.odd": torch.zeros(4)}, r'"blocks.0.attn.odd" \(4,\) is not part of this model'),
         ({"head.weight": torch.full((16, 16), torch.nan)}, r'"head.weight" \(16, 16\) holds 256 NaN'),
         ({"pos_embed": torch.zeros(1, 12, 16)}, '"pos_embed" has 12 rows'),
         ({"pos_embed": None}, '"pos_embed" .* is missing'),
         (
             {"blocks.0.ls1.gamma": torch.zeros(7)},
-            r'"blocks.0.ls1.gamma" \(7,\) has no "blocks.0.attn.proj" of its size',
+            r'"blocks.0.ls1.gamma" should be \(16,\), but is \(7,\)',
         ),
     ):
         tensors = {key: tensor for key, tensor in (timm_weights | changes).items() if tensor is not None}
         with pytest.raises(UserError, match=message):
             load(folder(tmp_path, tensors, TIMM_CONFIG))
-    for args, message in (({"global_pool": "avg"}, "global_pool = avg"), ({"act_layer": "quick_gelu"}, "quick_gelu")):
+    for args, message in (
+        ({"global_pool": "avg"}, "global_pool = avg"),
+        ({"act_layer": "swish"}, "its MLP computes swish"),
+    ):
         changed = {**TIMM_CONFIG, "model_args": {**TIMM_CONFIG["model_args"], **args}}
         with pytest.raises(UserError, match=message):
             load(folder(tmp_path, timm_weights, changed))
@@ -524,7 +525,12 @@ def test_layer_scale_folded_computes_what_it_computes_kept(tmp_path, dinov2, ima
     expected = dinov2(torch.from_numpy(images).float().permute(0, 3, 1, 2)).last_hidden_state[:, 0]
     difference = (run(load(tmp_path / "hf"), images) - expected).abs().max()
     assert difference < 2e-6 * expected.abs().max()
-    assert "LayerScale's 4 tensors folded into the layers that they scale" in notes_of(tmp_path / "hf")
+    ours = load(tmp_path / "hf")
+    assert ours.config.layer_scale == 1.0
+    np.savez(tmp_path / "folded.npz", **to_npz(ours))
+    folded = load(tmp_path / "folded.npz", gelu="erf")
+    assert folded.config.layer_scale is None
+    assert (run(folded, images) - expected).abs().max() < 2e-6 * expected.abs().max()
 
     original = folder(tmp_path / "original", original_names(dinov2.state_dict()), TIMM_CONFIG, name="pytorch_model.bin")
     assert (run(load(original), images) - expected).abs().max() < 2e-6 * expected.abs().max()
@@ -552,7 +558,7 @@ def test_a_lone_dinov2_is_taken_to_read_imagenets_statistics(tmp_path):
     with torch.no_grad():
         expected = model((pixels - mean) / std)
         assert (load(tmp_path / "dinov2.pth").eval()(pixels * 2 - 1) - expected).abs().max() < 2e-5
-    assert any("ImageNet's mean" in note for note in notes_of(tmp_path / "dinov2.pth"))
+    assert any("DINOv2, DINOv3 and DeiT III, by their LayerScale" in note for note in notes_of(tmp_path / "dinov2.pth"))
 
 
 def write_halves(folder):
@@ -594,8 +600,6 @@ def test_registers_are_transformers(tmp_path, transformers):
     assert (again(x) - expected[:, 0]).abs().max() < 1e-5
     save_safetensors(ours, tmp_path / "ours.safetensors")
     assert same(load(tmp_path / "ours.safetensors"), ours)
-    with pytest.raises(UserError, match="cannot hold register tokens; format = safetensors"):
-        to_huggingface(ours, None, {})
     larger = load(tmp_path, image_size=24)
     assert larger(torch.zeros(1, 3, 24, 24)).shape == (1, D)
 
@@ -603,14 +607,14 @@ def test_registers_are_transformers(tmp_path, transformers):
 def test_a_model_of_another_kind_is_named(tmp_path, timm_weights):
     for config, message in (
         ({"model_type": "siglip2"}, r'model_type = "siglip2".*NaFlex'),
-        ({"model_type": "clip_vision_model"}, 'model_type = "clip_vision_model".*no way to load'),
+        ({"model_type": "swin"}, 'model_type = "swin".*no way to load'),
         ({"model_type": "beit"}, 'model_type = "beit"; what can be read is vit, .*table of relative positions'),
         ({"model_type": 3}, "config.json: model_type = 3 must be text"),
     ):
         with pytest.raises(UserError, match=message):
             load(folder(tmp_path, timm_weights, config))
-    tensors = timm_weights | {"blocks.0.attn.q_norm.weight": torch.zeros(4)}
-    with pytest.raises(UserError, match=r'architecture = "eva02_base".*"blocks.0.attn.q_norm.weight"'):
+    tensors = timm_weights | {"blocks.0.attn.odd": torch.zeros(4)}
+    with pytest.raises(UserError, match=r'architecture = "eva02_base".*"blocks.0.attn.odd"'):
         load(folder(tmp_path, tensors, {**TIMM_CONFIG, "architecture": "eva02_base"}))
 
 

@@ -684,7 +684,7 @@ def test_a_tree_is_read_back_as_it_was() -> None:
     assert schema.to_dict(changed) != schema.to_dict(config)
     flat = schema.flatten(schema.to_dict(config))
     assert (flat["train.length"], flat["model.width"], flat["name"]) == ("1035645 steps", 8, "try")
-    assert len(flat) + 1 == len(leaves(RunConfig)), "all but the mapping `objective`, which is empty"
+    assert len(flat) + 1 == len(list(schema.leaves(RunConfig))), "all but the mapping `objective`, which is empty"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -84,6 +85,11 @@ class Split:
         return int(self.shard_starts[-1])
 
     @property
+    def parts(self) -> tuple["Split", ...]:
+        """The splits of a mixture, one after another in its rows; itself if it is none."""
+        return (self,)
+
+    @property
     def max_labels(self) -> int:
         """The largest number of labels of one sample, excluded or not."""
         return self.index.max_labels
@@ -133,12 +139,12 @@ class Split:
         return row - before
 
     @property
-    def offsets(self) -> "np.ndarray | FilteredColumn":
+    def offsets(self) -> "IndexColumn":
         """(n,) int64, the offset of the image's bytes inside its tar; indexed by rows."""
         return self._kept(self.index.offsets)
 
     @property
-    def sizes(self) -> "np.ndarray | FilteredColumn":
+    def sizes(self) -> "IndexColumn":
         """(n,) int64, the size of the image in bytes; indexed by rows."""
         return self._kept(self.index.sizes)
 
@@ -188,8 +194,14 @@ class Split:
         """How many samples that are kept come before each excluded one."""
         return self.excluded_rows - np.arange(len(self.excluded_rows))
 
-    def _kept(self, column: np.ndarray) -> "np.ndarray | FilteredColumn":
+    def _kept(self, column: np.ndarray) -> "IndexColumn":
         return FilteredColumn(column, self.manifest_rows) if len(self.excluded_rows) else column
+
+
+class IndexColumn(Protocol):
+    """A column of the index, indexed by an int or an array of rows."""
+
+    def __getitem__(self, rows: Any) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -116,12 +116,12 @@ class ClassBalance:
         del place, turn, is_over
 
         # By number of the use, then by row. Both are packed into one integer, because values sort faster than indices.
-        bits = np.uint64(self.num_samples.bit_length())
-        copy = np.arange(self.num_samples, dtype=np.uint64) - np.repeat(
-            (np.cumsum(uses) - uses).astype(np.uint64), uses
-        )
-        packed = (copy << bits) | np.repeat(self._by_class, uses).astype(np.uint64)
-        del copy, uses
+        bits, unsigned = np.uint64(self.num_samples.bit_length()), np.dtype(f"u{dtype.itemsize}")
+        packed = np.arange(self.num_samples, dtype=np.uint64)
+        packed -= np.repeat((np.cumsum(uses, dtype=dtype) - uses).view(unsigned), uses)
+        packed <<= bits
+        packed |= np.repeat(self._by_class.view(unsigned), uses)
+        del uses
         packed.sort()
         rows = (packed & ((np.uint64(1) << bits) - np.uint64(1))).astype(dtype)
         packed >>= bits
@@ -188,11 +188,15 @@ def _exact_places(sizes: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarr
 
 
 def _sorted_by(groups: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """Places ordered by group, then by hash: int32 or int64. The hash is cut to the bits that group and place leave of 64."""
+    """Places ordered by group, then by hash: int32 or int64. Overwrites hashes, of which it uses the bits that group and place leave of 64."""
     num_bits = np.uint64(len(groups).bit_length())
     free = np.uint64(64 - int(groups.max()).bit_length())
-    packed = (groups.astype(np.uint64) << free) | ((hashes >> (np.uint64(64) - free + num_bits)) << num_bits)
+    hashes >>= np.uint64(64) - free + num_bits
+    hashes <<= num_bits
+    packed = groups.astype(np.uint64)
+    packed <<= free
+    packed |= hashes
     packed |= np.arange(len(groups), dtype=np.uint64)
     packed.sort()
-    places = packed & ((np.uint64(1) << num_bits) - np.uint64(1))
-    return places.astype(np.int32 if len(groups) < 2**31 else np.int64)
+    packed &= (np.uint64(1) << num_bits) - np.uint64(1)
+    return packed.astype(np.int32 if len(groups) < 2**31 else np.int64)

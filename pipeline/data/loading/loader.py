@@ -19,7 +19,7 @@ from pipeline.base.errors import Interrupted, OneRankError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.decode import DecodeError
-from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.order import Order
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import ViewWriter
 
@@ -73,6 +73,16 @@ class BadBudget:
             f"{self.remedy}"
         )
 
+    def excess_of_any_set(self, bad: Mapping[int, str], split: Split) -> str:
+        """The error message if these rows of a training split are more than allowed of one of its sets; else empty."""
+        first = 0
+        for part in split.parts:
+            own = {row - first: reason for row, reason in bad.items() if first <= row < first + len(part)}
+            if text := self.excess(own, part, len(part)):
+                return text
+            first += len(part)
+        return ""
+
 
 class Loader:
     """Loads batches of a split for any sequence of (rows, epochs). Use it as a context manager, or call `close`."""
@@ -96,8 +106,8 @@ class Loader:
         self.threads, self.prefetch, self.pin = threads, prefetch, pin
         self.reader = ShardReader(split)
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
-        self.max_bad_share = max_bad_share
-        self.max_bad = BadBudget(max_bad_share).allowed(len(split))
+        self.budget = BadBudget(max_bad_share)
+        self.max_bad = min(self.budget.allowed(len(part)) for part in split.parts)
         # Row -> why it cannot be read, of the batches yielded so far. Only the consumer's thread changes it.
         self.bad: dict[int, str] = {}
         # Shape -> unused arrays.
@@ -117,7 +127,7 @@ class Loader:
     def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
         """Yield one Batch per (rows, epochs), in order; `prefetch` batches are decoded ahead.
 
-        Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split allows, and Interrupted
+        Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split, or of its set, allows, and Interrupted
         when a stop is requested before the next batch is ready.
         """
         ahead: deque[tuple[Batch, list[Future[dict[int, str]]]]] = deque()
@@ -180,13 +190,13 @@ class Loader:
                 wait([part], _STOP_CHECK_SECONDS)
             for row, reason in part.result().items():
                 self.bad.setdefault(row, reason)
-        if len(self.bad) > self.max_bad:
-            raise OneRankError(BadBudget(self.max_bad_share).excess(dict(self.bad), self.split, len(self.split)))
+        if len(self.bad) > self.max_bad and (text := self.budget.excess_of_any_set(self.bad, self.split)):
+            raise OneRankError(text)
         return batch
 
 
 def train_requests(
-    order: SampleOrder, first_step: int, last_step: int, micro_batch: int, rank: int, world_size: int
+    order: Order, first_step: int, last_step: int, micro_batch: int, rank: int, world_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (rows, epochs) of each micro-batch of one rank, from batch `first_step` to the one before `last_step`."""
     for step in range(first_step, last_step):

@@ -15,6 +15,7 @@ sample are spread over the epoch, and a shard is read once for each of its block
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,7 +49,37 @@ class _Epoch:
     contents: EpochContents | None
 
 
-class SampleOrder:
+class Order(ABC):
+    """Maps positions 0, 1, 2, ... of training to rows. num_samples: of them; global_batch: samples per optimizer step.
+
+    is_balanced: whether it uses some samples more often than others.
+    """
+
+    num_samples: int
+    global_batch: int
+    is_balanced: bool
+
+    @abstractmethod
+    def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, how often each was used before), int64 each, of the samples at these positions, counted from the start of training."""
+
+    @abstractmethod
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """The epoch of each position, int64."""
+
+    @abstractmethod
+    def uses(self, row: int, end: int) -> list[tuple[int, int]]:
+        """(epoch, position) of each use of a row before position `end`, ascending."""
+
+    def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, epochs), int64 (global_batch / world_size,) each, of one rank's part of batch `step` (from 0)."""
+        assert self.global_batch % world_size == 0, (self.global_batch, world_size)
+        share = self.global_batch // world_size
+        first = step * self.global_batch + rank * share
+        return self.rows(np.arange(first, first + share))
+
+
+class SampleOrder(Order):
     """Maps positions 0, 1, 2, ... of training to rows of a split, over all epochs, of which each has as many as the split.
 
     shard_sizes: int64 (shards,), samples per shard; rows are numbered through the shards in this order.
@@ -72,6 +103,7 @@ class SampleOrder:
         self.num_samples = int(self.shard_starts[-1])
         assert self.num_samples > 0
         self.seed, self.global_batch, self.window, self.balance = seed, global_batch, window, balance
+        self.is_balanced = balance is not None
         self.bounds = np.arange(streams + 1, dtype=np.int64) * self.num_samples // streams
         self.per_round = global_batch // streams
         self.full_rounds = self.num_samples // global_batch
@@ -82,12 +114,8 @@ class SampleOrder:
         self._epoch = lru_cache(1 if balance else 2)(self._lay_out)
         self._window_order = lru_cache(2 * len(self.bounds))(self._shuffle_window)
 
-    def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, epochs), int64 (global_batch / world_size,) each, of one rank's part of batch `step` (from 0)."""
-        assert self.global_batch % world_size == 0, (self.global_batch, world_size)
-        share = self.global_batch // world_size
-        first = step * self.global_batch + rank * share
-        return self.rows(np.arange(first, first + share))
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        return np.asarray(positions, np.int64) // self.num_samples
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training.

@@ -70,7 +70,8 @@ class ShardReader:
 
     def ahead(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield the same requests, (rows, ...) each; with a cache, shards of later ones are downloaded in the background."""
-        if self.cache is None or not isinstance(self._path(0), BucketPath):
+        in_bucket = np.array(["://" in path for path in self.split.shard_paths])
+        if self.cache is None or not in_bucket.any():
             yield from requests
             return
         self._start_downloaders(self.cache)
@@ -87,6 +88,7 @@ class ShardReader:
                 if request is None:
                     break
                 shards = np.unique(self.split.shard_of(request[0]))
+                shards = shards[in_bucket[shards]]
                 for shard in shards.tolist():
                     if not uses[shard]:
                         num_bytes += int(self.split.shard_bytes[shard])

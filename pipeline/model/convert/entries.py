@@ -58,11 +58,22 @@ class Entries(list[Entry]):
         for ours, flax in zip(("weight", "bias"), flax_suffixes, strict=True):
             self.table(f"{key}/{flax}" if self.flax else part_key(key, ours), f"{name}.{ours}", width)
 
-    def dense(self, key: str, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
-        """A linear layer with a bias. In Flax inputs or outputs may have two axes, (heads, head width)."""
-        shape = math.prod(outputs), math.prod(inputs)
-        self._kernel(key, name, inputs + outputs, shape)
-        self.append(Entry(self._bias(key), outputs if self.flax else shape[:1], f"{name}.bias", shape[:1]))
+    def dense(
+        self,
+        key: str,
+        name: str,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        biases: tuple[int, ...] | None = None,
+    ) -> None:
+        """A linear layer. In Flax inputs or outputs may have two axes, (heads, head width).
+
+        biases: shape of its bias; None is that of the outputs, and (0,) is none.
+        """
+        self._kernel(key, name, inputs + outputs, (math.prod(outputs), math.prod(inputs)))
+        biases = outputs if biases is None else biases
+        if rows := math.prod(biases):
+            self.append(Entry(self._bias(key), biases if self.flax else (rows,), f"{name}.bias", (rows,)))
 
     def conv(self, key: str, name: str, inputs: int, outputs: int, side: int, bias: bool = False) -> None:
         """A convolution with a kernel of side x side."""

@@ -1,20 +1,20 @@
 """Reads and writes state dicts of Hugging Face's transformers, with their config.json and preprocessor_config.json."""
 
-import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pipeline.architecture.config import Pool, ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import Weights
 from pipeline.model.convert.names import NAMES, Hints, vit_entries
-from pipeline.model.convert.plain import as_plain
+from pipeline.model.convert.plain import as_plain, move_patch_bias
 from pipeline.model.convert.preprocessing import Json
-from pipeline.model.convert.reading import ConfigFiles, assume_imagenet, gelu_of, pair, read_vit, simplify
+from pipeline.model.convert.reading import ConfigFiles, gelu_of, join, pair, read_vit, rename
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 
@@ -28,20 +28,29 @@ _NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dens
 
 # Model types of config.json that are read, or whose tower for images is.
 MODEL_TYPES = (
-    "vit", "vit_mae", "vit_msn", "ijepa", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model",
+    "vit", "vit_mae", "vit_msn", "ijepa", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", "siglip_vision_model", "clip",
+    "clip_vision_model", "metaclip_2", "metaclip_2_vision_model",
 )  # fmt: skip
 
 
-class _Defaults(NamedTuple):
-    """What config.json and preprocessor_config.json of a kind of names (NAMES) may leave out."""
+class _Kind(NamedTuple):
+    """Of a kind of names (NAMES), what config.json may leave out, and what its models can hold beside the parts of a plain ViT."""
 
     eps: float  # of LayerNorm
     activation: str = "gelu"
+    pools: tuple[Pool, ...] = ("token",)
+    holds: frozenset[str] = frozenset()  # fields of ViTConfig
 
 
-_DEFAULTS = {
-    "huggingface": _Defaults(1e-12), "dinov2": _Defaults(1e-6), "siglip": _Defaults(1e-6, "gelu_pytorch_tanh"),
-}  # fmt: skip
+_KINDS = {
+    "huggingface": _Kind(1e-12, pools=("token", "gap")),
+    "dinov2": _Kind(1e-6, holds=frozenset({"layer_scale", "registers", "swiglu"})),
+    "dinov3": _Kind(
+        1e-5, holds=frozenset({"layer_scale", "registers", "swiglu", "rope_base", "qkv_bias", "out_bias", "mlp_bias"})
+    ),
+    "siglip": _Kind(1e-6, "gelu_pytorch_tanh", pools=("map",)),
+    "clip": _Kind(1e-5, "quick_gelu", holds=frozenset({"embedding_norm"})),
+}
 
 
 @dataclass(frozen=True)
@@ -54,49 +63,68 @@ class _HuggingFaceConfig:
     layer_norm_eps: float | None = None
     pooler_act: str | None = None
     image_size: int | list[int] | None = None
+    layerscale_value: float | None = None
+    rope_theta: float | None = None
 
 
 def from_huggingface(tensors: dict[str, Tensor], kind: str, config_files: ConfigFiles, notes: list[str]) -> Weights:
     """tensors: without a prefix. kind: a key of NAMES, "huggingface" also for DINOv2. Raises UserError."""
-    if kind == "huggingface":
-        tensors = {_name_in_file(key, _NEW_NAMES): tensor for key, tensor in tensors.items()}
-        if "encoder.layer.0.norm1.weight" in tensors:
-            kind = "dinov2"
-        else:
-            tensors = {_name_in_file(key, _NEW_MLP): tensor for key, tensor in tensors.items()}
     content = config_files.config.get("vision_config") or config_files.config
     config: _HuggingFaceConfig = json_record.convert(content, _HuggingFaceConfig, "config.json")
     if not config_files.config:
         notes.append("no config.json: number of heads, GELU and eps taken as Hugging Face's own")
-    has_layer_scale = simplify(tensors, notes)
-    head, norm = tensors.get("classifier.weight"), tensors.get("layernorm.weight")
-    if kind == "dinov2" and head is not None and norm is not None and head.shape[-1:] == (2 * norm.numel(),):
-        for name in ("classifier.weight", "classifier.bias"):
-            tensors.pop(name, None)
-        notes.append(
-            "its classifier reads the class token beside the mean of patches, which our head cannot: left out, so that these "
-            "are weights without a head. Fine-tune them, or use their features"
-        )
+    kind, tensors = _in_file(tensors, kind)
+    if notes_of_head := _without_other_head(tensors, kind):
+        notes.append(notes_of_head)
     if (config.pooler_act or "tanh") != "tanh":
         raise UserError(f"its pooler computes {config.pooler_act}; only tanh is supported.")
     labels = json_record.convert(config_files.config.get("id2label"), dict[str, str] | None, "config.json", "id2label")
-    names = _class_names(labels or {}) if "classifier.weight" in tensors else None
-    images = preprocessing.from_huggingface(config_files.processor)
-    if has_layer_scale and not config_files.processor:
-        images = assume_imagenet("preprocessor_config.json", notes)
-    usual = _DEFAULTS[kind]
+    classes = _class_names(labels or {}) if "classifier.weight" in tensors else None
+    gated = "layer.0.mlp.gate_proj.weight" in tensors
+    activation = config.hidden_act or _KINDS[kind].activation
+    if gated and activation != "silu":
+        raise UserError(f"its MLP is gated by {activation[:100]}; only silu is supported.")
     hints = Hints(
-        gelu_of(config.hidden_act or usual.activation), config.layer_norm_eps or usual.eps, config.num_attention_heads,
-        pair("image_size", config.image_size),
-        kernel="bicubic_antialias" if NAMES["dinov2"].registers in tensors else "bicubic",
+        "erf" if gated else gelu_of(activation), config.layer_norm_eps or _KINDS[kind].eps, config.num_attention_heads,
+        pair("image_size", config.image_size), without_table="none" if kind == "dinov3" else None,
+        kernel="bicubic_antialias" if kind == "dinov2" and NAMES[kind].registers in tensors else "bicubic",
+        layer_scale=1.0 if config.layerscale_value is None else config.layerscale_value,
+        rope_base=(config.rope_theta or 100.0) if kind == "dinov3" else None,
     )  # fmt: skip
-    return read_vit(tensors, kind, hints, images, {"classes": names} if names else {}, notes)
+    images = preprocessing.from_huggingface(config_files.processor) if config_files.processor else None
+    return read_vit(tensors, NAMES[kind], hints, images, {"classes": classes} if classes else {}, notes)
 
 
-def _name_in_file(key: str, renames: list[tuple[str, str]]) -> str:
-    for pattern, replacement in renames:
-        key = re.sub(pattern, replacement, key)
-    return key
+def _in_file(tensors: dict[str, Tensor], kind: str) -> tuple[str, dict[str, Tensor]]:
+    """-> (the kind among those of the same names, the tensors with the names that they have in files)."""
+    tensors = {key: tensor for key, tensor in tensors.items() if tensor.numel() or "register_tokens" not in key}
+    if kind == "dinov3":
+        return kind, rename(tensors, [(r"^model\.", "")])
+    if kind == "siglip":
+        return "clip" if "pre_layrnorm.weight" in tensors else kind, tensors
+    tensors = rename(tensors, _NEW_NAMES)
+    if "encoder.layer.0.norm1.weight" not in tensors:
+        return kind, rename(tensors, _NEW_MLP)
+    join(tensors, ("gate_proj", "up_proj"), "weights_in")
+    return "dinov2", rename(tensors, [(r"mlp\.down_proj\.", "mlp.weights_out.")])
+
+
+def _without_other_head(tensors: dict[str, Tensor], kind: str) -> str:
+    """Remove a classifier whose input our head cannot read, in place; returns a note."""
+    head, norm = tensors.get("classifier.weight"), tensors.get(f"{NAMES[kind].norm}.weight")
+    if head is None or norm is None:
+        return ""
+    reads = {"clip": "patch tokens without the last norm"}.get(kind, "")
+    if kind == "dinov2" and head.shape[-1:] == (2 * norm.numel(),):
+        reads = "the class token beside the mean of patches"
+    if not reads:
+        return ""
+    for name in ("classifier.weight", "classifier.bias"):
+        tensors.pop(name, None)
+    return (
+        f"its classifier reads {reads}, which our head cannot: left out, so that these are weights without a head. Fine-tune "
+        "them, or use their features"
+    )
 
 
 def _class_names(labels: dict[str, str]) -> list[str] | None:
@@ -113,29 +141,82 @@ def _class_names(labels: dict[str, str]) -> list[str] | None:
 def to_huggingface(
     model: VisionTransformer | ResNet, classes: list[str] | None, view: Json
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """(state dict, config.json, preprocessor_config.json) of a ViTForImageClassification, or of a ViTModel without a head.
+    """(state dict, config.json, preprocessor_config.json) of the family of transformers that has the parts of the model.
 
-    The representation layer becomes the pooler of a ViTModel. Raises UserError for a model that these cannot hold.
+    RoPE: DINOv3; a norm before the blocks: CLIP's model for images; attention pooling: SigLIP's; LayerScale, SwiGLU or registers:
+    DINOv2; the mean of patches: I-JEPA; else ViT, where the representation layer of a model without a head is its pooler.
+    Raises UserError for a model that these cannot hold.
     """
     if isinstance(model, ResNet):
         raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm, safetensors, onnx can.")
+    kind, cls, own = _family(model.config)
     has_head = model.config.num_classes > 0
-    config, state = as_plain(model, "Hugging Face's ViT", ("token",), hybrids=False, representation=not has_head)
-    prefix = "vit." if has_head else ""
+    if has_head and kind != "huggingface":
+        raise UserError(f"Hugging Face's {cls} has no head such as ours. Leave it out: head=false.")
+    config, state = as_plain(
+        model, f"Hugging Face's {cls}", _KINDS[kind].pools, hybrids=False,
+        representation=kind == "huggingface" and not has_head and model.config.pool == "token", holds=_KINDS[kind].holds,
+    )  # fmt: skip
+    if not NAMES[kind].patch_bias:
+        move_patch_bias(state, config.num_patches)
+    prefix = ("ijepa." if config.pool == "gap" else "vit.") if has_head else ""
     tensors = {
         key if key.startswith("classifier.") else f"{prefix}{key}": tensor
-        for key, tensor in vit_entries(config, NAMES["huggingface"]).write(state).items()
+        for key, tensor in vit_entries(config, NAMES[kind]).write(state).items()
     }
-    names = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
     height, width = config.image_size
     found = {
-        "architectures": ["ViTForImageClassification" if has_head else "ViTModel"], "model_type": "vit",
+        "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
         "hidden_size": config.width, "num_hidden_layers": config.depth, "num_attention_heads": config.num_heads,
-        "intermediate_size": config.mlp_width, "hidden_act": "gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu",
+        "intermediate_size": config.mlp_width, "hidden_act": _ACTIVATIONS[config.gelu],
         "layer_norm_eps": config.layer_norm_eps, "image_size": height if height == width else [height, width],
-        "patch_size": config.patch_size, "num_channels": 3, "qkv_bias": True, "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
+        "patch_size": config.patch_size, "num_channels": 3, **own,
     }  # fmt: skip
     if has_head:
+        names = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
         found |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     return tensors, found, preprocessing.to_huggingface(view, config.image_size)
+
+
+_ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu", "quick": "quick_gelu"}
+
+
+def _family(config: ViTConfig) -> tuple[str, str, dict[str, Any]]:
+    """-> (kind of names, class, its own fields of config.json) of the family that has the parts of the model."""
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    scale = {"layerscale_value": 1.0 if config.layer_scale is None else config.layer_scale, "drop_path_rate": 0.0}
+    registers = {"num_register_tokens": config.registers}
+    if config.rope_base is not None:
+        biases = {f"{name}_bias": letter in config.qkv_bias.replace("none", "") for name, letter in _LETTERS.items()}
+        own: dict[str, Any] = {
+            "use_gated_mlp": config.swiglu,
+            "rope_theta": config.rope_base,
+            "proj_bias": config.out_bias,
+        } | biases
+        activation = {"hidden_act": "silu"} if config.swiglu else {}
+        own |= {"model_type": "dinov3_vit", "mlp_bias": config.mlp_bias, **activation, **scale, **registers}
+        return "dinov3", "DINOv3ViTModel", own
+    if config.embedding_norm:
+        return "clip", "CLIPVisionModel", {"model_type": "clip_vision_model"}
+    if config.pool == "map":
+        return "siglip", "SiglipVisionModel", {"model_type": "siglip_vision_model"}
+    if config.layer_scale is not None or config.swiglu or config.registers:
+        widths = {ratio: config.width * ratio for ratio in range(1, 257)}
+        if config.swiglu:  # two thirds of an MLP's width, up to a multiple of 8
+            widths = {ratio: (int(width * 2 / 3) + 7) // 8 * 8 for ratio, width in widths.items()}
+        ratio = next((ratio for ratio, width in widths.items() if width == config.mlp_width), None)
+        if ratio is None:
+            raise UserError(
+                f"Hugging Face's DINOv2 of width {config.width} cannot hold an MLP of width {config.mlp_width}."
+            )
+        own = {"use_swiglu_ffn": config.swiglu, "mlp_ratio": ratio, "qkv_bias": True, **dropout, **scale}
+        if config.registers:
+            own |= {"model_type": "dinov2_with_registers", **registers}
+            return "dinov2", "Dinov2WithRegistersModel", own
+        return "dinov2", "Dinov2Model", own | {"model_type": "dinov2"}
+    if config.pool == "gap":
+        return "huggingface", "IJepaModel", {"model_type": "ijepa", "qkv_bias": True, **dropout}
+    return "huggingface", "ViTModel", {"model_type": "vit", "qkv_bias": True, **dropout}
+
+
+_LETTERS = {"query": "q", "key": "k", "value": "v"}

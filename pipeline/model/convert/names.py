@@ -3,14 +3,14 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeline.architecture.config import Gelu, Kernel, ViTConfig, stem_reduction
 from pipeline.architecture.variants import VARIANTS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import resnets
-from pipeline.model.convert.entries import Entries, Entry, Tensors, key_pattern
+from pipeline.model.convert.entries import Entries, Entry, Tensors, key_pattern, part_key
 
 
 class PoolNames(NamedTuple):
@@ -46,7 +46,13 @@ class Names(NamedTuple):
     head: str
     pool: PoolNames | None = None
     registers: str | None = None
+    embedding_norm: str | None = None
+    layer_scale: tuple[str, str] | None = None  # factors of the attention and of the MLP
+    gated: tuple[tuple[str, ...], str] | None = (
+        None  # of a SwiGLU MLP: gate and value, in one tensor or two; and the last layer
+    )
     flat: bool = False  # no axis of length 1 before class token and positions
+    patch_bias: bool = True
 
 
 _MAP = "MAPHead_0/MultiHeadDotProductAttention_0"
@@ -63,6 +69,15 @@ _HUGGINGFACE = Names(
     qkv=tuple(f"attention.attention.{part}" for part in ("query", "key", "value")), out="attention.output.dense",
     mlp_norm="layernorm_after", up="intermediate.dense", down="output.dense", norm="layernorm",
     representation="pooler.dense", head="classifier",
+)  # fmt: skip
+_SIGLIP = Names(
+    flax=False, flat=True, class_token="embeddings.class_embedding", positions="embeddings.position_embedding.weight",
+    patch="embeddings.patch_embedding", block="encoder.layers.{}.", attention_norm="layer_norm1",
+    qkv=tuple(f"self_attn.{part}_proj" for part in "qkv"), out="self_attn.out_proj", mlp_norm="layer_norm2", up="mlp.fc1",
+    down="mlp.fc2", norm="post_layernorm", representation=None, head="classifier",
+    pool=PoolNames(
+        "head.probe", ("head.attention.in_proj_",), "head.attention.out_proj", "head.layernorm", "head.mlp.fc1", "head.mlp.fc2"
+    ),
 )  # fmt: skip
 
 NAMES = {
@@ -83,7 +98,8 @@ NAMES = {
     "timm": Names(
         flax=False, class_token="cls_token", positions="pos_embed", patch="patch_embed.proj", block="blocks.{}.",
         attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",
-        norm="norm", representation="pre_logits.fc", head="head", registers="reg_token",
+        norm="norm", representation="pre_logits.fc", head="head", registers="reg_token", embedding_norm="norm_pre",
+        layer_scale=("ls1.gamma", "ls2.gamma"), gated=(("mlp.w12",), "mlp.w3"),
         pool=PoolNames(
             "attn_pool.latent", ("attn_pool.q", "attn_pool.kv"), "attn_pool.proj", "attn_pool.norm", "attn_pool.mlp.fc1",
             "attn_pool.mlp.fc2",
@@ -91,16 +107,22 @@ NAMES = {
     ),
     "huggingface": _HUGGINGFACE,
     "dinov2": _HUGGINGFACE._replace(
-        registers="embeddings.register_tokens", attention_norm="norm1", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2"
+        registers="embeddings.register_tokens", attention_norm="norm1", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",
+        layer_scale=("layer_scale1.lambda1", "layer_scale2.lambda1"), gated=(("mlp.weights_in",), "mlp.weights_out"),
     ),
-    "siglip": Names(
-        flax=False, flat=True, class_token="embeddings.class_embedding", positions="embeddings.position_embedding.weight",
-        patch="embeddings.patch_embedding", block="encoder.layers.{}.", attention_norm="layer_norm1",
-        qkv=tuple(f"self_attn.{part}_proj" for part in "qkv"), out="self_attn.out_proj", mlp_norm="layer_norm2", up="mlp.fc1",
-        down="mlp.fc2", norm="post_layernorm", representation=None, head="classifier",
-        pool=PoolNames(
-            "head.probe", ("head.attention.in_proj_",), "head.attention.out_proj", "head.layernorm", "head.mlp.fc1", "head.mlp.fc2"
-        ),
+    "dinov3": _HUGGINGFACE._replace(
+        registers="embeddings.register_tokens", patch="embeddings.patch_embeddings", block="layer.{}.", attention_norm="norm1",
+        qkv=tuple(f"attention.{part}_proj" for part in "qkv"), out="attention.o_proj", mlp_norm="norm2", up="mlp.up_proj",
+        down="mlp.down_proj", norm="norm", representation=None, layer_scale=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+        gated=(("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
+    ),
+    "siglip": _SIGLIP,
+    "clip": _SIGLIP._replace(pool=None, embedding_norm="pre_layrnorm", patch_bias=False),
+    "open_clip": Names(
+        flax=False, flat=True, class_token="class_embedding", positions="positional_embedding", patch="conv1",
+        block="transformer.resblocks.{}.", attention_norm="ln_1", qkv=("attn.in_proj_",), out="attn.out_proj", mlp_norm="ln_2",
+        up="mlp.c_fc", down="mlp.c_proj", norm="ln_post", representation=None, head="head", embedding_norm="ln_pre",
+        layer_scale=("ls_1.gamma", "ls_2.gamma"), patch_bias=False,
     ),
 }  # fmt: skip
 
@@ -115,6 +137,8 @@ class Hints:
     image_size: tuple[int, int] | None = None  # None: the grid is square
     without_table: Literal["none", "sincos2d"] | None = None  # if the file has no positions; None: refused
     kernel: Kernel = "zoom"  # by which the project resamples positions
+    layer_scale: float = 1.0  # its initial value, if there is LayerScale
+    rope_base: float | None = None
 
 
 def vit_entries(config: ViTConfig, names: Names) -> Entries:
@@ -130,21 +154,17 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
     if config.registers:
         assert names.registers is not None, "the caller refuses registers that the file cannot hold"
         entries.table(names.registers, "registers", 1, config.registers, *D)
-    entries.conv(names.patch, "patch_embedding", channels, config.width, P, bias=True)
+    entries.conv(names.patch, "patch_embedding", channels, config.width, P, bias=names.patch_bias)
     if config.positions == "learned":
         table = config.num_positions, config.width
         entries.append(Entry(names.positions, (*ones, *table), "positions", (1, *table)))
 
+    if config.embedding_norm:
+        assert names.embedding_norm is not None, "the caller refuses parts that the file cannot hold, here and below"
+        entries.norm(names.embedding_norm, "embedding_norm", config.width)
+
     for i in range(config.depth):
-        key, name = names.block.format(i), f"blocks.{i}"
-        entries.norm(key + names.attention_norm, f"{name}.attention_norm", config.width)
-        for part in names.qkv:
-            outputs = (3 * config.width,) if len(names.qkv) == 1 else heads
-            entries.dense(key + part, f"{name}.attention.qkv", D, outputs)
-        entries.dense(key + names.out, f"{name}.attention.out", heads, D)
-        entries.norm(key + names.mlp_norm, f"{name}.mlp_norm", config.width)
-        entries.dense(key + names.up, f"{name}.mlp.up", D, M)
-        entries.dense(key + names.down, f"{name}.mlp.down", M, D)
+        _add_block(entries, config, names, names.block.format(i), f"blocks.{i}")
 
     entries.norm(names.norm, "norm", config.width)
     if config.pool == "map":
@@ -164,6 +184,33 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
     if config.num_classes:
         entries.dense(names.head, "head", D, K)
     return entries
+
+
+def _add_block(entries: Entries, config: ViTConfig, names: Names, key: str, name: str) -> None:
+    """One block. key: in front of the names in the file; name: in our state dict."""
+    D, M = (config.width,), (config.mlp_width,)
+    heads = (config.num_heads, config.head_dim) if names.flax else D
+    entries.norm(key + names.attention_norm, f"{name}.attention_norm", config.width)
+    biased = "" if config.qkv_bias == "none" else config.qkv_bias  # the letters of those with a bias
+    if len(names.qkv) == 1:
+        rows = (len(biased) * config.width,)
+        entries.dense(key + names.qkv[0], f"{name}.attention.qkv", D, (3 * config.width,), rows)
+    else:
+        for part, letter in zip(names.qkv, "qkv", strict=True):
+            entries.dense(key + part, f"{name}.attention.qkv", D, heads, heads if letter in biased else (0,))
+    entries.dense(key + names.out, f"{name}.attention.out", heads, D, D if config.out_bias else (0,))
+    entries.norm(key + names.mlp_norm, f"{name}.mlp_norm", config.width)
+    assert names.gated is not None or not config.swiglu
+    up, down = names.gated if names.gated and config.swiglu else ((names.up,), names.down)
+    if config.swiglu:
+        M = (2 * config.mlp_width // len(up),)
+    for part in up:
+        entries.dense(key + part, f"{name}.mlp.up", D, M, M if config.mlp_bias else (0,))
+    entries.dense(key + down, f"{name}.mlp.down", (config.mlp_width,), D, D if config.mlp_bias else (0,))
+    if config.layer_scale is not None:
+        assert names.layer_scale is not None
+        for factors, layer in zip(names.layer_scale, ("attention.out", "mlp.down"), strict=True):
+            entries.table(key + factors, f"{name}.{layer}.scale", config.width)
 
 
 class _Shapes:
@@ -189,6 +236,13 @@ class _Shapes:
             return self.of(f"{key}/kernel", flax_pattern)[-1]
         return self.of(f"{key}.weight", torch_pattern)[0]
 
+    def in_blocks(self, layer: str | None, part: str) -> bool:
+        """Whether any block has this part, "weight" or "bias", of the layer; "" is a tensor of the layer's name."""
+        if layer is None:
+            return False
+        pattern = re.compile(key_pattern(self.names.block) + re.escape(part_key(layer, part) if part else layer))
+        return any(pattern.fullmatch(key) for key in self.tensors)
+
     def has_layer(self, key: str) -> bool:
         return bool({f"{key}/kernel", f"{key}/bias", f"{key}.weight", f"{key}.bias"} & self.tensors.keys())
 
@@ -209,11 +263,13 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
     if names.flax and not has_pool and rows is not None and math.isqrt(rows) ** 2 != rows:
         has_token = True  # and it is missing, which reading the entries reports
     depth = len({match[1] for key in tensors if (match := re.match(key_pattern(names.block), key))})
-    mlp_width = shapes.outputs(names.block.format(0) + names.up, "(D, M)", "(M, D)")
+    gate = names.gated[0] if names.gated and shapes.in_blocks(names.gated[0][0], "weight") else ()
+    mlp_width = shapes.outputs(names.block.format(0) + (gate[0] if gate else names.up), "(D, M)", "(M, D)")
+    mlp_width //= 2 if len(gate) == 1 else 1
     if names.flax:
         num_heads = _flax_heads(tensors, names, width)
     else:
-        num_heads = hints.num_heads or _usual_heads(width, depth, mlp_width)
+        num_heads = hints.num_heads or _usual_heads(width, depth, mlp_width, bool(gate))
     has_registers = names.registers is not None and names.registers in tensors
     cell = patch_size * stem_reduction(stem)
     return ViTConfig(
@@ -232,7 +288,34 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
         stem=stem,
         layer_norm_eps=hints.layer_norm_eps,
         kernel=hints.kernel,
+        swiglu=bool(gate),
+        rope_base=hints.rope_base,
+        **({} if names.flax else _find_parts(shapes, names, hints)),
     )
+
+
+def _find_parts(shapes: _Shapes, names: Names, hints: Hints) -> dict[str, Any]:
+    """The fields of ViTConfig about parts that the paper's ViT has or lacks in all blocks."""
+    biases: Literal["qkv", "qv", "none"] = "none"
+    if shapes.in_blocks(names.qkv[0], "bias"):
+        biases = "qkv" if len(names.qkv) == 1 or shapes.in_blocks(names.qkv[1], "bias") else "qv"
+    first_bias = shapes.tensors.get(part_key(names.block.format(0) + names.qkv[0], "bias"))
+    if len(names.qkv) == 1 and first_bias is not None and first_bias.shape == (2 * _width(shapes, names),):
+        biases = "qv"
+    has_scale = names.layer_scale is not None and shapes.in_blocks(names.layer_scale[0], "")
+    has_norm = names.embedding_norm is not None and shapes.has_layer(names.embedding_norm)
+    return {
+        "layer_scale": hints.layer_scale if has_scale else None,
+        "qkv_bias": biases,
+        "out_bias": shapes.in_blocks(names.out, "bias"),
+        "mlp_bias": shapes.in_blocks(names.down, "bias")
+        or bool(names.gated and shapes.in_blocks(names.gated[1], "bias")),
+        "embedding_norm": has_norm,
+    }
+
+
+def _width(shapes: _Shapes, names: Names) -> int:
+    return shapes.of(f"{names.patch}.weight", "(D, 3, P, P)")[0]
 
 
 def _flax_heads(tensors: Tensors, names: Names, width: int) -> int:
@@ -244,11 +327,15 @@ def _flax_heads(tensors: Tensors, names: Names, width: int) -> int:
     return tensors[query].shape[1]
 
 
-def _usual_heads(width: int, depth: int, mlp_width: int) -> int:
+# (width, depth, MLP width) of DINOv2 g, DINOv3 S+, H+ and 7B, whose MLPs are gated -> number of heads.
+_GATED_HEADS = {(1536, 40, 4096): 24, (384, 12, 1536): 6, (1280, 32, 5120): 20, (4096, 40, 8192): 32}
+
+
+def _usual_heads(width: int, depth: int, mlp_width: int, gated: bool) -> int:
     """Number of heads of the named size with these numbers: torch's tensors do not tell it."""
-    for variant in VARIANTS.values():
-        if (variant.width, variant.depth, variant.mlp_width) == (width, depth, mlp_width):
-            return variant.num_heads
+    known = {variant[:3]: variant.num_heads for variant in VARIANTS.values()}
+    if heads := (_GATED_HEADS if gated else known).get((width, depth, mlp_width)):
+        return heads
     raise UserError(
         f"its tensors do not tell the number of heads, and width {width}, depth {depth}, MLP {mlp_width} is not a known "
         'size. Put a config.json beside model.safetensors: {"model_args": {"num_heads": ...}}.'

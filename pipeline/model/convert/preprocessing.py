@@ -18,6 +18,7 @@ from pipeline.base.json_record import Limits
 
 Json = Mapping[str, Any]
 HALF = (0.5, 0.5, 0.5)
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # DINOv2 and DeiT III were trained with these.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _MAX_SIDE = 2**16
@@ -65,10 +66,25 @@ class _Pretrained:
     std: tuple[_Std, _Std, _Std] | None = None
 
 
+@dataclass(frozen=True)
+class _OpenClip:
+    """The fields of `preprocess_cfg` in open_clip_config.json that are read."""
+
+    size: int | list[int] | None = None
+    resize_mode: str = "shortest"
+    interpolation: str = "bicubic"
+    mean: tuple[_Mean, _Mean, _Mean] | None = None
+    std: tuple[_Std, _Std, _Std] | None = None
+
+
 class Preprocessing(NamedTuple):
     view: dict[str, Any]  # our settings; {} if unknown
     mean: tuple[float, ...] = HALF
     std: tuple[float, ...] = HALF
+
+
+IMAGENET = Preprocessing({}, IMAGENET_MEAN, IMAGENET_STD)
+CLIP = Preprocessing({}, CLIP_MEAN, CLIP_STD)
 
 
 def from_huggingface(processor: Json) -> Preprocessing:
@@ -111,6 +127,17 @@ def from_timm(cfg: Json) -> Preprocessing:
     else:
         view |= {"eval_crop": "resize"}
     return Preprocessing(view, found.mean or IMAGENET_MEAN, found.std or IMAGENET_STD)
+
+
+def from_open_clip(cfg: Json) -> Preprocessing:
+    """The settings in `preprocess_cfg` of open_clip_config.json. Raises UserError for impossible values."""
+    where = "open_clip_config.json: preprocess_cfg"
+    found: _OpenClip = json_record.convert(cfg, _OpenClip, where)
+    _check_size(where, "size", found.size)
+    side = _side(found.size or 224)
+    crop = {"eval_crop": "center", "eval_resize": side} if found.resize_mode == "shortest" else {"eval_crop": "resize"}
+    view = {"resize_filter": _FILTERS.get(found.interpolation, "antialias"), "image_size": side, **crop}
+    return Preprocessing(view, found.mean or CLIP_MEAN, found.std or CLIP_STD)
 
 
 def to_huggingface(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:

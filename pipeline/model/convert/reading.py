@@ -7,27 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Gelu
+from pipeline.architecture.config import Gelu, ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
 from pipeline.model.convert import mae, preprocessing
-from pipeline.model.convert.entries import Weights
-from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
+from pipeline.model.convert.entries import Tensors, Weights
+from pipeline.model.convert.names import Hints, Names, find_config, vit_entries
 from pipeline.model.convert.preprocessing import Json, Preprocessing
 
 GELUS: dict[str, Gelu] = {
     "gelu": "erf", "gelu_python": "erf", "gelu_tanh": "tanh", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh",
-    "gelu_python_tanh": "tanh",
+    "gelu_python_tanh": "tanh", "quick_gelu": "quick",
 }  # fmt: skip
-
-# LayerScale: names of its factors, and the layer whose outputs they scale.
-_LAYER_SCALES = [
-    (r"(blocks\.\d+\.)(?:ls1\.gamma|gamma_1)", "attn.proj"),
-    (r"(blocks\.\d+\.)(?:ls2\.gamma|gamma_2)", "mlp.fc2"),
-    (r"(encoder\.layer\.\d+\.)layer_scale1\.lambda1", "attention.output.dense"),
-    (r"(encoder\.layer\.\d+\.)layer_scale2\.lambda1", "mlp.fc2"),
-]
 
 
 @dataclass(frozen=True)
@@ -36,17 +27,28 @@ class ConfigFiles:
 
     config: Json = field(default_factory=dict)  # config.json
     processor: Json = field(default_factory=dict)  # preprocessor_config.json
+    clip: Json = field(default_factory=dict)  # open_clip_config.json
 
 
 def read_vit(
-    tensors: dict[str, Tensor], kind: str, hints: Hints, images: Preprocessing, extra: dict[str, Any], notes: list[str]
+    tensors: dict[str, Tensor],
+    names: Names,
+    hints: Hints,
+    images: Preprocessing | None,
+    extra: dict[str, Any],
+    notes: list[str],
 ) -> Weights:
-    config = find_config(tensors, NAMES[kind], hints)
-    state = vit_entries(config, NAMES[kind]).read(tensors)
-    if config.positions == "learned" and not images.view and mae.has_fixed_positions(config, state["positions"]):
-        notes.append("fixed positions of MAE and I-JEPA: images taken as normalised by ImageNet's mean")
-        images = Preprocessing({}, preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD)
-        config = replace(config, kernel="bicubic")
+    """The ViT with these names. images: None if no file tells how the images are normalised. Raises UserError."""
+    for name in ("mask_token", "embeddings.mask_token"):
+        if tensors.pop(name, None) is not None:
+            notes.append("the mask token, which only pre-training uses, is left out")
+    if f"{names.patch}.bias" not in tensors and f"{names.patch}.weight" in tensors:
+        tensors[f"{names.patch}.bias"] = torch.zeros(len(tensors[f"{names.patch}.weight"]))
+    names = names._replace(patch_bias=True)
+    config = find_config(tensors, names, hints)
+    state = vit_entries(config, names).read(tensors)
+    if images is None:
+        images, config = _assumed(config, state, notes)
     if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
         if config.stem is not None:
             check_normalisation(images)
@@ -56,40 +58,40 @@ def read_vit(
     return Weights(config, state, with_view(extra, images), notes, images.mean, images.std)
 
 
-def assume_imagenet(missing: str, notes: list[str]) -> Preprocessing:
-    notes.append(f"no {missing}: images taken as normalised by ImageNet's mean, as in DINOv2, DeiT III and MSN")
-    return Preprocessing({}, preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD)
+def _assumed(config: ViTConfig, state: dict[str, Tensor], notes: list[str]) -> tuple[Preprocessing, ViTConfig]:
+    """What the family that a file without settings of images belongs to reads; and the configuration with its kernel."""
+    if config.positions == "learned" and mae.has_fixed_positions(config, state["positions"]):
+        family, images, config = (
+            "MAE and I-JEPA, by their fixed positions,",
+            preprocessing.IMAGENET,
+            replace(config, kernel="bicubic"),
+        )
+    elif config.embedding_norm:
+        family, images = "CLIP, by its norm before the blocks,", preprocessing.CLIP
+    elif config.layer_scale is not None:
+        family, images = "DINOv2, DINOv3 and DeiT III, by their LayerScale,", preprocessing.IMAGENET
+    else:
+        return Preprocessing({}), config
+    notes.append(f"no file tells the mean of its images: taken as that of {family} {images.mean}")
+    return images, config
 
 
-def simplify(tensors: dict[str, Tensor], notes: list[str]) -> bool:
-    """Convert, in place, what our ViT expresses otherwise: LayerScale, and q, k, v without biases; drop the mask token.
+def join(tensors: dict[str, Tensor], parts: tuple[str, ...], joined: str) -> None:
+    """Put the rows of several layers of each block into one, in place: such as query, key and value."""
+    for key in [key for key in tensors if f".{parts[0]}." in key]:
+        keys = [key.replace(f".{parts[0]}.", f".{part}.") for part in parts]
+        if all(k in tensors for k in keys):
+            tensors[key.replace(f".{parts[0]}.", f".{joined}.")] = torch.cat([tensors.pop(k) for k in keys])
 
-    Returns whether there was LayerScale.
-    """
-    folded = 0
-    for pattern, layer in _LAYER_SCALES:
-        for key in [key for key in tensors if re.fullmatch(pattern, key)]:
-            name = re.sub(pattern, rf"\1{layer}", key)
-            factors = tensors.pop(key)
-            own = [tensors.get(f"{name}.{part}", factors[:0]) for part in ("weight", "bias")]
-            if own[0].ndim != 2 or not factors.shape == own[1].shape == own[0].shape[:1]:
-                raise UserError(f'"{key}" {tuple(factors.shape)} has no "{name}" of its size to scale.')
-            scale = factors.double()
-            tensors[f"{name}.weight"] = (tensors[f"{name}.weight"].double() * scale[:, None]).float()
-            tensors[f"{name}.bias"] = (tensors[f"{name}.bias"].double() * scale).float()
-            folded += 1
-    if folded:
-        notes.append(f"LayerScale's {counted(folded, 'tensor')} folded into the layers that they scale")
-    for name in ("mask_token", "embeddings.mask_token"):
-        if tensors.pop(name, None) is not None:
-            notes.append("the mask token, which only pre-training uses, is left out")
-    kernels = [key for key in tensors if re.search(r"attn\.qkv\.weight$|attention\.(query|key|value)\.weight$", key)]
-    biases = [key.removesuffix("weight") + "bias" for key in kernels]
-    if kernels and not any(bias in tensors for bias in biases):
-        for kernel, bias in zip(kernels, biases, strict=True):
-            tensors[bias] = torch.zeros(tensors[kernel].shape[:1])
-        notes.append("query, key and value have no biases in the file: zeros")
-    return folded > 0
+
+def rename(tensors: Tensors, renames: list[tuple[str, str]]) -> dict[str, Tensor]:
+    """The tensors with each pattern in their keys replaced, in order."""
+    renamed = {}
+    for key, tensor in tensors.items():
+        for pattern, replacement in renames:
+            key = re.sub(pattern, replacement, key)
+        renamed[key] = tensor
+    return renamed
 
 
 def gelu_of(name: str) -> Gelu:

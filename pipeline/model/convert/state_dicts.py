@@ -1,18 +1,19 @@
 """Reads state dicts of other projects: which project's names they have, and what in them is no ViT of ours."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.model.convert import mae
+from pipeline.model.convert import mae, preprocessing
 from pipeline.model.convert.entries import Weights, check_values
 from pipeline.model.convert.huggingface_format import MODEL_TYPES, from_huggingface
-from pipeline.model.convert.names import NAMES
+from pipeline.model.convert.names import NAMES, Hints
 from pipeline.model.convert.preprocessing import Json
-from pipeline.model.convert.reading import ConfigFiles
+from pipeline.model.convert.reading import ConfigFiles, pair, read_vit
 from pipeline.model.convert.resnets import is_bit
 from pipeline.model.convert.timm_format import TIMM_KINDS, from_timm
 
@@ -21,21 +22,35 @@ _UNSUPPORTED = {
     "dist_token": "a distillation token",
     "distillation_token": "a distillation token",
     "fc_norm.": "a norm after pooling (fc_norm)",
-    "mlp.w12.": "a SwiGLU MLP",
-    "mlp.weights_in.": "a SwiGLU MLP",
-    "norm_pre.": "a norm before the blocks",
+    "cls_norm.": "a norm of the class token apart from that of the patches",
+    "attn.q_norm.": "norms of queries and keys",
+    "attn.norm.": "a norm inside of the attention (scale_norm)",
+    "mlp.norm.": "a norm inside of the MLP",
+    "relative_position_bias": "BEiT's table of relative positions",
+    "attn.rope.": "a learned rotation of queries and keys",
+    "rope.freqs": "a learned rotation of queries and keys",
+    "attn.q_proj.": "EVA-02's attention, whose rotation is not DINOv3's",
+    "mlp.fc1_g.": "EVA's SwiGLU, whose rotation is not DINOv3's",
+    "attn_pool.in_proj": "CoCa's attention pooling",
 }
+# Tensors that are no weights: counters of BatchNorm in projection heads; DINOv3's zeros of the keys' biases.
+_NO_WEIGHTS = ("num_batches_tracked", "attn.qkv.bias_mask")
 # Model type of Hugging Face -> why it is not read, or what to do instead.
 _OTHER_TYPES = {
     "siglip2": "SigLIP 2 for any aspect (NaFlex) takes lists of patches; use its models of a fixed size, whose model_type is siglip.",
-    "clip": "CLIP has a norm before the blocks, which is not supported: there is no way to load it.",
     "deit": "Use timm's weights of the model without a distillation token (deit_*).",
     "beit": "BEiT's attention has a learned table of relative positions for each head, which is not supported.",
     "data2vec-vision": "Its attention has BEiT's table of relative positions, which is not supported.",
 }
 # Beginnings of the keys of a model with towers for images and text, where the one for images is read.
-_TOWERS = ("vision_model.", "visual.trunk.")
-_PROJECTS = ("timm", "huggingface", "siglip")  # Kinds of names whose patch embeddings have different names.
+_TOWERS = ("vision_model.", "visual.trunk.", "visual.")
+_PROJECTS = (
+    "timm",
+    "huggingface",
+    "dinov3",
+    "siglip",
+    "open_clip",
+)  # Kinds of names whose patch embeddings have different names.
 
 
 def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) -> Weights:
@@ -52,8 +67,7 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
             f'its config.json says model_type = "{model_type[:100]}"; what can be read is {known}. {remedy}'
         )
     notes: list[str] = []
-    counters = "num_batches_tracked"  # of BatchNorm, in projection heads
-    tensors = {key.removeprefix("module."): tensor for key, tensor in tensors.items() if not key.endswith(counters)}
+    tensors = {key.removeprefix("module."): tensor for key, tensor in tensors.items() if not key.endswith(_NO_WEIGHTS)}
     tensors, decoder = mae.split(tensors)
     if decoder:
         for key, tensor in decoder.items():
@@ -63,10 +77,12 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
     for key, tensor in tensors.items():
         check_values(key, tensor)
         for part, feature in _UNSUPPORTED.items():
-            if part in key:
+            if key.startswith(part) or f".{part}" in key:
                 raise UserError(f'it has {feature} ("{key}"), which is not supported.')
     if kind == "timm":
         return _from_timm(tensors, config_files, notes)
+    if kind == "open_clip":
+        return _from_open_clip(tensors, config_files, notes)
     return from_huggingface(tensors, kind, config_files, notes)
 
 
@@ -77,7 +93,7 @@ def _image_tower(tensors: dict[str, Tensor], notes: list[str]) -> tuple[str, dic
     patches = {f"{NAMES[kind].patch}.weight": kind for kind in _PROJECTS}
     for key in tensors:
         patch = next((patch for patch in patches if key == patch or key.endswith(f".{patch}")), None)
-        if patch is None:
+        if patch is None or (patches[patch] == "open_clip" and "ln_post" not in "".join(tensors)):
             continue
         prefix = key.removesuffix(patch)
         own = {k.removeprefix(prefix): tensor for k, tensor in tensors.items() if _is_own(k, prefix)}
@@ -110,3 +126,42 @@ def _from_timm(tensors: dict[str, Tensor], config_files: ConfigFiles, notes: lis
 def _text(config: Json, name: str) -> str:
     """A text field of config.json; empty if it is missing. Raises UserError for another type."""
     return json_record.convert(config.get(name), str | None, "config.json", name) or ""
+
+
+@dataclass(frozen=True)
+class _ClipConfig:
+    """The fields of open_clip_config.json that are read."""
+
+    model_cfg: dict = field(default_factory=dict)
+    preprocess_cfg: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _ClipTower:
+    """The fields of `vision_cfg` there that are read."""
+
+    head_width: int | None = None
+    image_size: int | list[int] | None = None
+
+
+def _from_open_clip(tensors: dict[str, Tensor], config_files: ConfigFiles, notes: list[str]) -> Weights:
+    """The model for images of CLIP by open_clip, OpenAI and MetaCLIP."""
+    found: _ClipConfig = json_record.convert(config_files.clip, _ClipConfig, "open_clip_config.json")
+    where = "open_clip_config.json: model_cfg"
+    tower: _ClipTower = json_record.convert(found.model_cfg.get("vision_cfg", {}), _ClipTower, f"{where}.vision_cfg")
+    quick = json_record.convert(found.model_cfg.get("quick_gelu"), bool | None, where, "quick_gelu")
+    if not config_files.clip:
+        notes.append("no open_clip_config.json: exact GELU, as LAION's; OpenAI's and MetaCLIP's models need gelu=quick")
+    if tensors.pop("proj", None) is not None:
+        notes.append("the projection to the space of texts is left out")
+    norm = tensors.get("ln_post.weight")
+    heads = len(norm) // tower.head_width if tower.head_width and norm is not None else None
+    hints = Hints(
+        "quick" if quick else "erf",
+        1e-5,
+        heads,
+        pair("vision_cfg.image_size", tower.image_size),
+        kernel="bicubic_antialias",
+    )
+    images = preprocessing.from_open_clip(found.preprocess_cfg) if found.preprocess_cfg else None
+    return read_vit(tensors, NAMES["open_clip"], hints, images, {}, notes)

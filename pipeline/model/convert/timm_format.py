@@ -14,20 +14,13 @@ from pipeline.architecture.config import Config, Kernel, ResNetConfig, stem_redu
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import Weights
 from pipeline.model.convert.names import NAMES, Hints, vit_entries
-from pipeline.model.convert.plain import as_plain
-from pipeline.model.convert.preprocessing import Json
-from pipeline.model.convert.reading import (
-    assume_imagenet,
-    check_normalisation,
-    gelu_of,
-    pair,
-    read_vit,
-    simplify,
-    with_view,
-)
+from pipeline.model.convert.plain import as_plain, move_patch_bias
+from pipeline.model.convert.preprocessing import Json, Preprocessing
+from pipeline.model.convert.reading import check_normalisation, gelu_of, join, pair, read_vit, rename, with_view
 from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_bit
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
@@ -43,7 +36,17 @@ _TIMM_HYBRIDS = {
 }  # fmt: skip
 _TIMM_BITS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")
 
-TIMM_KINDS = ("vit", "deit", "flexivit", "resnetv2", "dinov2", "test_vit")
+TIMM_KINDS = ("vit", "deit", "flexivit", "resnetv2", "dinov2", "eva_giant", "test_vit")
+
+
+# Names of facebookresearch's and of timm's other models -> those of timm's ViT.
+_PUBLISHED = [
+    (r"^(register|storage)_tokens$", "reg_token"), (r"\.gamma_([12])$", r".ls\1.gamma"), (r"attn\.([qv])_bias$", r"attn.\1.bias"),
+]  # fmt: skip
+# Layers of theirs -> the layer with the rows of these.
+_JOINED = {("w1", "w2"): "w12", ("q", "v"): "qkv"}
+# Beginnings of the names of what only pre-training uses: projection heads, DINOv3's norm for small views and its table of periods.
+_LEFT_OUT = ("fc.", "local_cls_norm.", "rope_embed.")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class _TimmArgs:
     global_pool: str | None = None
     act_layer: str | None = None
     pos_embed: str | None = None
+    init_values: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,37 +77,59 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     found: _TimmConfig = json_record.convert(config, _TimmConfig, "config.json")
     args, cfg = found.model_args or _TimmArgs(), found.pretrained_cfg or {}
     extra: dict[str, Any] = {"classes": found.label_names} if found.label_names else {}
-    images = preprocessing.from_timm(cfg)
-    size = pair("model_args.img_size", args.img_size or images.view.get("image_size"))
+    images = preprocessing.from_timm(cfg) if cfg else None
+    size = pair("model_args.img_size", args.img_size or (images.view["image_size"] if images else None))
     if is_bit(tensors):
         notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
         bit = find_bit(tensors, size or (224, 224))
+        images = images or Preprocessing({})
         check_normalisation(images)
         return Weights(bit, bit_entries(bit, flax=False).read(tensors), with_view(extra, images), notes)
 
     kernel = _timm_kernel(tensors)
-    if "register_tokens" in tensors:  # the name in facebookresearch/dinov2
-        tensors["reg_token"] = tensors.pop("register_tokens")
+    is_dinov3 = "storage_tokens" in tensors or any(key.startswith("rope_embed.") for key in tensors)
+    if is_dinov3:
+        _without_key_bias(tensors)
+    is_dinov3 |= "dinov3" in (found.architecture or "")
+    tensors = rename(tensors, _PUBLISHED)
+    for parts, joined in _JOINED.items():
+        join(tensors, parts, joined)
+    up, down = (tensors.get(f"blocks.0.mlp.{name}.weight") for name in ("fc1", "fc2"))
+    if up is not None and down is not None and len(up) == 2 * down.shape[-1]:  # timm's packed SwiGLU
+        tensors = rename(tensors, [(r"mlp\.fc1\.", "mlp.w12."), (r"mlp\.fc2\.", "mlp.w3.")])
+
     pool = args.global_pool or found.global_pool or "token"
     if pool not in ("token", "map") and "cls_token" in tensors:
         raise UserError(f"its head reads global_pool = {pool} beside a class token; only one of them is supported.")
-    has_layer_scale = simplify(tensors, notes)
-    projection = [key for key in tensors if key.startswith("fc.")]
-    for key in projection:
+    left_out = [key for key in tensors if key.startswith(_LEFT_OUT)]
+    for key in left_out:
         del tensors[key]
-    if projection:
-        notes.append("the projection head, which only pre-training uses, is left out")
+    if left_out:
+        notes.append(f"{counted(len(left_out), 'tensor')} that only pre-training uses left out, such as {left_out[0]}")
+    if any(key.startswith("fc.") for key in left_out) and images is None:
+        images = preprocessing.IMAGENET
+        notes.append("a projection head as MSN's: images taken as normalised by ImageNet's mean")
     if "cls_token" in tensors and _has_no_class_row(tensors, size):
         table = tensors["pos_embed"]
         tensors["pos_embed"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
         notes.append("the class token has no position in the file: zeros")
-    if (has_layer_scale or projection) and not cfg:
-        images = assume_imagenet("config.json", notes)
+    name = found.architecture or ""
+    activation = (
+        "quick_gelu" if "quickgelu" in name else "gelu_tanh" if "so400m" in name or "giantopt" in name else "gelu"
+    )
     hints = Hints(
-        gelu_of(args.act_layer or "gelu"), num_heads=args.num_heads, image_size=size,
-        without_table="none" if args.pos_embed in ("none", "") else None, kernel=kernel,
+        gelu_of(args.act_layer or activation), 1e-5 if is_dinov3 or "norm_pre.weight" in tensors else 1e-6, args.num_heads, size,
+        "none" if is_dinov3 or args.pos_embed in ("none", "") else None, kernel, rope_base=100.0 if is_dinov3 else None,
+        layer_scale=1.0 if args.init_values is None else args.init_values,
     )  # fmt: skip
-    return read_vit(tensors, "timm", hints, images, extra, notes)
+    return read_vit(tensors, NAMES["timm"], hints, images, extra, notes)
+
+
+def _without_key_bias(tensors: dict[str, Tensor]) -> None:
+    """DINOv3 as published multiplies the biases of keys by 0."""
+    for key in [key for key in tensors if key.endswith("attn.qkv.bias")]:
+        q, _, v = tensors[key].chunk(3)
+        tensors[key] = torch.cat([q, v])
 
 
 def _timm_kernel(tensors: dict[str, Tensor]) -> Kernel:
@@ -134,8 +160,16 @@ def to_timm(
     if isinstance(model, ResNet):
         tensors = bit_entries(model.config, flax=False).write(model.state_dict())
     else:
-        config, state = as_plain(model, "timm's ViT", ("token", "gap", "map"), hybrids=True, representation=False)
-        tensors = vit_entries(config, NAMES["timm"]).write(state)
+        config, state = as_plain(
+            model, "timm's ViT", ("token", "gap", "map"), hybrids=True, representation=False,
+            holds=frozenset({"layer_scale", "registers", "embedding_norm"}),
+        )  # fmt: skip
+        if config.embedding_norm:
+            move_patch_bias(state, config.num_patches)
+        tensors = vit_entries(config, NAMES["timm"]._replace(patch_bias=not config.embedding_norm)).write(state)
+        if config.registers and config.pool == "token":  # timm adds no position to the class token of such a model
+            positions = tensors["pos_embed"]
+            tensors |= {"cls_token": tensors["cls_token"] + positions[:, :1], "pos_embed": positions[:, 1:].clone()}
     architecture, args = timm_architecture(model.config)
     found = {
         "architecture": architecture,
@@ -163,8 +197,12 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
         "img_size": list(config.image_size), "patch_size": config.patch_size, "embed_dim": D, "depth": config.depth,
         "num_heads": config.num_heads, "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
     }  # fmt: skip
-    if config.gelu == "tanh":
-        args["act_layer"] = "gelu_tanh"
+    if config.gelu != "erf":
+        args["act_layer"] = "gelu_tanh" if config.gelu == "tanh" else "quick_gelu"
+    if config.layer_scale is not None:
+        args["init_values"] = config.layer_scale
+    if config.registers:
+        args |= {"reg_tokens": config.registers, "no_embed_class": True}
     if config.pool != "token":
         args |= {"class_token": False, "global_pool": "avg" if config.pool == "gap" else "map", "fc_norm": False}
     if config.stem is not None:
@@ -173,6 +211,8 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
                 f"timm has no hybrid whose ResNet has units {config.stem}; format = safetensors can hold it."
             )
         return _TIMM_HYBRIDS[config.stem], args
+    if config.embedding_norm:
+        return "vit_base_patch16_clip_224", args  # which has such a norm, and an eps of 1e-5
     for (letter, patch), size in _TIMM_NAMES.items():
         if VARIANTS[letter][:3] == (D, config.depth, M) and patch == config.patch_size:
             return f"vit_{size}_patch{patch}_224", args

@@ -1,0 +1,49 @@
+"""What a checkpoint records of a mixture, and the part of it that decides the batches before a step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.data.dataset.split import NOTHING_EXCLUDED
+from pipeline.data.mixture.shares import whole_numbers
+from pipeline.data.mixture.split import MixedSplit
+
+# Name in a run's identity.
+MIXTURE = "mixture"
+
+
+def mixture_facts(split: MixedSplit) -> dict[str, Any]:
+    """As plain values: each set with its content, and from which batch on how many samples in a period come from each."""
+    sets = [
+        {"path": entry.path, "split": entry.split, "limit": str(entry.limit), "fingerprint": dataset.fingerprint, "excluded": part.excluded}
+        for entry, dataset, part in zip(split.mixture.sets, split.datasets, split.parts, strict=True)
+    ]  # fmt: skip
+    return {
+        "sets": sets,
+        "phases": [[start, whole_numbers(weights).tolist()] for start, weights in split.mixture.phases],
+    }
+
+
+def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
+    """What a run's identity says of its first batches, in words: equal texts have equal batches."""
+    found = identity.get(MIXTURE) or _one_set(identity)
+    phases = [(start, counts) for start, counts in found["phases"] if start < max(batches, 1)]
+    words = []
+    for number, one in enumerate(found["sets"]):
+        counts = [of_phase[number] for _, of_phase in phases]
+        if not any(counts):
+            continue
+        shares = ", then ".join(
+            f"{of_phase[number]}/{sum(of_phase)}" + f" from step {start}" * bool(start) for start, of_phase in phases
+        )
+        excluded = "" if one["excluded"] == NOTHING_EXCLUDED else f" without {one['excluded']}"
+        words.append(f"set {number}: {one['fingerprint']} split {one['split']}{excluded}, {shares}")
+    return "; ".join(words)
+
+
+def _one_set(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a run with one data set."""
+    one = {
+        "split": identity.get("data.train_split", "train"), "fingerprint": identity.get("fingerprint"),
+        "excluded": identity.get("excluded", NOTHING_EXCLUDED),
+    }  # fmt: skip
+    return {"sets": [one], "phases": [[0, [1]]]}

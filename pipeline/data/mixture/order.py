@@ -1,0 +1,121 @@
+"""The order of a mixture: a pure function of (seed, epoch, position), made of the order of each set.
+
+`Shares` says from which set a sample comes and how many of that set came before; the set's own order, over its own epochs, says
+which sample that is. A small set begins its next epoch while a large one is still in its first. Samples of a mixture are numbered
+through the sets: row r of a set is row (rows of the sets before it) + r.
+
+The shares may change at the start of a batch: each *phase* continues every set where the one before left it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
+from pipeline.data.dataset.split import Split
+from pipeline.data.loading.order import Order, order_of_split
+from pipeline.data.mixture.phases import Phase
+from pipeline.data.mixture.shares import Shares
+from pipeline.data.mixture.split import MixedSplit
+from pipeline.settings.run_sections import DataConfig
+
+_SEED_OF_SET = Purpose.named("order of one set of a mixture")
+
+
+class MixtureOrder(Order):
+    """Maps positions 0, 1, 2, ... of training to rows of a mixture.
+
+    orders: of the sets. phases: ascending, from batch 0 on; each has one weight for each set.
+    """
+
+    def __init__(self, orders: Sequence[Order], phases: Sequence[Phase], global_batch: int) -> None:
+        assert phases[0].first_batch == 0
+        assert all(len(phase.weights) == len(orders) for phase in phases)
+        self.orders, self.global_batch = orders, global_batch
+        self.set_starts = np.concatenate([[0], np.cumsum([order.num_samples for order in orders])])
+        self.num_samples = int(self.set_starts[-1])
+        self.is_balanced = any(order.is_balanced for order in orders)
+        self.shares = [Shares(phase.weights) for phase in phases]
+        self.starts = np.array([phase.first_batch * global_batch for phase in phases], np.int64)
+        # (phases, sets): how many samples of each set come before a phase.
+        self.taken = np.zeros((len(phases), len(orders)), np.int64)
+        for number, length in enumerate(np.diff(self.starts).tolist()):
+            self.taken[number + 1] = self.taken[number] + self.shares[number].first(length)
+
+    def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, epochs), int64 each, of the samples at these positions. epochs: of the set that a sample comes from."""
+        sets, places = self.locate(positions)
+        rows, epochs = np.empty_like(places), np.empty_like(places)
+        for number in np.unique(sets).tolist():
+            is_from = sets == number
+            rows[is_from], epochs[is_from] = self.orders[number].rows(places[is_from])
+        return rows + self.set_starts[sets], epochs
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """The epoch of each position, int64: that of its set."""
+        sets, places = self.locate(positions)
+        epochs = np.empty_like(places)
+        for number, order in enumerate(self.orders):
+            is_from = sets == number
+            epochs[is_from] = order.epochs(places[is_from])
+        return epochs
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(set, number of samples of that set before) of the samples at these positions, int64 each."""
+        positions = np.asarray(positions, np.int64)
+        phases = np.searchsorted(self.starts, positions, side="right") - 1
+        sets, places = np.empty_like(positions), np.empty_like(positions)
+        for phase in np.unique(phases).tolist():
+            of_phase = phases == phase
+            found, place = self.shares[phase].locate(positions[of_phase] - self.starts[phase])
+            sets[of_phase], places[of_phase] = found, self.taken[phase, found] + place
+        return sets, places
+
+    def first(self, num_samples: int) -> np.ndarray:
+        """How many of the first `num_samples` samples come from each set, int64 (sets,)."""
+        phase = int(np.searchsorted(self.starts, num_samples, side="right")) - 1
+        return self.taken[phase] + self.shares[phase].first(num_samples - int(self.starts[phase]))
+
+    def uses(self, row: int, end: int) -> list[tuple[int, int]]:
+        """(epoch, position) of each use of a row before position `end`. The epoch is that of its set."""
+        number = int(np.searchsorted(self.set_starts, row, side="right")) - 1
+        uses = self.orders[number].uses(row - int(self.set_starts[number]), int(self.first(end)[number]))
+        return [(epoch, self._position(number, place)) for epoch, place in uses]
+
+    def _position(self, number: int, place: int) -> int:
+        """Position of the sample of a set that has `place` of them before it."""
+        phase = int(np.searchsorted(self.taken[:, number], place, side="right")) - 1
+        within = self.shares[phase].positions(number, np.array([place - self.taken[phase, number]]))
+        return int(self.starts[phase] + within[0])
+
+
+def train_order(split: Split, data: DataConfig, seed: int, global_batch: int) -> Order:
+    """The order of a run's training split."""
+    if not isinstance(split, MixedSplit):
+        return order_of_split(split, data, seed, global_batch)
+    phases = split.mixture.phases
+    shares = [Shares(phase.weights) for phase in phases]
+    orders = [
+        order_of_split(part, data, seed_of_set(seed, number), samples_a_round(shares, number, data, global_batch))
+        for number, part in enumerate(split.parts)
+    ]
+    return MixtureOrder(orders, phases, global_batch)
+
+
+def seed_of_set(seed: int, number: int) -> int:
+    """The seed of the order of a set, which is the run's for set 0: it is in the order that it has alone."""
+    return int(random_numbers.bits(seed, _SEED_OF_SET, number) >> 1) if number else seed
+
+
+def samples_a_round(shares: Sequence[Shares], number: int, data: DataConfig, global_batch: int) -> int:
+    """How many samples of a set are taken from its streams in one round: about as many as a batch has of it when it is first used.
+
+    So a rank reads few shards at a time. Later phases do not change it, or else they would change the set's order.
+    """
+    return data.streams * max(1, round(global_batch * first_share(shares, number) / data.streams))
+
+
+def first_share(shares: Sequence[Shares], number: int) -> float:
+    """The share of a set in the first phase that uses it; 0 if none does."""
+    return next((float(share) for share in (phase.share(number) for phase in shares) if share), 0.0)

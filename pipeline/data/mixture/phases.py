@@ -1,0 +1,62 @@
+"""What data.path and data.mix say: the sets of a run, and the phases of their weights."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pipeline.base.errors import UserError
+from pipeline.settings.run_sections import DataConfig, MixedSet
+
+
+class Phase(NamedTuple):
+    """Weights from a batch on. first_batch: counted from 0. weights: one a set, 0 for a set that is not used in it."""
+
+    first_batch: int
+    weights: tuple[float, ...]
+
+
+class Mixture(NamedTuple):
+    """sets: data.path first, then those of data.mix as they come. phases: ascending, from batch 0 on."""
+
+    sets: tuple[MixedSet, ...]
+    phases: tuple[Phase, ...]
+
+
+def mixture_of(data: DataConfig) -> Mixture:
+    """The sets and phases of a run. Raises UserError for entries that contradict one another."""
+    if data.weight != 1 and not data.mix:
+        raise UserError(f"data.weight = {data.weight:g} has no effect without data.mix. Leave it at 1.")
+    main = MixedSet(path=data.path, weight=data.weight, split=data.train_split, exclude=data.exclude, limit=data.limit)
+    sets, weights = {main.name: main}, {(0, main.name): main.weight}
+    for number, entry in enumerate(data.mix):
+        _add(entry, f"data.mix[{number}]", sets, weights, entry.name == main.name)
+    phases, now = [], dict.fromkeys(sets, 0.0)
+    for start in sorted({start for start, _ in weights}):
+        now |= {name: weight for (at, name), weight in weights.items() if at == start}
+        if not sum(now.values()):
+            raise UserError(f"the weights of all data sets are 0 from step {start} on: give one of them another.")
+        phases.append(Phase(start, tuple(now.values())))
+    return Mixture(tuple(sets.values()), tuple(phases))
+
+
+def _add(
+    entry: MixedSet, where: str, sets: dict[tuple[str, str], MixedSet], weights: dict[tuple[int, tuple[str, str]], float],
+    is_main: bool,
+) -> None:  # fmt: skip
+    """Add an entry of data.mix to the sets, and to the weights by (first batch, name of the set)."""
+    if (entry.from_step, entry.name) in weights:
+        own = "data.path itself, whose weight is data.weight" if is_main else "there twice"
+        at = f" from step {entry.from_step}" if entry.from_step else ""
+        raise UserError(f"{where}: {entry.path}, split {entry.split!r}, is {own}{at}. Leave one of them out.")
+    if not entry.weight and not entry.from_step:
+        raise UserError(f"{where}.weight = 0: leave the set out, or end it at a later step with from_step.")
+    weights[entry.from_step, entry.name] = entry.weight
+    known = _details(sets.setdefault(entry.name, entry))
+    for name, value in _details(entry).items():
+        if known[name] != value and not (is_main and value == _details(MixedSet(path="", weight=1))[name]):
+            raise UserError(
+                f"{where}.{name} = {value} differs from {known[name]} of the same set before: a later entry changes its weight alone."
+            )
+
+
+def _details(entry: MixedSet) -> Mapping[str, object]:
+    return {"exclude": entry.exclude, "limit": entry.limit, "class_map": entry.class_map}

@@ -1,0 +1,171 @@
+"""Opens the data of a run: one data set, or those of a mixture with their labels brought together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
+from pipeline.base.words import counted
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.dataset.split import Split
+from pipeline.data.dataset.subset import held_out_split, run_splits
+from pipeline.data.mixture.order import first_share
+from pipeline.data.mixture.phases import mixture_of
+from pipeline.data.mixture.shares import Shares
+from pipeline.data.mixture.split import mix
+from pipeline.data.storage.cache import Storage
+from pipeline.settings.run_sections import DataConfig, MixedSet
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run.
+
+    own: data.path. dataset: it, too, but in a mixture whose labels are learnt, with the classes of all sets, its own first. split: to
+    train on. evaluation: the held-out split, if there is one. eval_split: data.eval_split, "" without one. epoch_samples: samples of training in
+    which the training split of data.path is used once, by its first share.
+    """
+
+    own: Dataset
+    dataset: Dataset
+    split: Split
+    evaluation: Split | None
+    eval_split: str
+    epoch_samples: int
+
+
+def open_run_data(
+    data: DataConfig, seed: int, global_batch: int, storage: Storage | None = None, reads_labels: bool = True
+) -> RunData:
+    """Open the data sets of a run and check them. storage: of all sets, with one cache for them.
+
+    reads_labels: whether the run learns labels; without it, those of data.path alone are there. Raises UserError as
+    `open_dataset` and `run_splits` do, and for sets that do not go together.
+    """
+    own = dataset = open_dataset(data.path, storage)
+    split, evaluation = run_splits(own, data, seed)
+    eval_split = held_out_split(own, data)
+    mixture = mixture_of(data)
+    if len(mixture.sets) == 1:
+        return RunData(own, own, split, evaluation, eval_split, len(split))
+    datasets, splits = [own], [split]
+    for entry in mixture.sets[1:]:
+        other, part = _open(entry, own.storage, seed)
+        datasets.append(other)
+        splits.append(part)
+    _refuse_same(mixture.sets, datasets)
+    try:
+        shares = [Shares(phase.weights) for phase in mixture.phases]
+    except ValueError as error:
+        raise UserError(f"data.weight and data.mix: {error}.") from None
+    for entry, part, number in zip(mixture.sets, splits, range(len(splits)), strict=True):
+        most = max(float(share.share(number)) for share in shares)
+        if most * global_batch > len(part):
+            raise UserError(
+                f"{entry.path}, split {entry.split!r}, has {counted(len(part), 'sample')}, and a batch holds {most * global_batch:,.1f} of "
+                f"it ({most:.2%} of train.global_batch = {global_batch}): the same image several times. Give it a smaller weight, or "
+                "use a smaller batch."
+            )
+    label_maps: list[np.ndarray | None] = [None] * len(datasets)
+    class_notes: list[str] = []
+    if reads_labels:
+        dataset, label_maps, class_notes = _bring_together(mixture.sets, datasets, splits)
+    else:
+        splits[1:] = [_without_labels(part) for part in splits[1:]]
+    epoch_samples = round(len(split) / first_share(shares, 0))
+    return RunData(
+        own, dataset, mix(mixture, datasets, splits, label_maps, class_notes), evaluation, eval_split, epoch_samples
+    )
+
+
+def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]:
+    try:
+        dataset = open_dataset(entry.path, storage)
+        return dataset, dataset.split(entry.split, entry.exclude, entry.limit, seed)
+    except UserError as error:
+        raise UserError(f"data.mix, {entry.path}: {error}") from None
+
+
+def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:
+    """Raise UserError for the same images twice, under whatever path."""
+    seen: dict[tuple[str, str], MixedSet] = {}
+    for entry, dataset in zip(sets, datasets, strict=True):
+        other = seen.setdefault((dataset.fingerprint, entry.split), entry)
+        if other is not entry:
+            raise UserError(
+                f"data.mix: {entry.path} and {other.path} are the same data set ({dataset.fingerprint}), both with split "
+                f"{entry.split!r}. Leave one of them out, and give the other the weight of both."
+            )
+
+
+def _without_labels(split: Split) -> Split:
+    nothing = np.broadcast_to(np.int64(0), len(split.index) + 1)
+    index = replace(split.index, label_starts=nothing, labels=np.empty(0, np.int32), max_labels=0, max_label=-1)
+    return replace(split, index=index)
+
+
+def _bring_together(
+    sets: Sequence[MixedSet], datasets: Sequence[Dataset], splits: Sequence[Split]
+) -> tuple[Dataset, list[np.ndarray | None], list[str]]:
+    """(the first data set with the classes of all, for each set its classes' numbers among them, a line for each set with own classes).
+
+    The classes are those of the first set in its order, then the new ones of each other set in its order; the same name is the
+    same class. Without any labels there are no classes. Raises UserError for sets with and without labels, with one and several labels
+    a sample, and for an unknown class in a class_map.
+    """
+    if not any(dataset.classes for dataset in datasets):
+        return datasets[0], [None] * len(datasets), []
+    several = [part.max_labels > 1 for part in splits]
+    for entry, dataset, of_many in zip(sets, datasets, several, strict=True):
+        if not dataset.classes:
+            labelled = next(
+                other.path for other, with_labels in zip(sets, datasets, strict=True) if with_labels.classes
+            )
+            raise UserError(
+                f"data.mix: {entry.path} has no labels, and {labelled} has: a run that learns classes needs them of every set. Leave it "
+                "out, or use an objective that learns without labels, such as train.loss=dino."
+            )
+        if of_many != several[0]:
+            one, many = (entry, sets[0]) if several[0] else (sets[0], entry)
+            raise UserError(
+                f"data.mix: {many.path} has several labels a sample and {one.path} has one: what is not named means something else in "
+                "each. Mix sets of one form, or use an objective that learns without labels, such as train.loss=dino."
+            )
+    classes: dict[str, str] = {}
+    label_maps = [_labels_in(classes, entry, dataset) for entry, dataset in zip(sets, datasets, strict=True)]
+    info = {
+        **datasets[0].info,
+        "classes": list(classes),
+        "num_classes": len(classes),
+        "class_names": list(classes.values()),
+    }
+    notes = []
+    having = np.zeros(len(classes), np.int64)
+    numbers = [
+        np.arange(datasets[i].num_classes) if found is None else np.unique(found) for i, found in enumerate(label_maps)
+    ]
+    for found in numbers:
+        having[found] += 1
+    for entry, found in zip(sets, numbers, strict=True):
+        alone = [list(classes)[number] for number in found if having[number] == 1]
+        if alone:
+            some = f"{alone[0]!r}" + f" and {len(alone) - 1:,} more" * (len(alone) > 1)
+            notes.append(f"of {counted(len(classes), 'class')} of the mixture, only {entry.path} has {some}")
+    return replace(datasets[0], info=info), label_maps, notes
+
+
+def _labels_in(classes: dict[str, str], entry: MixedSet, dataset: Dataset) -> np.ndarray | None:
+    """The number in `classes` of each class of a set, int32; None if it is its own. classes: name -> readable name; grows.
+
+    Raises UserError for an unknown class in the class_map.
+    """
+    if unknown := [name for name in entry.class_map if name not in dataset.classes]:
+        raise UserError(f"data.mix: class_map of {entry.path} has {quoted(unknown[0])}, which is no class of it.")
+    for own, shown in zip(dataset.classes, dataset.class_names, strict=True):
+        name = entry.class_map.get(own, own)
+        classes.setdefault(name, name if own in entry.class_map else shown)
+    places = {name: place for place, name in enumerate(classes)}
+    label_map = np.array([places[entry.class_map.get(own, own)] for own in dataset.classes], np.int32)
+    return None if np.array_equal(label_map, np.arange(len(label_map))) else label_map

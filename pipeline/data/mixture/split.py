@@ -1,0 +1,171 @@
+"""The training splits of several data sets as one split, whose rows are numbered through them."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.dataset.split import Split
+from pipeline.data.mixture.phases import Mixture
+from pipeline.data.mixture.shares import whole_numbers
+
+
+@dataclass(frozen=True)
+class MixedSplit(Split):
+    """What training needs of the splits of several data sets; made by `mix`. The fields that it inherits are those of all shards.
+
+    mixture: its settings. datasets: the data set of each part. label_maps: class of each -> class of the mixture, int32; None where
+    they are the same. first_rows: of each part, and the number of all rows. class_notes: lines about the classes.
+    """
+
+    mixture: Mixture
+    sets: tuple[Split, ...]
+    datasets: tuple[Dataset, ...]
+    label_maps: tuple[np.ndarray | None, ...]
+    first_rows: list[int]
+    class_notes: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[Split, ...]:
+        return self.sets
+
+    @property
+    def max_labels(self) -> int:
+        return max(part.max_labels for part in self.sets)
+
+    @property
+    def offsets(self) -> "_ColumnOfParts":
+        return _ColumnOfParts(self, "offsets")
+
+    @property
+    def sizes(self) -> "_ColumnOfParts":
+        return _ColumnOfParts(self, "sizes")
+
+    def place(self, row: int) -> tuple[int, int]:
+        """(part, row in it) of a row."""
+        number = bisect_right(self.first_rows, row) - 1
+        return number, row - self.first_rows[number]
+
+    def labels_of(self, row: int) -> np.ndarray:
+        number, own = self.place(int(row))
+        labels, label_map = self.sets[number].labels_of(own), self.label_maps[number]
+        return labels if label_map is None else label_map[labels]
+
+    def hash_of(self, row: int) -> bytes | None:
+        number, own = self.place(int(row))
+        return self.sets[number].hash_of(own)
+
+    def set_of(self, rows: np.ndarray) -> np.ndarray:
+        """The part of each row, int64."""
+        return np.searchsorted(self.first_rows, rows, side="right") - 1
+
+    def manifest_rows(self, rows: np.ndarray | int) -> np.ndarray:
+        """Rows in the manifest of each sample's own data set."""
+        rows = np.asarray(rows)
+        numbers, found = self.set_of(rows), np.empty_like(rows)
+        for number, part in enumerate(self.sets):
+            mine = numbers == number
+            found[mine] = part.manifest_rows(rows[mine] - self.first_rows[number])
+        return found
+
+    def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
+        rows = np.asarray(rows, np.int64)
+        numbers, found = self.set_of(rows), [""] * len(rows)
+        for number in np.unique(numbers).tolist():
+            chosen = np.flatnonzero(numbers == number)
+            for place, key in zip(chosen, self.sets[number].keys(rows[chosen] - self.first_rows[number]), strict=True):
+                found[place] = key
+        return found
+
+    def row_of(self, key: str) -> int:
+        """The row of a key. Raises UserError as `Split.row_of`, and when several sets have it."""
+        found, first_error = [], None
+        for number, part in enumerate(self.sets):
+            try:
+                found.append(self.first_rows[number] + part.row_of(key))
+            except UserError as error:
+                first_error = first_error or error
+        if not found:
+            assert first_error is not None
+            raise first_error
+        if len(found) > 1:
+            raise UserError(
+                f"{len(found)} sets of the mixture have a sample {key!r}, so the key does not tell which. Ask by step=..."
+            )
+        return found[0]
+
+    @property
+    def set_names(self) -> list[str]:
+        """Of each part, as people call it: the name of its folder, and of its split if it is another than train."""
+        return [
+            dataset.path.name + f":{part.name}" * (part.name != "train")
+            for dataset, part in zip(self.datasets, self.sets, strict=True)
+        ]
+
+    @property
+    def shares(self) -> list[str]:
+        """Of each part, as "30.00%, 10.00% from step 50,000"."""
+        counts = [(phase.first_batch, whole_numbers(phase.weights)) for phase in self.mixture.phases]
+        return [
+            ", ".join(
+                f"{of_phase[number] / of_phase.sum():.2%}" + f" from step {first:,}" * bool(first)
+                for first, of_phase in counts
+            )
+            for number in range(len(self.sets))
+        ]
+
+    def describe(self) -> str:
+        """The sets with their shares and sizes, in one line."""
+        sets = zip(self.set_names, self.shares, self.sets, strict=True)
+        return "mixture: " + "; ".join(f"{name} {share} ({counted(len(part), 'sample')})" for name, share, part in sets)
+
+    def notes(self) -> list[str]:
+        names = self.set_names
+        lines = [f"{name}: {line}" for name, part in zip(names, self.sets, strict=True) for line in part.notes()]
+        return [self.describe(), *lines, *self.class_notes]
+
+
+@dataclass(frozen=True)
+class _ColumnOfParts:
+    """A column of all parts, indexed by a row."""
+
+    split: MixedSplit
+    name: str
+
+    def __getitem__(self, row: int) -> int:
+        number, own = self.split.place(int(row))
+        return getattr(self.split.sets[number], self.name)[own]
+
+
+def mix(
+    mixture: Mixture, datasets: Sequence[Dataset], splits: Sequence[Split], label_maps: Sequence[np.ndarray | None],
+    class_notes: Sequence[str],
+) -> MixedSplit:  # fmt: skip
+    """One split of these splits, in this order. The first one's index, table and excluded samples stand for it elsewhere."""
+    main = splits[0]
+    sizes = np.concatenate([split.shard_sizes for split in splits])
+    rows = np.concatenate([[0], np.cumsum([len(split) for split in splits])])
+    inherited = {name: getattr(main, name) for name in Split.__dataclass_fields__}
+    return MixedSplit(
+        **inherited
+        | {
+            "shard_paths": [path for split in splits for path in split.shard_paths],
+            "shard_sizes": sizes,
+            "shard_starts": np.concatenate([[0], np.cumsum(sizes)]),
+            "shard_bytes": np.concatenate([split.shard_bytes for split in splits]),
+            "shard_sha256": pa.chunked_array(
+                [chunk for split in splits for chunk in split.shard_sha256.chunks], pa.string()
+            ),
+        },
+        mixture=mixture,
+        sets=tuple(splits),
+        datasets=tuple(datasets),
+        label_maps=tuple(label_maps),
+        first_rows=rows.tolist(),
+        class_notes=tuple(class_notes),
+    )

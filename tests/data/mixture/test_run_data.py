@@ -1,0 +1,160 @@
+"""The data of a mixture: settings, labels brought together, rows through all sets, and what is refused."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import make_dataset
+
+from pipeline.base.errors import UserError
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.loading.loader import BadBudget, Loader
+from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.views import train_view
+from pipeline.data.mixture.order import train_order
+from pipeline.data.mixture.phases import mixture_of
+from pipeline.data.mixture.run_data import RunData, open_run_data
+from pipeline.data.mixture.split import MixedSplit
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+from pipeline.settings.run_sections import AugmentConfig
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sets")
+    make_dataset(folder / "a", {"train": 90, "val": 10})
+    make_dataset(folder / "b", {"train": 50, "extra": 20}, seed=1)
+    make_dataset(folder / "bare", {"train": 30}, seed=2, labelled=False)
+    shutil.copytree(folder / "a", folder / "copy")
+    return folder
+
+
+def config(sets: Path, mix: str, *more: str) -> RunConfig:
+    mix = mix.replace("path: ", f"path: {sets}/")
+    own = [
+        "name=mixed",
+        f"data.path={sets / 'a'}",
+        f"data.mix=[{mix}]",
+        "model.name=ViT-Ti/16",
+        "data.streams=4",
+        "data.window=8",
+    ]
+    return schema.load(
+        RunConfig, None, [*own, "train.length=3 epochs", "train.global_batch=20", "optimizer.lr=0.1", *more]
+    )
+
+
+def opened(sets: Path, mix: str, *more: str, reads_labels: bool = True) -> RunData:
+    of_run = config(sets, mix, *more)
+    return open_run_data(of_run.data, 0, of_run.train.global_batch, reads_labels=reads_labels)
+
+
+def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
+    data = opened(sets, "{path: b, weight: 0.25, limit: 40}, {path: b, weight: 0.25, split: extra}")
+    split = data.split
+    assert isinstance(split, MixedSplit)
+    assert len(split) == 90 + 40 + 20
+    assert data.epoch_samples == 135  # Two thirds of the samples are of the 90.
+    rows = np.arange(len(split))
+    assert split.keys(rows) == [key for part in split.parts for key in part.keys(np.arange(len(part)))]
+    assert [split.row_of(key) for key in split.keys([120, 140])[1:]] == [140]
+    both = next(key for key in split.parts[1].keys(np.arange(40)) if key in split.parts[0].keys(np.arange(90)))
+    with pytest.raises(UserError, match=f"2 sets of the mixture have a sample '{both}'"):
+        split.row_of(both)
+    order = train_order(
+        split, config(sets, "{path: b, weight: 0.25, limit: 40}, {path: b, weight: 0.25, split: extra}").data, 0, 20
+    )
+    assert not isinstance(order, SampleOrder)
+    with Loader(split, train_view(AugmentConfig(), 0, 8), 2, 1, max_bad_share=0.0) as loader:
+        batch = next(loader.batches([order.slice(0)]))
+    counts = np.bincount(split.set_of(batch.rows), minlength=3)
+    assert counts.tolist() in ([13, 4, 3], [13, 3, 4], [14, 3, 3])
+    for i, row in enumerate(batch.rows.tolist()):
+        number, own = split.place(row)
+        part = split.parts[number]
+        assert batch.labels[i].tolist() == part.labels_of(own).tolist()
+        assert batch.valid[i]
+
+
+def test_classes_are_joined_by_name_or_map(sets: Path, tmp_path: Path) -> None:
+    a = open_dataset(sets / "a")
+    data = opened(sets, f"{{path: b, weight: 1, class_map: {{{a.classes[1]}: {a.classes[0]}, {a.classes[2]}: new}}}}")
+    assert data.dataset.classes == [*a.classes, "new"]
+    part = data.split.parts[1]
+    row = next(row for row in range(len(part)) if part.labels_of(row)[0] == 1)
+    assert data.split.labels_of(90 + row).tolist() == [0]
+    row = next(row for row in range(len(part)) if part.labels_of(row)[0] == 2)
+    assert data.split.labels_of(90 + row).tolist() == [len(a.classes)]
+    assert data.own.classes == a.classes
+
+
+def test_an_objective_without_labels_takes_any_set(sets: Path) -> None:
+    data = opened(sets, "{path: bare, weight: 1}", reads_labels=False)
+    assert data.dataset.classes == open_dataset(sets / "a").classes
+    assert data.split.labels_of(100).tolist() == []
+    assert data.split.max_labels == 1
+
+
+def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
+    split = opened(sets, "{path: b, weight: 1}").split
+    budget = BadBudget(0.03)  # 2 of 90, 1 of 50.
+    assert not budget.excess_of_any_set({0: "cut", 1: "cut", 90: "cut"}, split)
+    assert "2 samples of 50 cannot be read" in budget.excess_of_any_set({0: "cut", 90: "cut", 91: "cut"}, split)
+
+
+@pytest.mark.parametrize(
+    ("mix", "reason"),
+    [
+        ("{path: b, weight: -1}", r"data.mix\[0\].weight = -1 must be at least 0"),
+        ("{path: b, weight: .nan}", r"data.mix\[0\].weight = .nan must be a number"),
+        ("{path: b, weight: 0}", r"data.mix\[0\].weight = 0: leave the set out"),
+        ("{path: b}", r"data.mix\[0\].weight is not set"),
+        ("{path: b, weight: 1e-7}", "a weight is below 7.6e-06 of the sum"),
+        ("{path: a, weight: 1}", r"data.mix\[0\]: .*/a, split 'train', is data.path itself, whose weight is data.weight"),
+        ("{path: b, weight: 1}, {path: b, weight: 2}", r"data.mix\[1\]: .*/b, split 'train', is there twice"),
+        ("{path: copy, weight: 1}", "copy and .*/a are the same data set"),
+        ("{path: bare, weight: 1}", "bare has no labels, and .*/a has"),
+        ("{path: none, weight: 1}", "data.mix, .*/none: .*no such data set"),
+        ("{path: b, weight: 1, split: test}", "data.mix, .*/b: .* has no split 'test'"),
+        ("{path: b, weight: 1, limit: 5}", "b, split 'train', has 5 samples, and a batch holds 10.0 of it"),
+        ("{path: b, weight: 1, class_map: {x: y}}", "class_map of .*/b has 'x', which is no class of it"),
+        ("{path: b, weight: 1}, {path: b, weight: 2, limit: 9, from_step: 4}", r"data.mix\[1\].limit = 9 differs from 100%"),
+        ("{path: b, weight: 0, from_step: 4}, {path: a, weight: 0, from_step: 4}", "the weights of all data sets are 0 from step 4"),
+    ],
+)  # fmt: skip
+def test_a_mixture_that_cannot_be_used_is_refused(sets: Path, mix: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason) as refused:
+        opened(sets, mix)
+    assert "\n" not in str(refused.value)
+
+
+def test_sets_with_one_and_with_several_labels_are_refused(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = open_dataset(sets / "b")
+    split = type(dataset).split
+
+    def several(self: Any, *arguments: Any) -> Any:
+        found = split(self, *arguments)
+        return (
+            found
+            if self.fingerprint != dataset.fingerprint
+            else replace(found, index=replace(found.index, max_labels=2))
+        )
+
+    monkeypatch.setattr(type(dataset), "split", several)
+    with pytest.raises(UserError, match=r"b has several labels a sample and .*/a has one"):
+        opened(sets, "{path: b, weight: 1}")
+
+
+def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:
+    of_run = config(
+        sets, "{path: b, weight: 1}, {path: bare, weight: 3, from_step: 9}, {path: b, weight: 0, from_step: 9}"
+    )
+    mixture = mixture_of(of_run.data)
+    assert [entry.path.rpartition("/")[2] for entry in mixture.sets] == ["a", "b", "bare"]
+    assert mixture.phases == ((0, (1.0, 1.0, 0.0)), (9, (1.0, 0.0, 3.0)))
+    with pytest.raises(UserError, match=r"data.weight = 2 has no effect without data.mix"):
+        opened(sets, "", "data.weight=2")

@@ -1,0 +1,90 @@
+"""Runs on a mixture of data sets, on two ranks: exact resume, another mix from a step on, and which samples were in a step."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from forked import Forge
+from ranks import metrics, settings
+from safetensors.numpy import load_file
+from tiny import make_dataset
+
+from pipeline.base.errors import UserError
+from pipeline.checkpoint.store import read_state
+from pipeline.lifecycle import samples
+from pipeline.settings import schema
+from pipeline.settings.commands.operate import SamplesConfig
+
+_BATCH = 24
+
+
+def ask(run: Path, *more: str) -> list[dict[str, Any]]:
+    return samples.run(schema.load(SamplesConfig, None, [f"run={run}", *more]))
+
+
+@pytest.fixture(scope="module")
+def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Runs `whole`, and `parts` in two starts, the second of which adds a set; and what they say."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    for number, (name, count) in enumerate({"a": 90, "b": 50, "c": 40}.items()):
+        make_dataset(folder / name, {"train": count, "val": 10}, seed=number)
+    second = f"{{path: {folder}/b, weight: 1}}"
+    third = f"{{path: {folder}/c, weight: 2, from_step: 3}}"
+
+    def run(name: str, mix: str, *more: str) -> list[str]:
+        return settings(folder / "a", folder, name, f"data.mix=[{mix}]", "data.weight=2", "train.log_every=1", *more)
+
+    both = f"{second}, {third}"
+    started = forge.start(
+        2, run("whole", both), run("parts", second, "train.length=3 steps"), run("parts", both),
+        run("parts", f"{second.replace('1}', '3}')}, {third}", "train.length=9 steps"),
+    )  # fmt: skip
+    assert started.wait() == [2, 2], started.said()
+    return folder, started.said()
+
+
+def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) -> None:
+    folder, said = runs
+    assert metrics(folder / "whole") == metrics(folder / "parts")
+    assert len(metrics(folder / "whole")) == 6
+    whole, parts = (
+        load_file(folder / name / "checkpoints" / "step-00000006" / "model.safetensors") for name in ("whole", "parts")
+    )
+    assert whole.keys() == parts.keys()
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    assert "changed since the checkpoint: data.mix was" in said
+    # 2/3 of 72 images, then 2/5 of 72, in epochs of 90.
+    assert metrics(folder / "parts", "epoch")[6] == pytest.approx((48 + 29) / 90)
+
+
+def test_what_was_trained_on_cannot_be_changed_later(runs: tuple[Path, str]) -> None:
+    errors = [line for line in runs[1].splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "data.path and data.mix until step 6 were set 0: " in errors[0]
+    assert "split train, 1/3, then 1/5 from step 3" in errors[0]
+    assert "split train, 3/5, then 3/7 from step 3" in errors[0]
+
+
+def test_samples_names_the_set_in_both_directions(runs: tuple[Path, str]) -> None:
+    folder, _ = runs
+    run = folder / "parts"
+    identity = read_state(run / "checkpoints" / "step-00000006").identity
+    assert [one["split"] for one in identity["mixture"]["sets"]] == ["train"] * 3
+    counts = []
+    for step in range(1, 7):
+        halves = [ask(run, f"step={step}", "ranks=2", f"rank={rank}") for rank in range(2)]
+        table = ask(run, f"step={step}")
+        assert halves[0] + halves[1] == table
+        counts.append([[row["set"] for row in table].count(name) for name in "abc"])
+    assert counts[:3] == [[16, 8, 0]] * 3
+    exact = np.array([2, 1, 2]) / 5 * _BATCH
+    assert np.abs(np.array(counts[3:]) - exact).max() < 2
+    assert np.abs(np.sum(counts[3:], 0) - 3 * exact).max() < 1
+    with pytest.raises(UserError, match="2 sets of the mixture have a sample"):
+        ask(run, "sample=train00049")
+    uses = ask(run, "sample=train00080")
+    assert uses
+    for use in uses:
+        row = ask(run, f"step={use['step']}")[use["place"]]
+        assert (row["key"], row["set"], row["epoch"]) == ("train00080", "a", use["epoch"])
