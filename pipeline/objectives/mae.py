@@ -230,6 +230,13 @@ class Mae(Objective):
                 )
             additions = fold_pixels(additions, replace(facts, normalise=False), self.mean, self.std)
         own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
+        table, own_table = additions.get("decoder_positions"), own["decoder_positions"]
+        if table is not None and table.ndim == 3 and table.shape[1] != own_table.shape[1]:
+            raise UserError(
+                f"init.weights: its decoder has positions for {counted(table.shape[1], 'token')}, and model.image_size gives "
+                f"{own_table.shape[1]}. Set model.image_size to that of the weights, or use the encoder alone: launch/export.py "
+                "format=safetensors."
+            )
         for name, tensor in additions.items():
             if name not in own or own[name].shape != tensor.shape:
                 size = " x ".join(map(str, tensor.shape))

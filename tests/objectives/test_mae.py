@@ -208,6 +208,13 @@ def test_a_decoder_of_another_size_is_refused() -> None:
         objective.load_additions({"decoder_embed.weight": torch.zeros(16, 48)}, DecoderFacts())
 
 
+def test_a_decoder_of_another_image_size_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"positions for 65 tokens, and model\.image_size gives 17\. Set model\.image_size"
+    ):
+        small().load_additions(decoder_of(small(size=64)), small().facts)
+
+
 def decoder_of(objective: Mae) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in objective.state_dict().items() if not name.startswith("backbone.")}
 
