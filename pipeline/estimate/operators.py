@@ -26,6 +26,7 @@ _CLASSES = {
     "norm": NORMS,
     "gelu": GELU,
     "tanh": GELU,
+    "silu": GELU,  # of SwiGLU
 }
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view"}
 

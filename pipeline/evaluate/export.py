@@ -21,7 +21,8 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
-from pipeline.model import Config, Model, ResNet, ViTConfig, files
+from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, files
+from pipeline.model.convert.plain import without_layer_scale
 from pipeline.model.convert.preprocessing import from_huggingface, from_timm
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ExportConfig
@@ -62,6 +63,8 @@ def run(config: ExportConfig) -> LogitDifference:
         representation=None if config.head or not isinstance(trained, ViTConfig) else False,
         kernel=config.kernel,
     ).eval()
+    if config.fold_layer_scale and isinstance(model, VisionTransformer):
+        model = without_layer_scale(model)
     if note := models.resampling_note(trained, model.config):
         print(note)
 

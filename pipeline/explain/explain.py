@@ -111,7 +111,7 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
     if not isinstance(model, VisionTransformer):
         why_not |= dict.fromkeys(_TOKEN_DRAWINGS, "a ResNet has no tokens")
     else:
-        if model.positions is None:
+        if model.positions is None and model.config.rope_base is None:
             why_not["positions"] = f"positions = {model.config.positions} adds nothing to the tokens"
         limits = {"layer": (config.layer, model.config.num_blocks), "head": (config.head, model.config.num_heads)}
         for name, (value, number) in limits.items():

@@ -8,19 +8,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
-from pipeline.model import Model, ResNet, VisionTransformer, ViTConfig, attention_macs, forward_macs
+from pipeline.model import Model, ResNet, VisionTransformer, ViTConfig, attention_macs, forward_macs, rope
 from pipeline.model.position import per_token
 
 
 def position_similarity(model: VisionTransformer) -> Tensor | None:
     """Cosine similarity of the position embeddings of each two patches, float32 (T, h, w, h, w); None if there are none.
 
-    T is 1, or the number of blocks if each has a table of its own (ViT paper, Figure 7, centre).
+    T is 1, or the number of blocks if each has a table of its own (ViT paper, Figure 7, centre). With RoPE and without a table it is the
+    cosine of the angle between the rotations of the two places, mean over the pairs of numbers: what a query has of an equal key.
     """
-    if model.positions is None:
-        return None
     h, w = model.config.grid
-    patches = per_token(model.positions.detach().float().cpu(), model.config)[:, -h * w :]
+    if model.positions is not None:
+        patches = per_token(model.positions.detach().float().cpu(), model.config)[:, -h * w :]
+    elif (rotation := rope.rotation(model.config, model.config.grid)) is not None:
+        patches = torch.cat(rotation, dim=1)[None, -h * w :]
+    else:
+        return None
     unit = F.normalize(patches, dim=2)
     return (unit @ unit.transpose(1, 2)).unflatten(2, (h, w)).unflatten(1, (h, w))
 

@@ -78,9 +78,10 @@ class SelfAttention(nn.Module):
         """(B, N, 3D) -> queries, keys and values of each head, (B, H, N, D/H). rotation: that of RoPE."""
         B, N, _ = qkv.shape
         # unbind before transposing: the gradients of q, k and v are stacked where the dense layer needs them, without a copy.
-        q, k, v = (part.transpose(1, 2) for part in qkv.view(B, N, 3, self.num_heads, -1).unbind(2))
+        q, k, v = qkv.view(B, N, 3, self.num_heads, -1).unbind(2)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if rotation is not None:
             q, k = rope.rotated(q, rotation), rope.rotated(k, rotation)
         return q, k, v
@@ -258,6 +259,8 @@ class VisionTransformer(nn.Module):
             pooled = tokens[:, self.config.num_tokens - self.config.num_patches :].mean(1)
             if self.config.pool == "both":
                 pooled = torch.cat([tokens[:, 0], pooled], dim=1)
+        if self.config.pool_norm:
+            pooled = self.norm(pooled)
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
     def embed(self, images: Tensor, *, any_size: bool = False) -> Tensor:
@@ -293,7 +296,7 @@ class VisionTransformer(nn.Module):
                 x = self.add_positions(x, block=i, grid=grid)
             x = run_block(block, x, self.activation_checkpointing, rotation)
         if self.class_norm is None:
-            return self.norm(x)
+            return x if self.config.pool_norm else self.norm(x)
         first = 1 + self.config.registers
         return torch.cat([self.class_norm(x[:, :first]), self.norm(x[:, first:])], dim=1)
 

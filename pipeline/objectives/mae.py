@@ -107,10 +107,10 @@ class Mae(Objective):
                 f"train.loss = mae encodes kept patches only, with positions added once before the first block, not model.positions = "
                 f"{model.positions}, model.positions_at = {model.positions_at}. Use positions=sincos2d_mae, positions_at=stem."
             )
-        if name and (model.pool == "map" or model.patch_stride is not None):
+        if name and (model.pool == "map" or model.pool_norm or model.patch_stride is not None):
             raise UserError(
-                "train.loss = mae trains no attention pooling, and its patches do not overlap: set model.pool=token or gap, and leave out "
-                "model.patch_stride."
+                "train.loss = mae trains neither attention pooling nor a norm after pooling, and its patches do not overlap: set model.pool=token or gap, and leave out "
+                "model.pool_norm and model.patch_stride."
             )
 
     @classmethod
@@ -134,6 +134,7 @@ class Mae(Objective):
             or vit.rope_base is not None
             or vit.representation
             or vit.pool == "map"
+            or vit.pool_norm
             or any(vit.unseen)
         ):
             raise UserError(

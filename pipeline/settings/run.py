@@ -117,11 +117,17 @@ class RunConfig:
                 raise UserError(
                     f"train.freeze = {self.train.freeze} needs init.weights: a new model's values are random. Leave it out."
                 )
+            if self.init.mean_pool:
+                raise UserError(
+                    "init.mean_pool changes init.weights, which are not set. Use model.pool=mean and model.pool_norm=true."
+                )
             if self.init.kernel:
                 raise UserError(
                     f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set."
                 )
             return
+        if self.init.mean_pool and not self.init.new_head:
+            raise UserError("init.mean_pool=true changes what the head reads: leave init.new_head at true.")
         fixed = {name: option for name, option in OPTIONS.items() if not option.only_trains}
         if other := [f"model.{name}" for name in fixed if getattr(self.model, name) != fixed[name].setting]:
             raise UserError(f"init.weights determines the architecture: leave out {', '.join(other)}.")

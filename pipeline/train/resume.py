@@ -131,7 +131,7 @@ def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, eval
         "excluded": split.excluded,
         "evaluation_excluded": evaluation.excluded if evaluation else NOTHING_EXCLUDED,
         **{f"left_out.{s.name}.{name}": n for s in splits for name, n in s.excluded_by.items()},
-        **({MIXTURE: mixture_facts(split, config.data)} if isinstance(split, MixedSplit) else {}),
+        **({MIXTURE: mixture_facts(split)} if isinstance(split, MixedSplit) else {}),
     }
 
 
@@ -159,6 +159,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
             representation=None if num_classes else False,
             seed=config.seed,
             kernel=config.init.kernel,
+            mean_pool=config.init.mean_pool,
             say=console.say,
             **settings.for_weights(),
         )

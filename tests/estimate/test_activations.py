@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from live_tensors import operators_of_a_gpu
+from model_parts import ALL_PARTS
 from torch import Tensor
 
 from pipeline.estimate import activations, operators
@@ -46,6 +47,7 @@ def masks_of(config: Config, micro_batch: int) -> list[Tensor]:
         ("ViT-mu/8", 64, torch.bfloat16, {"dropout": 0.1, "pool": "map"}),
         ("ViT-Ti/16", 64, torch.float32, {"drop_path": 0.1, "positions": "sincos2d", "pool": "gap"}),
         ("ViT-Ti/16", 64, torch.float32, {"positions": "relative"}),
+        ("ViT-Ti/16", 64, torch.bfloat16, ALL_PARTS),
         ("Axial-ViT-Ti/16", 64, torch.float32, {}),
         ("R+Ti/16", 64, torch.float32, {}),
         ("ViT-Ti/16", 64, torch.float32, {"masked": "small_patch"}),
@@ -71,6 +73,7 @@ def test_saved_bytes(name: str, size: int, dtype: torch.dtype, changes: dict[str
         ("ViT-Ti/16", {"positions": "relative", "masked": "small_patch"}),
         ("Axial-ViT-Ti/16", {}),
         ("ViT-mu/8", {"registers": 4, "representation": True}),
+        ("ViT-mu/8", ALL_PARTS),
     ],
 )
 def test_further_blocks_are_like_those_that_are_counted(name: str, changes: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model_parts import ALL_PARTS
 
 from pipeline.base.errors import UserError
 from pipeline.evaluate import export
@@ -78,10 +79,12 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
 
 
 @pytest.mark.slow
-def test_graphs_take_batches_of_any_size(weights, tmp_path):
+@pytest.mark.parametrize("changes", [{}, ALL_PARTS], ids=["plain", "all parts"])
+def test_graphs_take_batches_of_any_size(tmp_path, changes):
     """ONNX by onnxruntime, and torch.export: exported with two images, compared on four, run on seven here."""
     import onnxruntime
 
+    random_weights(weights := tmp_path / "model.pt", **changes)
     images, model = torch.rand(7, 3, 16, 16), load(weights).eval()
     with torch.no_grad():
         expected = model(images)
@@ -136,6 +139,17 @@ def test_another_size_and_no_head(weights, tmp_path, capsys):
     assert (back.config.num_classes, back.config.image_size) == (0, (24, 24))
     assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "bicubic"))
     assert "positions: 4 x 4 resampled to 6 x 6 by the kernel bicubic" in capsys.readouterr().out
+
+
+def test_layer_scale_is_folded_if_asked_for(tmp_path):
+    model = random_weights(tmp_path / "model.pt", layer_scale=0.5)
+    run(tmp_path / "model.pt", "safetensors", tmp_path / "a.safetensors")
+    assert load(tmp_path / "a.safetensors").config.layer_scale == 0.5
+    run(tmp_path / "model.pt", "safetensors", tmp_path / "b.safetensors", fold_layer_scale=True)
+    back, images = load(tmp_path / "b.safetensors").eval(), torch.rand(3, 3, 16, 16)
+    assert back.config.layer_scale is None
+    with torch.no_grad():
+        torch.testing.assert_close(back(images), model(images), rtol=1e-5, atol=1e-5)
 
 
 def test_of_hugging_face_into_ours_asks_transformers_first(weights, tmp_path, capsys):

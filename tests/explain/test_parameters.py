@@ -1,5 +1,7 @@
 """Positions, filters and cost, against known values and scikit-learn."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +37,10 @@ def test_similarity_of_other_positions() -> None:
     apart = position_similarity(models.create("ViT-mu/4", 16, 3, depth=2, positions="learned2d", positions_at="blocks"))
     assert apart.shape == (2, 4, 4, 4, 4)
     assert not torch.allclose(apart[0], apart[1])
+    turned = position_similarity(models.create("ViT-mu/4", 16, 3, positions="none", rope_base=100.0, registers=2))[0]
+    angles = math.pi * 100 ** -(np.arange(4) / 4)  # of a step of one of 4 columns on [-1, 1], by period
+    assert turned[0, 0, 0, 1] == pytest.approx((4 + np.cos(angles).sum()) / 8, abs=1e-5)
+    assert torch.allclose(turned, turned.permute(1, 0, 3, 2), atol=1e-5)
     for positions in ("none", "relative"):
         assert position_similarity(models.create("ViT-mu/4", 16, 3, positions=positions)) is None
 

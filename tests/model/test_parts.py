@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from model_parts import ALL_PARTS, CHANGES
 
 from pipeline.base.errors import UserError
 from pipeline.model import ViTConfig, build, configure, create, load, num_parameters, save
@@ -191,6 +192,31 @@ def test_ropes_coordinates_change_in_training_by_seed_and_step():
     torch.testing.assert_close(one[-1], last, msg="the centre of the last of 4 x 4 patches is 0.75")
     assert "rope_change" not in model.state_dict()
     draw(create("ViT-mu/4", 16, 3, **SIZES), 0, 0)
+
+
+@pytest.mark.slow
+def test_all_parts_are_compiled_in_one_graph_and_recomputed():
+    """And another step's coordinates, which are a tensor, need no second graph."""
+    model = randomised(create("ViT-mu/4", 16, 3, **SIZES | ALL_PARTS | CHANGES)).train()
+    graphs = []
+    compiled = torch.compile(
+        model, fullgraph=True, backend=lambda graph, inputs: (graphs.append(graph), graph.forward)[1]
+    )
+    for step in range(3):
+        draw(model, 0, step)
+        model.activation_checkpointing = False
+        expected = model(images(16, 16))
+        torch.testing.assert_close(compiled(images(16, 16)), expected)
+        expected.sum().backward()
+        plain = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        model.activation_checkpointing = True
+        model(images(16, 16)).sum().backward()
+        assert all(
+            torch.equal(parameter.grad, before) for parameter, before in zip(model.parameters(), plain, strict=True)
+        )
+        model.zero_grad()
+    assert len(graphs) == 1
 
 
 def test_a_new_models_kernels_are_those_without_the_parts():

@@ -15,7 +15,7 @@ from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.order import Order, order_of_split
-from pipeline.data.mixture.phases import Phase, mixture_of
+from pipeline.data.mixture.phases import Phase
 from pipeline.data.mixture.shares import Shares
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.settings.run_sections import DataConfig
@@ -94,7 +94,7 @@ def train_order(split: Split, data: DataConfig, seed: int, global_batch: int) ->
     """The order of a run's training split."""
     if not isinstance(split, MixedSplit):
         return order_of_split(split, data, seed, global_batch)
-    phases = mixture_of(data).phases
+    phases = split.mixture.phases
     shares = [Shares(phase.weights) for phase in phases]
     orders = [
         order_of_split(part, data, seed_of_set(seed, number), samples_a_round(shares, number, data, global_batch))

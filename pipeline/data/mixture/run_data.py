@@ -69,12 +69,15 @@ def open_run_data(
                 "use a smaller batch."
             )
     label_maps: list[np.ndarray | None] = [None] * len(datasets)
+    class_notes: list[str] = []
     if reads_labels:
-        dataset, label_maps = _bring_together(mixture.sets, datasets, splits)
+        dataset, label_maps, class_notes = _bring_together(mixture.sets, datasets, splits)
     else:
         splits[1:] = [_without_labels(part) for part in splits[1:]]
     epoch_samples = round(len(split) / first_share(shares, 0))
-    return RunData(own, dataset, mix(datasets, splits, label_maps), evaluation, eval_split, epoch_samples)
+    return RunData(
+        own, dataset, mix(mixture, datasets, splits, label_maps, class_notes), evaluation, eval_split, epoch_samples
+    )
 
 
 def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]:
@@ -105,15 +108,15 @@ def _without_labels(split: Split) -> Split:
 
 def _bring_together(
     sets: Sequence[MixedSet], datasets: Sequence[Dataset], splits: Sequence[Split]
-) -> tuple[Dataset, list[np.ndarray | None]]:
-    """(the first data set with the classes of all, for each set its classes' numbers among them).
+) -> tuple[Dataset, list[np.ndarray | None], list[str]]:
+    """(the first data set with the classes of all, for each set its classes' numbers among them, a line for each set with own classes).
 
     The classes are those of the first set in its order, then the new ones of each other set in its order; the same name is the
     same class. Without any labels there are no classes. Raises UserError for sets with and without labels, with one and several labels
     a sample, and for an unknown class in a class_map.
     """
     if not any(dataset.classes for dataset in datasets):
-        return datasets[0], [None] * len(datasets)
+        return datasets[0], [None] * len(datasets), []
     several = [part.max_labels > 1 for part in splits]
     for entry, dataset, of_many in zip(sets, datasets, several, strict=True):
         if not dataset.classes:
@@ -138,7 +141,19 @@ def _bring_together(
         "num_classes": len(classes),
         "class_names": list(classes.values()),
     }
-    return replace(datasets[0], info=info), label_maps
+    notes = []
+    having = np.zeros(len(classes), np.int64)
+    numbers = [
+        np.arange(datasets[i].num_classes) if found is None else np.unique(found) for i, found in enumerate(label_maps)
+    ]
+    for found in numbers:
+        having[found] += 1
+    for entry, found in zip(sets, numbers, strict=True):
+        alone = [list(classes)[number] for number in found if having[number] == 1]
+        if alone:
+            some = f"{alone[0]!r}" + f" and {len(alone) - 1:,} more" * (len(alone) > 1)
+            notes.append(f"of {counted(len(classes), 'class')} of the mixture, only {entry.path} has {some}")
+    return replace(datasets[0], info=info), label_maps, notes
 
 
 def _labels_in(classes: dict[str, str], entry: MixedSet, dataset: Dataset) -> np.ndarray | None:

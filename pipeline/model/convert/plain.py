@@ -1,6 +1,7 @@
 """Converts our ViTs to the form that other projects' files can hold, or refuses those that they cannot hold."""
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from pipeline.architecture.config import OPTIONS, Pool, ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.model import position
+from pipeline.model.build import build
 from pipeline.model.vit import VisionTransformer
 
 
@@ -54,6 +56,15 @@ def as_plain(
             state["positions"] = position.per_token(model.positions, config)
         config = replace(config, positions="learned")
     return config, state
+
+
+def without_layer_scale(model: VisionTransformer) -> VisionTransformer:
+    """The model, or one without LayerScale that computes the same, but for rounding."""
+    if model.config.layer_scale is None:
+        return model
+    plain = build(replace(model.config, layer_scale=None))
+    plain.load_state_dict(fold_layer_scale(model.state_dict()))
+    return cast(VisionTransformer, plain.train(model.training))
 
 
 def fold_layer_scale(state: dict[str, Tensor]) -> dict[str, Tensor]:

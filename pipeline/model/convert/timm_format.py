@@ -94,13 +94,9 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     tensors = rename(tensors, _PUBLISHED)
     for parts, joined in _JOINED.items():
         join(tensors, parts, joined)
-    for key in [key for key in tensors if key.endswith(("mlp.fc1.weight", "mlp.fc1.bias"))]:
-        last = key.replace("fc1", "fc2")
-        if (second := tensors.get(last.replace("bias", "weight"))) is not None and len(
-            tensors[key]
-        ) == 2 * second.shape[-1]:
-            tensors[key.replace("fc1", "w12")] = tensors.pop(key)  # timm's packed SwiGLU
-            tensors[last.replace("fc2", "w3")] = tensors.pop(last)
+    up, down = (tensors.get(f"blocks.0.mlp.{name}.weight") for name in ("fc1", "fc2"))
+    if up is not None and down is not None and len(up) == 2 * down.shape[-1]:  # timm's packed SwiGLU
+        tensors = rename(tensors, [(r"mlp\.fc1\.", "mlp.w12."), (r"mlp\.fc2\.", "mlp.w3.")])
 
     pool = args.global_pool or found.global_pool or "token"
     if pool not in ("token", "map") and "cls_token" in tensors:

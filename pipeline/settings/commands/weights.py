@@ -110,6 +110,10 @@ class ExportConfig:
     image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
     kernel: Kernel | None = kernel_setting()
     head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
+    fold_layer_scale: bool = setting(
+        False,
+        "Fold the factors of LayerScale into the layers that they scale also in a format that has LayerScale; others always do.",
+    )
     tolerance: float = setting(
         1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit.", min=0, below=1
     )

@@ -1,0 +1,14 @@
+"""All parts of later ViTs at once, for tests of what knows each part."""
+
+ALL_PARTS = {
+    "positions": "none", "rope_base": 100.0, "registers": 2, "layer_scale": 0.5, "swiglu": True, "qkv_bias": "qv", "out_bias": False,
+    "mlp_bias": False, "embedding_norm": True, "qk_norm": True, "class_norm": True, "pool": "both",
+}  # fmt: skip
+# RoPE's coordinates change in training.
+CHANGES = {"rope_shift": 0.1, "rope_jitter": 1.2, "rope_rescale": 2.0}
+
+
+def overrides(**more: object) -> list[str]:
+    """All parts, as settings of a run."""
+    found = ALL_PARTS | CHANGES | more
+    return [f"model.{name}={str(value).lower()}" for name, value in found.items()]
