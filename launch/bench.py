@@ -19,7 +19,7 @@ from pipeline.settings.run import DataConfig
 
 def bench(config: BenchConfig) -> None:
     # Late: --help needs no torch.
-    from data_tools.bench.data import augment, loaders, shards
+    from data_tools.bench.data import augment, loaders, multi_crop, shards
     from data_tools.bench.record import BenchRecord
 
     record = BenchRecord(config.what, config)
@@ -27,7 +27,7 @@ def bench(config: BenchConfig) -> None:
         augment.run(config, record)
     else:
         with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
-            (loaders if config.what == "data" else shards).run(config, Path(folder), record)
+            {"data": loaders, "views": multi_crop, "shard": shards}[config.what].run(config, Path(folder), record)
     record.finish()
 
 
@@ -105,6 +105,7 @@ elif __name__ == "__main__" and sys.argv[1:2] == ["model"]:
 
           python launch/bench.py model
           python launch/bench.py model models=[ViT-B/16] precisions=[bf16] batch=8 rounds=9
+          python launch/bench.py model models=[ViT-S/16] work=[objectives] batch=8
         """,
     )
 elif __name__ == "__main__" and sys.argv[1:2] == ["tracking"]:
@@ -125,11 +126,12 @@ elif __name__ == "__main__":
         BenchConfig,
         bench,
         """
-        Measure the data loader (data) or sharding (shard) and those of other projects, alternately, on the same images; or
-        the cost of augmentation (augment). For the training step, see `bench.py train --help`, for the model on
+        Measure the data loader (data; views: with 10 views of an image) or sharding (shard) and those of other projects,
+        alternately, on the same images; or the cost of augmentation (augment). For the training step, see `bench.py train --help`, for the model on
         a CPU `bench.py model --help`, for MLflow `bench.py tracking --help`.
 
           python launch/bench.py data source=photos
+          python launch/bench.py views source=photos images=1000
           python launch/bench.py shard source=imagenet_samples.tar images=2000 rounds=5
           python launch/bench.py augment source=photos images=200 rounds=9
 

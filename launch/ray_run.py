@@ -32,7 +32,8 @@ the same command resumes the run. Set RAY_JOB_STOP_WAIT_TIME_S=30, so that Ray w
 
 def run(ranks: int, cpus_per_rank: int, wait_minutes: float, command: list[str]) -> int:
     settings = read_settings(RunConfig, command[1:])
-    for name, path in (("out", settings.out), ("data.path", settings.data.path)):
+    mixed = [("data.mix", entry.path) for entry in settings.data.mix]
+    for name, path in (("out", settings.out), ("data.path", settings.data.path), *mixed):
         ray_tasks.shared_path(name, path)
     try_outputs(settings)
     ray_tasks.connect()

@@ -62,12 +62,14 @@ def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, Timing | s
     return {name: failed.get(name) or _median(timings) for name, timings in found.items()}
 
 
-def report(contestants: Sequence[Contestant], rounds: int, record: BenchRecord, what: str) -> None:
-    """Time the contestants, add them to the record, and print a table. what: was measured, for its heading."""
+def report(
+    contestants: Sequence[Contestant], rounds: int, record: BenchRecord, what: str, columns: Sequence[str] = _COLUMNS
+) -> None:
+    """Time the contestants, add them to the record, and print a table. what: was measured, for its heading. columns: heads of `about`."""
     results = race(contestants, rounds)
     record.add_all(rows(contestants, results))
     print(f"\n{what}; medians of {counted(rounds, 'round')}, alternating\n")
-    print(table(contestants, results, _COLUMNS))
+    print(table(contestants, results, columns))
 
 
 def _median(timings: Sequence[Timing]) -> Timing:

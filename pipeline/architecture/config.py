@@ -164,6 +164,12 @@ class ViTConfig(Fields):
     mlp_bias: Annotated[bool, Option(doc="Biases of the MLP's layers.")] = True
     embedding_norm: Annotated[bool, Option(doc="LayerNorm of all tokens before the first block, as in CLIP.")] = False
     qk_norm: Annotated[bool, Option(doc="LayerNorm of each head's queries and keys (ViT-22B).")] = False
+    pool_norm: Annotated[
+        bool,
+        Option(
+            doc="The final LayerNorm is of the mean of the patches, not of the tokens (pool=mean or gap), as MAE fine-tunes."
+        ),
+    ] = False
     class_norm: Annotated[
         bool, Option(doc="A final LayerNorm of its own for class token and registers, as in DINOv3 7B.")
     ] = False
@@ -179,7 +185,7 @@ class ViTConfig(Fields):
         self._check_positions()
         self._check_registers()
         self._check_rope()
-        self._check_class_norm()
+        self._check_norms()
         if self.axial and self.has_class_token:
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
         if not 1 <= self.stride <= self.patch_size:
@@ -235,7 +241,12 @@ class ViTConfig(Fields):
                 f"model: rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} = {self.head_dim}."
             )
 
-    def _check_class_norm(self) -> None:
+    def _check_norms(self) -> None:
+        if self.pool_norm and (self.pool not in ("mean", "gap") or self.class_norm or self.masked):
+            raise UserError(
+                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and neither class_norm nor "
+                "masked patch prediction."
+            )
         if self.class_norm and not self.has_class_token:
             raise UserError(
                 f"model: class_norm normalises a class token, and pool = {self.pool} has none. Use pool=token, mean or both."

@@ -35,6 +35,8 @@ WEIGHTS, EMA = "weights", "ema"
 INDEX = "index.json"
 BYTES = 4
 _READ_AHEAD = 2**23
+# Before the names of LoRA's factors: NAME/OF/LAYER.up, .down and .scale.
+_FACTORS = "objective.lora."
 
 
 class Range(NamedTuple):
@@ -183,3 +185,19 @@ class ShardedTensors:
         flat = {name: np.empty(prod(shape), np.float32) for name, shape in self.index.shapes.items()}
         self.read(Range(state, name, 0, array) for name, array in flat.items())
         return {name: flat[name].reshape(shape) for name, shape in self.index.shapes.items()}
+
+
+def stored_layer(name: str) -> str:
+    """The name of a layer, such as blocks.0.mlp.up, as a part of the names of its factors."""
+    return name.replace(".", "/")
+
+
+def with_factors(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors without LoRA's factors, whose products are added to the weights of their layers (`objectives/parameters/lora.py`)."""
+    found = {name: array for name, array in tensors.items() if not name.startswith(_FACTORS)}
+    for up in tensors.keys() - found.keys():
+        if up.endswith(".up"):
+            factors = up.removesuffix(".up")
+            weight = f"{factors.removeprefix(_FACTORS).replace('/', '.')}.weight"
+            found[weight] = found[weight] + tensors[f"{factors}.scale"] * (tensors[up] @ tensors[f"{factors}.down"])
+    return found

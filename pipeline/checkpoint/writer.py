@@ -25,7 +25,15 @@ import numpy as np
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.checkpoint.sharded_tensors import BYTES, EMA, INDEX, WEIGHTS, CheckpointIndex, ShardedTensors
+from pipeline.checkpoint.sharded_tensors import (
+    BYTES,
+    EMA,
+    INDEX,
+    WEIGHTS,
+    CheckpointIndex,
+    ShardedTensors,
+    with_factors,
+)
 from pipeline.checkpoint.store import (
     BEAT_SECONDS,
     FORMAT,
@@ -252,7 +260,7 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
     By hand, because the library sorts the tensors by name, which would change the files' bytes, cannot write to an object
     store, and needs a second copy of all weights; this writes tensor by tensor. Format: header length, header in JSON, data.
     """
-    weights = sharded.full_tensors(EMA if EMA in sharded.states else WEIGHTS)
+    weights = with_factors(sharded.full_tensors(EMA if EMA in sharded.states else WEIGHTS))
     header: dict[str, Any] = {"__metadata__": commit.metadata}
     at = 0
     for name, array in weights.items():

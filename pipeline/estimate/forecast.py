@@ -15,6 +15,7 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.balance import describe_balance
 from pipeline.data.mixture.run_data import open_run_data
+from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory
@@ -204,8 +205,9 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
     config = replace(config, data=replace(config.data, eval_split=found.eval_split))
     used = int(np.count_nonzero(split.shard_sizes))
     balance = describe_balance(split.parts[0], found.own.classes, config.data.balance)
-    paths = [config.data.path, *(entry.path for entry in config.data.mix)]
-    source = f"manifest of {' and '.join(dict.fromkeys(paths))}"
+    source = f"manifest of {config.data.path}"
+    if isinstance(split, MixedSplit):
+        source = f"manifests; {split.describe()}"
     num_bytes = int(split.shard_bytes.sum())
     data = Data(len(split), found.epoch_samples, found.dataset.num_classes, used, num_bytes, source, balance)
     return config, data

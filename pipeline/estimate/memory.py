@@ -18,9 +18,10 @@ from pipeline.base.errors import UserError
 from pipeline.estimate.activations import of_many, saved_by_loss, saved_bytes
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters
-from pipeline.objectives import kind, on_meta
+from pipeline.objectives import kind, on_meta, optimizers
 from pipeline.objectives.objective import TEACHER, Objective, constants, trained_parameters
 from pipeline.objectives.parameters.freeze import NOTHING
+from pipeline.objectives.parameters.muon import orthogonal_flops
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
@@ -124,6 +125,8 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
     inputs = _input_bytes(model, config, micro_batch)
     state = _moments_bytes(config.optimizer) + found.average_bytes
     optimizer = state * P if engine.zero_stage == 0 else (4 + state) * p
+    if config.optimizer.name == "muon":  # The matrices have no second moment.
+        optimizer -= 4 * math.ceil(found.matrices / (1 if engine.zero_stage == 0 else world_size))
     if engine.offload:
         optimizer = 0
     # At stages 1 and 2 the teacher's parameters are views of flat tensors that have room for all trained ones.
@@ -154,6 +157,10 @@ def _gradients_and_buffers(
     group = math.ceil((P - found.undecayed) / (1 if stage == 0 else world_size))
     # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors. (A CPU's has, briefly.)
     work = _optimizer_work(config.optimizer) * group if config.engine.fused is False else 0
+    if config.optimizer.name == "muon":
+        # The direction of what a rank updates, the matrices that are cut, and what is computed of one matrix.
+        own = math.ceil(found.matrices / (1 if stage == 0 else world_size))
+        work += 4 * (own + cut_matrices(found, config, world_size) + 4 * found.largest_matrix)
     bucket = e * reduce_bucket(P)
     if stage == 0:
         return (4 * P * accumulates, 4 * P, 4 * P), (0, bucket, work)
@@ -176,6 +183,11 @@ def _gradients_and_buffers(
     return (4 * p, 4 * p, 4 * p), (bucket, 2 * bucket + as_fp32, bucket + 4 * group + work)
 
 
+def cut_matrices(found: "Parameters", config: RunConfig, world_size: int) -> int:
+    """The most elements of matrices that Muon gathers from several ranks: one at the end of each rank's range."""
+    return min(found.matrices, (world_size - 1) * found.largest_matrix) if config.engine.zero_stage else 0
+
+
 def _backward_activations(model: Config, config: RunConfig, micro_batch: int, world_size: int) -> int:
     """Bytes of saved tensors and of temporary ones, at the largest of these moments of the backward pass.
 
@@ -187,7 +199,7 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
     engine, cls = config.engine, kind(config.train.loss)
     dtype, e = dtype_of(engine.precision), element_bytes(engine.precision)
     found = parameters(config, model)
-    if cls.trains_backbone_alone:
+    if cls.trains_backbone_alone and not config.train.lora_rank:
         saved = saved_bytes(model, micro_batch, dtype, engine.activation_checkpointing, config.train.freeze)
         # The loss is computed in fp32: logits, targets and their product.
         loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
@@ -254,7 +266,8 @@ def dtype_of(precision: TrainPrecision) -> torch.dtype:
 
 def _moments_bytes(optimizer: OptimizerConfig) -> int:
     """Bytes per parameter of the optimizer's fp32 state and of the moving average of the weights."""
-    moments = 8 if optimizer.name == "adam" else 4 * bool(optimizer.momentum)
+    # Where Muon has no second moment, checkpoints hold zeros.
+    moments = 8 if optimizer.name != "sgd" else 4 * bool(optimizer.momentum)
     return moments + 4 * bool(optimizer.ema_decay)
 
 
@@ -263,7 +276,7 @@ def _optimizer_work(optimizer: OptimizerConfig) -> int:
 
     Adam has the root of the second moment, SGD the gradient with weight decay.
     """
-    return 4 if optimizer.name == "adam" or optimizer.weight_decay else 0
+    return 4 if optimizer.name != "sgd" or optimizer.weight_decay else 0
 
 
 @dataclass(frozen=True)
@@ -280,6 +293,9 @@ class Parameters:
     head: int  # of the backbone's head, or the largest of what is added to be trained
     persistent: int  # of trained tensors below stage 3's threshold
     sharded_tensors: int  # trained tensors that stage 3 shards
+    matrices: int  # of the backbone's blocks, which Muon would update
+    largest_matrix: int  # of its kernels
+    orthogonal_flops: int  # floating-point operations of Muon in a step
 
     @property
     def average_bytes(self) -> int:
@@ -299,6 +315,12 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
     decayed = objective.decayed()
     of_backbone = {name: count for name, count in trained.items() if name.startswith("backbone.")}
     head = sum(count for name, count in of_backbone.items() if name.startswith("backbone.head."))
+    named = dict(objective.named_parameters())
+    kernels = [
+        (named[name].shape[0] // count, named[name].shape[1])
+        for name, count in optimizers.matrices(objective, decayed).items()
+        for _ in range(count)
+    ]
     added = (count for name, count in trained.items() if name not in of_backbone)
     return Parameters(
         sum(trained.values()),
@@ -311,4 +333,7 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
         max(head, *added, 0),
         sum(count for count in trained.values() if count < PERSISTENCE_THRESHOLD),
         sum(count >= PERSISTENCE_THRESHOLD for count in trained.values()),
+        sum(map(math.prod, kernels)),
+        max(map(math.prod, kernels), default=0),
+        sum(orthogonal_flops(*shape) for shape in kernels),
     )

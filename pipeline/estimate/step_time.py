@@ -59,6 +59,10 @@ def step_time(
     optimizer = optimizer_bytes(config, model, nodes * gpus_per_node, accumulation) / (
         gpu.bandwidth * config.efficiency
     )
+    if config.optimizer.name == "muon":  # Each matrix on one rank, but for those that are cut.
+        peak = (config.engine.peak_tflops or gpu.tflops) * 1e12 * config.efficiency
+        ranks = nodes * gpus_per_node if config.engine.zero_stage else 1
+        optimizer += memory.parameters(config, model).orthogonal_flops / (ranks * peak)
     spent = dict.fromkeys(("forward", "backward", "backward's end", "step"), 0.0)
     if nodes * gpus_per_node > 1:
         for one in collectives(config, model, accumulation):
@@ -137,9 +141,13 @@ def collectives(config: RunConfig, model: Config, accumulation: int) -> list[Col
     if stage < 3:
         # Stage 1 reduces once a step, stage 2 after every micro-batch; both by all-reduce, though a rank keeps only its part.
         times = accumulation if stage == 2 else 1
+        cut = (
+            4 * found.matrices if config.optimizer.name == "muon" else 0
+        )  # At most: on many ranks every matrix is cut.
         return [
             Collective("all-reduce", times * e * P, times * buckets, "backward's end"),
             Collective("all-gather", e * P, 2, "step"),  # one call for each parameter group
+            *([Collective("all-reduce", cut, 1, "step")] if cut else []),
         ]
     kept, tensors = found.persistent, found.sharded_tensors
     sharded = P - kept
@@ -169,5 +177,5 @@ def optimizer_bytes(config: RunConfig, model: Config, world_size: int, accumulat
 
 def _update_bytes(optimizer: OptimizerConfig) -> int:
     """Bytes per parameter: gradient read; weights, moments and moving average read and written (the latter reads the weights)."""
-    states = 2 if optimizer.name == "adam" else int(bool(optimizer.momentum))
+    states = 2 if optimizer.name != "sgd" else int(bool(optimizer.momentum))
     return 4 + 8 * (1 + states) + 12 * bool(optimizer.ema_decay)

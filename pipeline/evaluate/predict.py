@@ -74,7 +74,8 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     UserError if the number of names differs from the number of classes.
     """
     num_classes = loaded.model.config.num_classes
-    own = read_class_names(config) or loaded.extra.get("classes")
+    # A run without labels on a data set with some has its classes, and no head for them.
+    own = read_class_names(config) or (loaded.extra.get("classes") if num_classes else None)
     if own is not None and len(own) != num_classes:
         raise UserError(
             f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights} {num_classes:,} classes."

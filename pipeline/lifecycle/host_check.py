@@ -67,8 +67,8 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     token = out / f".hosts-{secrets.token_hex(8)}"
     token.touch()
     paths = [str(token)]
-    if "://" not in of_run.data.path:
-        paths.append(str(Path(of_run.data.path).resolve()))
+    data = [of_run.data.path, *(entry.path for entry in of_run.data.mix)]
+    paths += [str(Path(path).resolve()) for path in data if "://" not in path]
     try:
         with ThreadPoolExecutor(len(slots)) as pool:
             answers = ask_all(lambda: list(pool.map(lambda host: ask(host, paths, str(out)), slots)))

@@ -42,7 +42,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     data = open_run_data(of_run.data, of_run.seed, batch, reads_labels=_reads_labels(of_run))
     dataset, split = data.dataset, data.split
     if state:
-        _refuse_other_data(state, of_run, dataset, split)
+        _refuse_other_data(state, dataset, split)
     if batch % config.ranks:
         raise UserError(f"ranks = {config.ranks} does not divide the batch of {config.run}, {batch}.")
     order = train_order(split, of_run.data, of_run.seed, batch)
@@ -111,12 +111,12 @@ def _reads_labels(config: RunConfig) -> bool:
     return kind(config.train.loss).reads_labels
 
 
-def _refuse_other_data(state: State, config: RunConfig, dataset: Dataset, split: Split) -> None:
+def _refuse_other_data(state: State, dataset: Dataset, split: Split) -> None:
     then: dict[str, Any] = dict(state.identity)
     now: dict[str, Any] = {"fingerprint": dataset.fingerprint, "excluded": split.excluded}
     known = {"fingerprint": Fact(), "excluded": Fact(NOTHING_EXCLUDED)}
     if isinstance(split, MixedSplit):
-        now[MIXTURE] = mixture_facts(split, config.data)
+        now[MIXTURE] = mixture_facts(split)
         then[MIXTURE], now[MIXTURE] = mixed_until(then, state.step), mixed_until(now, state.step)
         known[MIXTURE] = Fact()
     for change in differences(then, now, known):
@@ -133,7 +133,7 @@ def _of_step(
     table = []
     epochs = order.epochs(np.arange(first, first + len(rows)))
     manifest_rows, shards = split.manifest_rows(rows), split.shard_of(rows)
-    names = [split.datasets[i].path.name for i in split.set_of(rows)] if isinstance(split, MixedSplit) else []
+    names = [split.set_names[i] for i in split.set_of(rows)] if isinstance(split, MixedSplit) else []
     for i, key in enumerate(split.keys(rows)):
         labels = split.labels_of(rows[i]).tolist()
         table.append(

@@ -13,6 +13,8 @@ class Dense(nn.Linear):
     torch's own initialisation would draw from the global generator.
     """
 
+    num_kernels = 1  # in its weight, one below the other
+
     def reset_parameters(self) -> None:
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -50,9 +50,10 @@ class QueryValueBias(Dense):
 
 def new_query_key_value(config: ViTConfig) -> Dense:
     """The layer of q, k and v, D -> 3D. Rows: all of q, all of k, all of v."""
-    if config.qkv_bias == "qv":
-        return QueryValueBias(config.width)
-    return Dense(config.width, 3 * config.width, config.qkv_bias == "qkv")
+    width, has_bias = config.width, config.qkv_bias == "qkv"
+    layer = QueryValueBias(width) if config.qkv_bias == "qv" else Dense(width, 3 * width, has_bias)
+    layer.num_kernels = 3
+    return layer
 
 
 class SwiGlu(nn.Module):
@@ -64,6 +65,7 @@ class SwiGlu(nn.Module):
     def __init__(self, config: ViTConfig):
         super().__init__()
         self.up = Dense(config.width, 2 * config.mlp_width, config.mlp_bias)  # rows: all of the gate, all of the value
+        self.up.num_kernels = 2
         self.down = new_output(config, config.mlp_width, config.mlp_bias)
         self.dropout = nn.Dropout(config.dropout)
 

@@ -195,6 +195,7 @@ def load(
     representation: bool | None = None,
     seed: int = 0,
     kernel: Kernel | None = None,
+    mean_pool: bool = False,
     say: Say = _silent,
     **training: Any,
 ) -> Model:
@@ -212,6 +213,8 @@ def load(
     representation: whether the model has the layer; with a new head it may be new too.
     seed: for the values that are new.
     kernel: of resampling the positions (resample_positions); defaults to that of the project of the weights (ViTConfig.kernel).
+    mean_pool: with a new head, it reads the mean of the patches after a new LayerNorm, which takes the place of the last one
+        (MAE's fine-tuning); a class token is kept, and not read.
     say: called with one line for each assumption, conversion and omission.
     training: fields that act in training only (`only_trains` in architecture/config.py), such as dropout and drop_path.
     Returns a model with fp32 parameters on the CPU, in training mode.
@@ -241,19 +244,28 @@ def load(
                 f"representation={representation}. Use new_head=True, or num_classes=0 for the features."
             )
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if mean_pool and (keep_head or config.pool == "map"):
+            raise UserError(f"{path}: mean_pool needs a new head, and weights without attention pooling.")
+        if mean_pool:
+            changes |= {"pool": "mean" if config.has_class_token else "gap", "pool_norm": True, "class_norm": False}
         config = replace(config, representation=representation, **changes)
         for note in filter(None, [config.unseen_note, resampling_note(old, config)]):
             say(note)
         state = resample_state(state, old, config)
-    elif representation or (other := [n for n, value in given.items() if value not in (None, neutral.get(n))]):
+    elif other := [
+        name
+        for name, value in {**given, "representation": representation or None, "mean_pool": mean_pool or None}.items()
+        if value not in (None, neutral.get(name))
+    ]:
         raise UserError(
-            f"{path}: is a ResNet, which has no {'representation' if representation else ', '.join(other)}. Leave it out; "
+            f"{path}: is a ResNet, which has no {', '.join(other)}. Leave it out; "
             "model.dropout=0 overrides the dropout of a config file."
         )
 
     model = build(config, seed)
     new = model.state_dict()
-    kept = {n: tensor for n, tensor in state.items() if n in new and (keep_head or not n.startswith("head."))}
+    fresh = () if keep_head else ("head.", "norm.") if mean_pool else ("head.",)
+    kept = {n: tensor for n, tensor in state.items() if n in new and not n.startswith(fresh)}
     model.load_state_dict({**new, **kept})
     return model
 

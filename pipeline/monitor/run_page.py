@@ -275,14 +275,16 @@ class StoredRun:
     datasets: tuple[DatasetFacts, ...]
 
 
-def stored_dataset(name: str, digest: str, source: str, profile: str | None, context: str) -> DatasetFacts:
-    """A data set as MLflow keeps it: the inverse of what `MlflowStore.log_datasets` does. source, profile: JSON."""
+def stored_dataset(name: str, digest: str, source: str, profile: str | None, tags: Mapping[str, str]) -> DatasetFacts:
+    """A data set as MLflow keeps it: the inverse of what `MlflowStore.log_datasets` does. source, profile: JSON. tags: of the input."""
     shown = _mapping(profile)
     split = str(shown.get("split", name.rpartition(":")[2]))
     counts = [shown.get(count) for count in ("num_samples", "num_classes")]
     num_samples, num_classes = (count if type(count) is int and 0 <= count < 2**53 else 0 for count in counts)
     uri = str(_mapping(source).get("uri", ""))
-    return DatasetFacts(name.removesuffix(f":{split}"), uri, digest, split, num_samples, num_classes, context)
+    notes = {"share": tags["share"]} if "share" in tags else {}
+    context = tags.get("mlflow.data.context", "")
+    return DatasetFacts(name.removesuffix(f":{split}"), uri, digest, split, num_samples, num_classes, context, notes)
 
 
 def restored_value(value: float) -> float:

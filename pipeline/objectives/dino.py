@@ -36,6 +36,8 @@ _SINKHORN_STEPS = 3
 # What is called a collapse: embedding_std, and teacher_entropy over its maximum, after this share of the run. In the first steps, in
 # which the running mean is that of a new network, the teacher's outputs are nearly uniform.
 _SAME, _UNIFORM, _SETTLED = 0.05, 0.99, 0.1
+# A certain teacher (entropy below this share of the maximum) is a collapse only if the student follows it: KL below this, in nats.
+_CERTAIN, _FOLLOWED = 0.01, 0.01
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -293,6 +295,11 @@ class Dino(Objective):
             return (
                 f"the teacher's outputs are uniform (teacher_entropy {values['teacher_entropy']:.3f} of at most "
                 f"{log(self.given.prototypes):.3f}); lower objective.teacher_temperature"
+            )
+        if values["teacher_entropy"] < _CERTAIN * log(self.given.prototypes) and values["teacher_kl"] < _FOLLOWED:
+            return (
+                f"the teacher gives all images the same prototype (teacher_entropy {values['teacher_entropy']:.3f}, teacher_kl "
+                f"{values['teacher_kl']:.3f}); raise objective.teacher_temperature, or use objective.centring=sinkhorn"
             )
         return ""
 

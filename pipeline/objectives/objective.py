@@ -32,6 +32,7 @@ from pipeline.model.position import check_any_grid
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
 from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
+from pipeline.objectives.parameters.lora import add_factors
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import build
@@ -124,15 +125,17 @@ class Objective(nn.Module):
 
     @classmethod
     def of(cls, config: RunConfig, backbone: Model) -> "Objective":
-        """`create`, with the parameters frozen that train.freeze names. Raises UserError for blocks that the model does not have."""
-        objective = cls.create(config, backbone)
-        freeze(objective.backbone, config.train.freeze)
+        """`create`, with the parameters frozen that train.freeze names, and LoRA's factors. Raises UserError for what the model does not have."""
+        objective, train = cls.create(config, backbone), config.train
+        freeze(objective.backbone, train.freeze)
+        if train.lora_rank:
+            objective.lora = add_factors(objective.backbone, train.lora_layers, train.lora_rank, train.lora_alpha)
         return objective
 
     @classmethod
     def training_flops(cls, config: RunConfig, model: Config) -> int:
         """Floating-point operations of training on one image: of all views, what is added and a teacher. model: the backbone's."""
-        if not cls.trains_backbone_alone:
+        if not cls.trains_backbone_alone or config.train.lora_rank:
             return on_meta.training_flops(cls, config, model)
         return sum(
             group.count
@@ -143,6 +146,8 @@ class Objective(nn.Module):
     def __init__(self, backbone: Model) -> None:
         super().__init__()
         self.backbone = backbone
+        # Set by `of`.
+        self.lora: nn.ModuleDict | None = None
         # Set by `add_teacher`.
         self.teacher: nn.ModuleDict | None = None
 

@@ -46,11 +46,9 @@ def remembered(function: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(function)
     def found(cls: type["Objective"], config: RunConfig, *more: Any) -> T:
-        key = (
-            cls,
-            repr([config.train.loss, config.train.freeze, config.objective, config.model, config.augment, config.seed]),
-            *more,
-        )
+        train = config.train
+        trained = [train.loss, train.freeze, train.lora_rank, train.lora_layers]
+        key = (cls, repr([*trained, config.objective, config.model, config.augment, config.seed]), *more)
         if key not in known:
             known[key] = function(cls, config, *more)
         return known[key]
@@ -62,6 +60,11 @@ def make(cls: type["Objective"], config: RunConfig, model: Config, dtype: torch.
     """The objective on the meta device, in training mode, with parameters of `dtype`; its small state stays as it is."""
     with META:
         objective = cls.of(config, build(model))
+    return cast(objective, dtype)
+
+
+def cast(objective: "Objective", dtype: torch.dtype) -> "Objective":
+    """The objective with parameters of `dtype`, as the engine has it: its small state stays as it is. In training mode."""
     state = dict(objective.named_buffers(recurse=False))
     objective.to(dtype)
     for name, buffer in state.items():

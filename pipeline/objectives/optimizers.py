@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.objectives.objective import BACKBONE, Objective, trained_parameters
+from pipeline.model.layers import Dense
+from pipeline.objectives.objective import BACKBONE, Objective, stored_name, trained_parameters
 from pipeline.objectives.parameters.freeze import depths
+from pipeline.objectives.parameters.muon import Muon
 from pipeline.settings.run_execution import EngineConfig
 from pipeline.settings.run_sections import OptimizerConfig, ScheduleConfig
 
@@ -22,7 +25,7 @@ def is_fused(config: EngineConfig, device: torch.device) -> bool:
 def build(
     model: nn.Module, decayed: set[str], config: OptimizerConfig, fused: bool = False, num_steps: int = 0
 ) -> torch.optim.Optimizer:
-    """Build AdamW or SGD with the `parameter_groups` of a model or an objective. decayed: names of parameters with weight decay.
+    """Build AdamW, SGD or Muon with the `parameter_groups` of a model or an objective. decayed: names of parameters with weight decay.
 
     fused: with torch's fused kernels, instead of those that it chooses. num_steps: of the run.
 
@@ -33,7 +36,12 @@ def build(
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused or None)
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused or None)
+    adam: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps, "fused": fused or None}
+    if config.name == "muon":
+        named, found = dict(model.named_parameters()), matrices(model, decayed)
+        kernels: dict[Tensor, tuple[str, int]] = {named[name]: (stored_name(name), n) for name, n in found.items()}
+        return Muon(groups, kernels, config.muon_momentum, **adam)
+    return torch.optim.AdamW(groups, **adam)
 
 
 def parameter_groups(
@@ -42,27 +50,39 @@ def parameter_groups(
     """Parameter groups for `torch.optim`: those with weight decay, then those without; more with layer_decay or frozen steps.
 
     Each also has "factor", by which its learning rate is multiplied, "frozen_steps", in how many first steps its parameters
-    are not changed, and "decays". num_steps: of the run.
+    are not changed, "decays", and whether Muon updates its "matrices". num_steps: of the run.
     """
     named = dict(trained_parameters(model))
     frozen = model.frozen_steps(num_steps) if isinstance(model, Objective) else {}
     unknown = decayed - named.keys()
     assert not unknown, unknown
     depth, top = depths(model.backbone, BACKBONE) if isinstance(model, Objective) else ({}, 0)
-    groups: dict[tuple[bool, int, float], dict[str, Any]] = {}
+    by_muon = matrices(model, decayed) if config.name == "muon" else {}
+    if config.name == "muon" and not by_muon:
+        raise UserError(
+            "optimizer.name = muon is for the matrices of a ViT's blocks, and none of them is trained here. Use optimizer.name=adam."
+        )
+    groups: dict[tuple[bool, int, float, bool], dict[str, Any]] = {}
     for name, parameter in named.items():
         steps = max((n for prefix, n in frozen.items() if name.startswith(prefix)), default=0)
         factor = config.layer_decay ** (top - depth.get(name, top))
         decays = name in decayed
         group = groups.setdefault(
-            (not decays, steps, -factor),
+            (not decays, steps, -factor, name in by_muon),
             {"params": [], "weight_decay": config.weight_decay if decays else 0.0, "factor": factor, "frozen_steps": steps,
-             "decays": decays},
+             "decays": decays, "matrices": name in by_muon},
         )  # fmt: skip
         group["params"].append(parameter)
         if steps:
             parameter.register_hook(partial(_without_gradient, group))
     return [groups[key] for key in sorted(groups)]
+
+
+def matrices(model: nn.Module, decayed: set[str]) -> dict[str, int]:
+    """Names of the parameters that Muon would update, kernels of the dense layers of the backbone's blocks, and how many each has."""
+    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, Dense)}
+    return {name: layers[name].num_kernels for name, _ in trained_parameters(model)
+            if name.startswith(f"{BACKBONE}blocks.") and name in layers.keys() & decayed}  # fmt: skip
 
 
 def _without_gradient(group: dict[str, Any], gradient: Tensor) -> Tensor:
@@ -94,7 +114,10 @@ def describe_groups(objective: Objective, config: OptimizerConfig, num_steps: in
     """
     groups = parameter_groups(objective, objective.decayed(), config, num_steps)
     frozen = sum(p.numel() for name, p in objective.backbone.named_parameters() if not p.requires_grad)
-    if all(group["factor"] == 1 and not group["frozen_steps"] for group in groups) and not frozen:
+    if (
+        all(group["factor"] == 1 and not group["frozen_steps"] and not group["matrices"] for group in groups)
+        and not frozen
+    ):
         return []
     end = "" if config.weight_decay_end is None else f" to {config.weight_decay_end:g}"
     return (
@@ -103,6 +126,7 @@ def describe_groups(objective: Objective, config: OptimizerConfig, num_steps: in
             f"  {sum(p.numel() for p in group['params']) / 1e6:.3f} M parameters: learning rate x {group['factor']:.4g}, "
             + (f"weight decay {config.weight_decay:g}{end}" if group["decays"] else "no weight decay")
             + (f", frozen for {counted(group['frozen_steps'], 'step')}" if group["frozen_steps"] else "")
+            + (", by Muon" if group["matrices"] else "")
             for group in groups
         ]
         + [f"  {frozen / 1e6:.3f} M parameters: frozen"] * bool(frozen)

@@ -104,7 +104,8 @@ def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[
     """evaluated: run -> on which images."""
     for key in dict.fromkeys(key for record in records.values() for key in record.further):
         found = {run: record for run, record in records.items() if key in record.further}
-        title = title_of(key).capitalize()
+        title = title_of(key)
+        title = title[:1].upper() + title[1:]
         about = {run: title if r.further[key] == key else f"{title} on {evaluated[run]}" for run, r in found.items()}
         percent = all(record.metric(record.further[key]).is_share for record in found.values())
         file = f"metric_{key.replace('/', '_')}"

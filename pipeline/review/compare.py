@@ -393,8 +393,13 @@ def data_facts(record: RunRecord) -> dict[str, str]:
             f"{name} fingerprint": (facts.digest if facts else "") or "–", f"{name} images": count,
         }  # fmt: skip
 
+    others = [facts for facts in record.datasets if facts.context == "training"][1:]
+    mixed = ", ".join(
+        f"{facts.name} {facts.split} {facts.digest} {facts.notes.get('share', '')}".strip() for facts in others
+    )
     return {
         **shown(record.dataset("training"), "training"),
+        "training data beside it": mixed or "–",
         "excluded samples": record.parameters.get("excluded", "–"),
         **shown(record.dataset("evaluation"), "evaluation"),
     }

@@ -15,8 +15,7 @@ from pathlib import Path
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes, replacing
-from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.dataset.subset import run_splits
+from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.cache import Storage
 from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
@@ -95,8 +94,9 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
     found = parse_predictions(read_bytes(file), str(file), "probability")
     config = read_settings(folder)
     data = config.data
-    dataset = open_dataset(data.path, Storage.create(data.retry_minutes, data.cache, data.cache_gb))
-    _, split = run_splits(dataset, data, config.seed)
+    storage = Storage.create(data.retry_minutes, data.cache, data.cache_gb)
+    opened = open_run_data(data, config.seed, config.train.global_batch, storage)
+    dataset, split = opened.dataset, opened.evaluation
     assert split is not None, "there are predictions of it"
     found.check(len(split), dataset.num_classes)
     yield draw_confusion(found.true, found.predicted, dataset.class_names)

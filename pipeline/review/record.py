@@ -293,6 +293,12 @@ class RunRecord:
         probed = {name: metric for name in self.metrics if (metric := self.metric(name)).group == "probe"}
         return [name for name, metric in probed.items() if metric.better and metric.is_share]
 
+    @property
+    def scored_split(self) -> tuple[str, str]:
+        """(data set, split) of a score that is a probe's; ("", "") for other scores."""
+        data = self.settings.get("probe.data") or self.settings.get("data.path")
+        return (str(data), str(self.settings.get("probe.split"))) if self.scored in self.probes else ("", "")
+
     @cached_property
     def scored(self) -> str:
         """The metric that is the score: of the held-out split but its losses, else a probe's accuracy, else a loss; "" without any.
@@ -334,7 +340,7 @@ class RunRecord:
         name = self.scored
         series, metric = self.metrics[name], self.metric(name)
         step, value = int(series.steps[number]), float(series.values[number])
-        if name not in self.held_out:
+        if name in self.probes:
             return Score(title_of(name), value, step, metric=metric)
         num = self.num_evaluated(step)
         interval = of_samples(value, num) if num and metric.unit == "proportion" and 0 <= value <= 1 else None

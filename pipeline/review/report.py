@@ -337,7 +337,7 @@ def _data(record: RunRecord) -> Iterator[Block]:
         return
     yield Heading("Data")
     rows = [
-        (facts.context, facts.name, facts.split, f"{facts.num_samples:,}" if facts.num_samples else "–",
+        (f"{facts.context} {facts.notes.get('share', '')}".strip(), facts.name, facts.split, f"{facts.num_samples:,}" if facts.num_samples else "–",
          f"{facts.num_classes:,}" if facts.num_classes else "–", facts.digest or "–", facts.source or "–")
         for facts in record.datasets
     ]  # fmt: skip

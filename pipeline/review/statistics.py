@@ -269,6 +269,8 @@ def _measure(record: RunRecord) -> Hashable:
     if record.kind == "vtab":
         protocol = record.results.get("protocol", {}).get("sha256") or record.tags.get("protocol_sha256", "")
         return ("VTAB-1k", score.name, protocol)
+    if any(probed := record.scored_split):
+        return (*probed, score.name)
     facts = record.dataset("evaluation")
     data = (facts.digest or facts.source) if facts else str(record.results.get("data") or record.tags.get("data", ""))
     kind = "accuracy" if score.is_accuracy else f"{score.name} {record.settings.get('train.loss')}"
@@ -330,6 +332,8 @@ def scored_on(record: RunRecord) -> str:
     assert score is not None
     if record.kind == "vtab":
         return f"VTAB-1k, {score.name}"
+    if any(probed := record.scored_split):
+        return f"{Path(probed[0]).name}, split {probed[1]}, by {score.name}"
     name = facts.name if facts else Path(str(record.results.get("data", "unknown data"))).name
     split = record.split or record.results.get("split", "unknown")
     count = f", {counted(score.num_samples, 'image')}" if score.num_samples else ""

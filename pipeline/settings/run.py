@@ -108,16 +108,26 @@ class RunConfig:
                 "set model.name for a new model, or init.weights to continue from weights, which determine their "
                 f"architecture: now model.name = {quoted(self.model.name)}, init.weights = {quoted(self.init.weights)}."
             )
+        if self.train.lora_rank and self.train.freeze != "backbone":
+            raise UserError(
+                f"train.lora_rank = {self.train.lora_rank} needs train.freeze=backbone: LoRA is for weights that are not trained themselves."
+            )
         if self.init.weights is None:
             if self.train.freeze != "none":
                 raise UserError(
                     f"train.freeze = {self.train.freeze} needs init.weights: a new model's values are random. Leave it out."
+                )
+            if self.init.mean_pool:
+                raise UserError(
+                    "init.mean_pool changes init.weights, which are not set. Use model.pool=mean and model.pool_norm=true."
                 )
             if self.init.kernel:
                 raise UserError(
                     f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set."
                 )
             return
+        if self.init.mean_pool and not self.init.new_head:
+            raise UserError("init.mean_pool=true changes what the head reads: leave init.new_head at true.")
         fixed = {name: option for name, option in OPTIONS.items() if not option.only_trains}
         if other := [f"model.{name}" for name in fixed if getattr(self.model, name) != fixed[name].setting]:
             raise UserError(f"init.weights determines the architecture: leave out {', '.join(other)}.")
@@ -161,6 +171,11 @@ class RunConfig:
             )
 
     def _check_engine(self) -> None:
+        if self.optimizer.name == "muon" and (self.engine.zero_stage == 3 or self.engine.offload):
+            raise UserError(
+                "optimizer.name = muon needs engine.zero_stage=0, 1 or 2 without engine.offload: it multiplies whole matrices, of which "
+                "stage 3 gives each rank a part."
+            )
         if self.engine.zero_stage != 0:
             return
         if self.engine.precision != "fp32":

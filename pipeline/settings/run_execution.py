@@ -180,6 +180,10 @@ class InitConfig:
         path=True,
     )
     new_head: bool = setting(True, "With init.weights: replace the head by a zero-initialised linear layer.")
+    mean_pool: bool = setting(
+        False,
+        "With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes (model.pool_norm).",
+    )
     kernel: Kernel | None = kernel_setting()
 
 

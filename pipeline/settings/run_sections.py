@@ -1,5 +1,6 @@
 """The sections of a run's settings that say what is trained: model, data, augmentation, length, optimizer, schedule. `run.py` has them all."""
 
+import re
 from dataclasses import dataclass, make_dataclass
 from typing import Any, Literal, TypeVar
 
@@ -86,6 +87,17 @@ class MixedSet:
         max=10**12,
     )
 
+    eval_split: str = setting(
+        "",
+        "Splits of this set to evaluate on beside data.eval_split, with commas between; their metrics begin with the folder's name.",
+    )
+
+    @property
+    def evaluated(self) -> dict[str, str]:
+        """Beginning of the names of metrics -> split of this set to evaluate on."""
+        folder = re.sub(r"[^\w.-]", "_", self.path.rstrip("/").rpartition("/")[2])
+        return {f"{folder}_{name.strip()}": name.strip() for name in self.eval_split.split(",") if name.strip()}
+
     @property
     def name(self) -> tuple[str, str]:
         """What identifies a set: path and split."""
@@ -170,6 +182,11 @@ class DataConfig:
     )
 
     @property
+    def evaluated_beside(self) -> list[str]:
+        """Beginnings of the names of metrics of the other splits that the run is evaluated on."""
+        return [name for entry in self.mix for name in entry.evaluated]
+
+    @property
     def evaluated_split(self) -> str:
         """Name of the split that the run is evaluated on, "" for none; the prefix of its metrics."""
         return "dev" if self.dev_share else self.eval_split
@@ -214,6 +231,13 @@ class AugmentConfig:
         0.0, "Colour jitter: turn hues by a random share of the circle, at most this (0.1 in DINO).", min=0, max=0.5
     )
     color_jitter_probability: float = setting(1.0, "Probability of colour jitter (0.8 in DINO).", min=0, max=1)
+    three_augment: float = setting(
+        0.0,
+        "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third of it, before the "
+        "colour jitter.",
+        min=0,
+        max=1,
+    )
     grey: float = setting(0.0, "Probability of making a view grey.", min=0, max=1)
     blur: float = setting(
         0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.", min=0, max=1
@@ -283,6 +307,22 @@ class TrainConfig:
         form=TextForm(r"none|backbone|[1-9]\d{0,3} blocks?", "none, backbone, or a number of blocks, as 8 blocks"),
         on_change="run",
     )
+    lora_rank: int = setting(
+        0,
+        "With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the weights that are scored "
+        "and exported. 0 is none.",
+        min=0,
+        max=65_536,
+        on_change="run",
+    )
+    lora_alpha: float = setting(16.0, "LoRA: the changes are multiplied by lora_alpha / lora_rank.", above=0)
+    lora_layers: list[str] = setting(
+        ["qkv", "out"],
+        "LoRA: dense layers of each block: qkv, out, up, down.",
+        min_items=1,
+        distinct=True,
+        on_change="run",
+    )
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)
     log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
     max_skipped_steps: int = setting(
@@ -296,8 +336,10 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Literal["adam", "sgd"] = setting(
-        "adam", "Adam with decoupled weight decay, or SGD with momentum.", on_change="run"
+    name: Literal["adam", "sgd", "muon"] = setting(
+        "adam",
+        "Adam with decoupled weight decay, SGD with momentum, or Muon for the matrices of the blocks with Adam for the rest.",
+        on_change="run",
     )
     lr: float = setting(1e-3, "Peak learning rate.", above=0)
     lr_batch: int = setting(
@@ -310,9 +352,10 @@ class OptimizerConfig:
     beta2: float = setting(0.999, "Adam: decay of the second moment.", min=0, below=1)
     eps: float = setting(1e-8, "Adam: term added to the denominator.", above=0)
     momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1)
+    muon_momentum: float = setting(0.95, "Muon: Nesterov momentum of the matrices.", min=0, below=1)
     weight_decay: float = setting(
         0.1,
-        "Weight decay of dense kernels, multiplied by the learning rate; Adam: decoupled, SGD: added to the gradient.",
+        "Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the gradient.",
         min=0,
     )
     weight_decay_end: float | None = setting(

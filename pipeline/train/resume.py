@@ -74,7 +74,7 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
 
     seen = batch_of_step(state.step - 1, state.left_out) + 1 if state.step else 0
     then_mixed, now_mixed = (mixed_until(identity, seen) for identity in (state.identity, now))
-    if then_mixed != now_mixed:
+    if then_mixed != now_mixed and (MIXTURE in state.identity or MIXTURE in now):
         raise UserError(
             f"{path} cannot be continued: data.path and data.mix until step {state.step} were {then_mixed}, and are {now_mixed}. Set "
             f"them back, change the weights or add a set from step {state.step} on (from_step), or start another run with name=..."
@@ -131,7 +131,7 @@ def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, eval
         "excluded": split.excluded,
         "evaluation_excluded": evaluation.excluded if evaluation else NOTHING_EXCLUDED,
         **{f"left_out.{s.name}.{name}": n for s in splits for name, n in s.excluded_by.items()},
-        **({MIXTURE: mixture_facts(split, config.data)} if isinstance(split, MixedSplit) else {}),
+        **({MIXTURE: mixture_facts(split)} if isinstance(split, MixedSplit) else {}),
     }
 
 
@@ -159,6 +159,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
             representation=None if num_classes else False,
             seed=config.seed,
             kernel=config.init.kernel,
+            mean_pool=config.init.mean_pool,
             say=console.say,
             **settings.for_weights(),
         )

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pipeline.base.words import counted, of_classes
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
+from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.retry import StorageError
 from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import Plan
@@ -73,13 +75,9 @@ def run_facts(
     parents = {"parent": parent} if parent else {}
     if config.track.parent_run:
         parents["group"] = tags["mlflow.parentRunId"] = config.track.parent_run
-    datasets = [
-        DatasetFacts(name, str(dataset.path), dataset.fingerprint, s.name, len(s), dataset.num_classes, context, notes)
-        for s, context, notes in (
-            (split, "training", {"test_copies": copies, "excluded": f"{split.excluded}"}),
-            *([(evaluation, "evaluation", {"excluded": f"{evaluation.excluded}"})] if evaluation else []),
-        )
-    ]
+    datasets = list(_training_data(dataset, split))
+    if evaluation:
+        datasets.append(_data_facts(dataset, evaluation, "evaluation", {}))
     of_steps = objectives.kind(config.train.loss).values(config)
     measured = {name: metric for of in objectives.metrics(config).values() for name, metric in of.items()}
     measured |= {name: replace(metric, group="train") for name, metric in of_steps.items()}
@@ -88,6 +86,29 @@ def run_facts(
         parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
         config.checkpoint.best or next(iter(measured), ""), origin=origin, objective=config.train.loss, metrics=measured,
     )  # fmt: skip
+
+
+def _training_data(dataset: Dataset, split: Split) -> Iterator[DatasetFacts]:
+    """The data set of a run, or those of its mixture with their shares."""
+    if not isinstance(split, MixedSplit):
+        yield _data_facts(dataset, split, "training", {"test_copies": _test_copies(dataset)})
+        return
+    for one, part, share in zip(split.datasets, split.parts, split.shares, strict=True):
+        yield _data_facts(one, part, "training", {"test_copies": _test_copies(one), "share": share})
+
+
+def _data_facts(dataset: Dataset, split: Split, context: str, notes: dict[str, str]) -> DatasetFacts:
+    notes = {**notes, "excluded": split.excluded}
+    return DatasetFacts(
+        dataset.path.name,
+        str(dataset.path),
+        dataset.fingerprint,
+        split.name,
+        len(split),
+        dataset.num_classes,
+        context,
+        notes,
+    )
 
 
 def environment(device: torch.device) -> list[str]:
@@ -125,9 +146,11 @@ def _description(
     what = "Fine-tuning" if config.init.weights else "Pre-training"
     lines = [
         f"**{what} of {resolved['model.name']}** at {resolved['model.image_size']} px on **{dataset.path.name}** "
-        f"({counted(len(split), 'image')} {of_classes(dataset.num_classes)}, fingerprint `{dataset.fingerprint}`).",
+        f"{'and other sets ' * (len(split.parts) > 1)}({counted(len(split), 'image')} {of_classes(dataset.num_classes)}, fingerprint `{dataset.fingerprint}`).",
         f"Plan: {plan.describe()}.",
     ]
+    if isinstance(split, MixedSplit):
+        lines.append(f"M{split.describe()[1:]}.")
     if config.init.weights:
         weights = f"`{origin.path}`, {origin.details}" if origin else f"`{config.init.weights}`"
         lines.append(f"From the weights in {weights}" + (f"; MLflow run `{parent}`." if parent else "."))

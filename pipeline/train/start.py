@@ -24,6 +24,7 @@ class Prepared:
     dataset: "Dataset"
     split: "Split"
     evaluation: "Split | None"
+    evaluation_beside: "dict[str, Split]"
     run_probe: "RunProbe | None"
     plan: Plan
     draw: str | None = None
@@ -82,7 +83,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
         run_probe = open_run_probe(config, data.own, split.parts[0])
     if config.init.weights:
         _find_weights(config, config.init.weights)
-    return Prepared(config, dataset, split, data.evaluation, run_probe, plan, draw)
+    return Prepared(config, dataset, split, data.evaluation, data.evaluation_beside, run_probe, plan, draw)
 
 
 def _find_weights(config: RunConfig, weights: str) -> None:

@@ -82,7 +82,7 @@ def test_the_sheet_is_drawn_from_weights_and_runs(
 ) -> None:
     """A file says what its decoder is; of a run of an earlier version, its settings do."""
     model = small(normalise=False)
-    save(model, tmp_path / "mae.safetensors", model.extra())
+    save(model, tmp_path / "mae.safetensors", model.extra() | {"classes": ["of", "the data set"]})
     found = draw(tmp_path / "mae.safetensors", photos, tmp_path / "out")
     assert "taken as" not in capsys.readouterr().out
     assert np.asarray(Image.open(tmp_path / "out" / "reconstruction.png").convert("RGB")).std() > 5

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure
+from pipeline.objectives.classification import Classification
 from pipeline.objectives.dino import Dino, DinoSettings
 from pipeline.objectives.ibot import BlockMasks
 from pipeline.objectives.objective import Objective
@@ -76,6 +77,26 @@ def train_skipping(argument: dict[str, Any]) -> None:
     """In a rank: trains runs whose step `skipped` is skipped."""
     Distillation.skipped = argument["skipped"]
     train_planted(argument["runs"])
+
+
+def train_losing(argument: dict[str, Any]) -> None:
+    """In a rank: trains classification runs whose step `skipped` has a loss that is not finite."""
+    from forked import train
+
+    begin, measured = Classification.before_step, Classification.loss
+
+    def before_step(self: Classification, step: int, num_steps: int) -> None:
+        begin(self, step, num_steps)
+        self.step = step
+
+    def loss(
+        self: Classification, views: tuple[Tensor, ...], facts: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        found, values = measured(self, views, facts)
+        return (found * float("nan") if self.step == argument["skipped"] else found), values
+
+    Classification.before_step, Classification.loss = before_step, loss
+    train(argument["runs"])
 
 
 def train_worked(argument: dict[str, Any]) -> None:

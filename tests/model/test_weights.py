@@ -122,6 +122,23 @@ def test_another_number_of_classes_means_fine_tuning(file):
     assert same_values(load(file, num_classes=5), tiny())
 
 
+@torch.no_grad()
+def test_the_mean_of_the_patches_under_a_norm_of_its_own(file, tmp_path):
+    """As facebookresearch/mae fine-tunes (global_pool): blocks, mean of the patches, a new LayerNorm, the new head."""
+    model, images, found = load(file, num_classes=3, mean_pool=True).eval(), torch.rand(2, 3, 8, 8), []
+    assert same_values(tiny(), model, but=("head.", "norm."))
+    assert (model.norm.weight == 1).all()
+    assert not model.norm.bias.any()
+    model.blocks[-1].register_forward_hook(lambda block, inputs, output: found.append(output))
+    features = model.features(images)
+    expected = torch.nn.functional.layer_norm(found[0][:, 1:].mean(1), (32,), eps=1e-6)
+    torch.testing.assert_close(features, expected)
+    save(model, tmp_path / "finetuned.pt")
+    assert torch.equal(load(tmp_path / "finetuned.pt").eval().features(images), features)
+    with pytest.raises(UserError, match="mean_pool needs a new head"):
+        load(file, mean_pool=True)
+
+
 def test_no_classes_means_features(file):
     model, images = load(file, num_classes=0).eval(), torch.rand(2, 3, 8, 8)
     assert torch.equal(model(images), tiny().eval().features(images))

@@ -24,6 +24,7 @@ CASES: list[tuple[int, str, int, int, list[str]]] = [
     (1, "fp32", 1, ALL, ["model.dropout=0.1"]),
     (2, "fp32", 2, PART, ["optimizer.name=sgd", "optimizer.weight_decay=0"]),
     (3, "fp32", 2, PART, ["engine.fused=false"]),
+    (1, "fp32", 2, ALL, ["optimizer.name=muon", "engine.fused=false"]),
     (1, "bf16", 2, ALL, []),
     (2, "bf16", 1, ALL, [CKPT]),
     (3, "bf16", 1, ALL, ["model.dropout=0.1"]),

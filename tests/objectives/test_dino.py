@@ -295,15 +295,56 @@ def test_schedules() -> None:
 
 def test_a_collapse_is_named_with_what_to_change() -> None:
     objective = dino()
-    same, uniform = (
-        {"embedding_std": 0.01, "teacher_entropy": 1.0},
-        {"embedding_std": 0.5, "teacher_entropy": math.log(12)},
+    same, uniform, certain = (
+        {"embedding_std": 0.01, "teacher_entropy": 1.0, "teacher_kl": 1.0},
+        {"embedding_std": 0.5, "teacher_entropy": math.log(12), "teacher_kl": 0.0},
+        {"embedding_std": 0.5, "teacher_entropy": 0.001, "teacher_kl": 0.001},
     )
     assert not objective.collapse(same)  # At the start of a run, this says nothing.
     objective.before_step(5, 10)
     assert "objective.centring=sinkhorn" in objective.collapse(same)
     assert "objective.teacher_temperature" in objective.collapse(uniform)
-    assert not objective.collapse({"embedding_std": 0.5, "teacher_entropy": 0.1})
+    assert "the same prototype" in objective.collapse(certain)
+    assert not objective.collapse(certain | {"teacher_kl": 0.5})
+    assert not objective.collapse({"embedding_std": 0.5, "teacher_entropy": 0.1, "teacher_kl": 0.0})
+
+
+# ---------------------------------------------------------------------- from other weights
+@pytest.mark.slow
+def test_it_continues_from_a_folder_of_dinov2(tmp_path: Path) -> None:
+    """As transformers writes it, of random weights: the backbone computes the same, the teacher is equal, and the head is new."""
+    from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_ratio": 2}
+    theirs = Dinov2Model(Dinov2Config(**sizes, image_size=56, patch_size=14, layerscale_value=0.5)).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    BitImageProcessor(image_mean=mean, image_std=std, crop_size=56, size={"shortest_edge": 56}).save_pretrained(
+        tmp_path
+    )
+    changes = [
+        "model={image_size: 56, drop_path: 0.1}",
+        "objective={prototypes: 12, hidden: 8, bottleneck: 4, local_size: 28, ibot_weight: 1}",
+    ]
+    config = schema.load(RunConfig, None, [*NEEDED, f"init.weights={tmp_path}", *changes])
+    said: list[str] = []
+    dataset, console = SimpleNamespace(num_classes=0), SimpleNamespace(say=said.append)
+    backbone = initial_model(config, dataset, None, console)  # type: ignore[arg-type]
+    objective = objectives.create(config, backbone).eval()
+    images = normal(2, 3, 56, 56)
+    shift, scale = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
+    with torch.no_grad():
+        expected = theirs((images * 0.5 + 0.5 - shift) / scale).last_hidden_state
+        features, patches = objective.backbone(images, with_patches=True)
+        averaged = objective.teacher["backbone"](images)
+    torch.testing.assert_close(features, expected[:, 0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(patches, expected[:, 1:], rtol=1e-4, atol=1e-4)
+    assert torch.equal(averaged, features)
+    assert any("begins with the backbone of" in line and "its head is new" in line for line in said)
+    views = (images, images, normal(4, 3, 28, 28))
+    assert objective.measure(views, {"valid": torch.ones(2, dtype=torch.bool)})["loss"].isfinite().all()
 
 
 def test_the_prototypes_have_gain_1_and_the_teacher_no_gradient() -> None:

@@ -69,10 +69,12 @@ def write_run(
     tracker = Tracker(track, folder.parent, folder, facts, None, SenderTimeouts(poll=0.05, retry=(0.05,)))
     for step in range(every, steps + 1, every):
         tracker.log(step, {"loss": 1 / step, "images_per_second": 100.0 + step, "mfu": 0.2, "skipped_steps": 0.0})
-        own = {group: [n for n, m in (declared or {}).items() if m.group == group] for group in ("train", "eval")}
+        own = {
+            group: [n for n, m in (declared or {}).items() if m.group == group] for group in ("train", "eval", "probe")
+        }
         tracker.log(step, dict.fromkeys(own["train"], float(step)))
         if (top1 := (evaluations or {}).get(step)) and declared:
-            tracker.log(step, dict.fromkeys(own["eval"], top1) | {"test_num_samples": num_samples})
+            tracker.log(step, dict.fromkeys([*own["eval"], *own["probe"]], top1) | {"test_num_samples": num_samples})
         elif top1:
             tracker.log(step, {"test_top1": top1, "test_loss": 1 - top1, "test_num_samples": num_samples})
     tracker.finish("FINISHED", outcome="finished")

@@ -14,12 +14,14 @@ from pipeline.monitor.tracking import default_uri
 from pipeline.review import budgets, compare, report
 from pipeline.review.reader import RunReader, from_folder, from_mlflow
 from pipeline.review.record import RunRecord
+from pipeline.review.statistics import by_evaluation, comparable
 
 DECLARED = {
     "test_alignment": Metric("", "lower", "eval"),
     "test_kept": Metric("share", "higher", "eval"),
     "train_collapse_rank": Metric("count", "higher", "train"),
 }
+SHARE = Metric("share", "higher", "probe")
 
 
 @pytest.fixture
@@ -74,3 +76,15 @@ def test_mlflow_groups_them(runs: list[RunRecord], out: Path) -> None:
     assert runs[2].metrics["train_collapse_rank"].values[-1] == 20
     # The score is not in per cent.
     assert run.data.metrics.keys().isdisjoint({"score"})
+
+
+def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(out: Path) -> None:
+    probed = {"test_loss": Metric("loss", "lower", "eval"), "pets_5shot": SHARE, "pets_20nn": SHARE}
+    record = from_folder(write_run(out / "a", evaluations={10: 0.25, 20: 0.75}, declared=probed))
+    record = dataclasses.replace(record, settings={**record.settings, "probe.data": "d/pets", "probe.split": "val"})
+    records = {name: dataclasses.replace(record, flops_per_image=flops) for name, flops in (("a", 1.0), ("b", 2.0))}
+    assert (record.scored, str(record.last_score)) == ("pets_20nn", "75.00 %")
+    assert next(comparable(records, list(by_evaluation(records).values()))) == (
+        "All 2 runs were scored on the same images (pets, split val, by pets 20nn): their scores can be compared."
+    )
+    assert "metric_pets_20nn.png" in [picture.name for picture in budgets.curves(records)]

@@ -35,7 +35,7 @@ FREE_IN_GRIDS_NOW = (
 )  # fmt: skip
 FACTS = facts_of(RunConfig)
 # Settings that came after these lists.
-LATER = {"objective", "data.mix", "data.weight", "data.balance", "train.freeze"}
+LATER = {"objective", "data.mix", "data.weight", "data.balance", "train.freeze", "train.lora_rank", "train.lora_layers"}
 RUN = {"name": "run", "data": {"path": "data"}, "train": {"length": "1 steps"}}
 
 

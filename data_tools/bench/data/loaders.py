@@ -42,14 +42,7 @@ _WHOLE, _REGION, _PILLOW = "libjpeg-turbo", "libjpeg-turbo, region", "Pillow"
 def run(config: BenchConfig, folder: Path, record: BenchRecord) -> None:
     """Measure and print. folder: the images are written there in every layout."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
-    splits = {}
-    for name, short in (("full size", 0), (f"{_SHORT} px", _SHORT)):
-        path = folder / f"shards{short}"
-        settings = ShardConfig(
-            source=str(folder / "raw"), out=str(path), inspect="header", resize_short=short, samples_per_shard=256
-        )
-        shard.run(settings)
-        splits[name] = open_dataset(path).split("train")
+    splits = {name: write_shards(folder, short) for name, short in (("full size", 0), (f"{_SHORT} px", _SHORT))}
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     cores = len(os.sched_getaffinity(0))
@@ -59,12 +52,23 @@ def run(config: BenchConfig, folder: Path, record: BenchRecord) -> None:
     report(contestants, config.rounds, record, what)
 
 
+def write_shards(folder: Path, short: int) -> Split:
+    """Write what `write_raw` wrote to folder/raw into shards. short: as `resize_short`."""
+    path = folder / f"shards{short}"
+    shard.run(
+        ShardConfig(
+            source=str(folder / "raw"), out=str(path), inspect="header", resize_short=short, samples_per_shard=256
+        )
+    )
+    return open_dataset(path).split("train")
+
+
 def _ours(config: BenchConfig, splits: dict[str, Split], cores: int) -> Iterator[Contestant]:
     full = splits["full size"]
 
     def loader(name: str, method: str, region: bool, split: Split = full, threads: int = cores, step: int = 0):  # type: ignore[no-untyped-def]
         about = ("uint8", _REGION if region else _WHOLE, method)
-        work = partial(_load, config, split, _view(config, method, region), threads, step)
+        work = partial(load_batches, config, split, _view(config, method, region), threads, step)
         return Contestant(name, about, cores, work)
 
     def alone(name: str, method: str, region: bool) -> Contestant:
@@ -126,7 +130,8 @@ def _view(config: BenchConfig, method: str, region: bool) -> ViewWriter:
     return train_view(AugmentConfig(resize_filter=method), 0, config.image_size, by_region=region)  # type: ignore[arg-type]
 
 
-def _load(config: BenchConfig, split: Split, view: ViewWriter, threads: int, first_step: int) -> Iterator[int]:
+def load_batches(config: BenchConfig, split: Split, view: ViewWriter, threads: int, first_step: int) -> Iterator[int]:
+    """Yield the size of each batch of our loader."""
     order = SampleOrder(split.shard_sizes, 0, config.batch, 1, 4096)
     steps = len(split) // config.batch
     requests = train_requests(order, first_step, first_step + steps, config.batch, 0, 1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from data_tools.bench.corpus import NUM_CLASSES, noise_batch
 from data_tools.bench.measure import Contestant, Timing, race
 from data_tools.bench.record import BenchRecord, markdown
+from data_tools.bench.training import objective_speed
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -82,6 +83,9 @@ def run(config: ModelBenchConfig, record: BenchRecord) -> None:
         assert isinstance(case, models.ViTConfig)
         for precision in config.precisions:
             for work in config.work:
+                if work == "objectives":
+                    objective_speed.measure(config, name, precision, _DTYPES[precision], record)
+                    continue
                 _measure(config, f"{name} {precision} {work}", case, _DTYPES[precision], work, record)
 
 

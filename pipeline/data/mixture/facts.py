@@ -4,23 +4,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
-from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.shares import whole_numbers
 from pipeline.data.mixture.split import MixedSplit
-from pipeline.settings.run_sections import DataConfig
 
 # Name in a run's identity.
 MIXTURE = "mixture"
 
 
-def mixture_facts(split: MixedSplit, data: DataConfig) -> dict[str, Any]:
+def mixture_facts(split: MixedSplit) -> dict[str, Any]:
     """As plain values: each set with its content, and from which batch on how many samples in a period come from each."""
-    mixture = mixture_of(data)
     sets = [
         {"path": entry.path, "split": entry.split, "limit": str(entry.limit), "fingerprint": dataset.fingerprint, "excluded": part.excluded}
-        for entry, dataset, part in zip(mixture.sets, split.datasets, split.parts, strict=True)
+        for entry, dataset, part in zip(split.mixture.sets, split.datasets, split.parts, strict=True)
     ]  # fmt: skip
-    return {"sets": sets, "phases": [[start, whole_numbers(weights).tolist()] for start, weights in mixture.phases]}
+    return {
+        "sets": sets,
+        "phases": [[start, whole_numbers(weights).tolist()] for start, weights in split.mixture.phases],
+    }
 
 
 def mixed_until(identity: Mapping[str, Any], batches: int) -> str:

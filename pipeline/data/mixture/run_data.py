@@ -24,14 +24,16 @@ class RunData:
     """The data of a run.
 
     own: data.path. dataset: it, too, but in a mixture whose labels are learnt, with the classes of all sets, its own first. split: to
-    train on. evaluation: the held-out split, if there is one. eval_split: data.eval_split, "" without one. epoch_samples: samples of training in
-    which the training split of data.path is used once, by its first share.
+    train on. evaluation: the held-out split, if there is one. evaluation_beside: those of other sets, by the beginning of the names of
+    their metrics. eval_split: data.eval_split, "" without one. epoch_samples: samples of training in which the training split of
+    data.path is used once, by its first share.
     """
 
     own: Dataset
     dataset: Dataset
     split: Split
     evaluation: Split | None
+    evaluation_beside: dict[str, Split]
     eval_split: str
     epoch_samples: int
 
@@ -49,7 +51,7 @@ def open_run_data(
     eval_split = held_out_split(own, data)
     mixture = mixture_of(data)
     if len(mixture.sets) == 1:
-        return RunData(own, own, split, evaluation, eval_split, len(split))
+        return RunData(own, own, split, evaluation, {}, eval_split, len(split))
     datasets, splits = [own], [split]
     for entry in mixture.sets[1:]:
         other, part = _open(entry, own.storage, seed)
@@ -69,12 +71,28 @@ def open_run_data(
                 "use a smaller batch."
             )
     label_maps: list[np.ndarray | None] = [None] * len(datasets)
+    class_notes: list[str] = []
     if reads_labels:
-        dataset, label_maps = _bring_together(mixture.sets, datasets, splits)
+        dataset, label_maps, class_notes = _bring_together(mixture.sets, datasets, splits)
     else:
         splits[1:] = [_without_labels(part) for part in splits[1:]]
+    beside: dict[str, Split] = {}
+    for entry, other, label_map in zip(mixture.sets, datasets, label_maps, strict=True):
+        _open_evaluation(beside, entry, other, label_map)
+    if beside and evaluation is None:
+        raise UserError(
+            f"data.mix: {next(iter(beside))} is evaluated beside a split of data.path, and there is none: set data.eval_split."
+        )
     epoch_samples = round(len(split) / first_share(shares, 0))
-    return RunData(own, dataset, mix(datasets, splits, label_maps), evaluation, eval_split, epoch_samples)
+    return RunData(
+        own,
+        dataset,
+        mix(mixture, datasets, splits, label_maps, class_notes),
+        evaluation,
+        beside,
+        eval_split,
+        epoch_samples,
+    )
 
 
 def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]:
@@ -83,6 +101,19 @@ def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]
         return dataset, dataset.split(entry.split, entry.exclude, entry.limit, seed)
     except UserError as error:
         raise UserError(f"data.mix, {entry.path}: {error}") from None
+
+
+def _open_evaluation(found: dict[str, Split], entry: MixedSet, dataset: Dataset, label_map: np.ndarray | None) -> None:
+    """Add the splits of a set that are evaluated, with labels of the mixture. Raises UserError for two with one name."""
+    for name, split_name in entry.evaluated.items():
+        if name in found:
+            raise UserError(
+                f"data.mix: two splits would have metrics called {name}_...: rename a folder, or evaluate one of them."
+            )
+        split = dataset.split(split_name, entry.exclude)
+        if label_map is not None:
+            split = replace(split, index=replace(split.index, labels=label_map[split.index.labels]))
+        found[name] = split
 
 
 def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:
@@ -105,15 +136,15 @@ def _without_labels(split: Split) -> Split:
 
 def _bring_together(
     sets: Sequence[MixedSet], datasets: Sequence[Dataset], splits: Sequence[Split]
-) -> tuple[Dataset, list[np.ndarray | None]]:
-    """(the first data set with the classes of all, for each set its classes' numbers among them).
+) -> tuple[Dataset, list[np.ndarray | None], list[str]]:
+    """(the first data set with the classes of all, for each set its classes' numbers among them, a line for each set with own classes).
 
     The classes are those of the first set in its order, then the new ones of each other set in its order; the same name is the
     same class. Without any labels there are no classes. Raises UserError for sets with and without labels, with one and several labels
     a sample, and for an unknown class in a class_map.
     """
     if not any(dataset.classes for dataset in datasets):
-        return datasets[0], [None] * len(datasets)
+        return datasets[0], [None] * len(datasets), []
     several = [part.max_labels > 1 for part in splits]
     for entry, dataset, of_many in zip(sets, datasets, several, strict=True):
         if not dataset.classes:
@@ -138,7 +169,19 @@ def _bring_together(
         "num_classes": len(classes),
         "class_names": list(classes.values()),
     }
-    return replace(datasets[0], info=info), label_maps
+    notes = []
+    having = np.zeros(len(classes), np.int64)
+    numbers = [
+        np.arange(datasets[i].num_classes) if found is None else np.unique(found) for i, found in enumerate(label_maps)
+    ]
+    for found in numbers:
+        having[found] += 1
+    for entry, found in zip(sets, numbers, strict=True):
+        alone = [list(classes)[number] for number in found if having[number] == 1]
+        if alone:
+            some = f"{alone[0]!r}" + f" and {len(alone) - 1:,} more" * (len(alone) > 1)
+            notes.append(f"of {counted(len(classes), 'class')} of the mixture, only {entry.path} has {some}")
+    return replace(datasets[0], info=info), label_maps, notes
 
 
 def _labels_in(classes: dict[str, str], entry: MixedSet, dataset: Dataset) -> np.ndarray | None:

@@ -8,22 +8,27 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
+from pipeline.data.mixture.phases import Mixture
+from pipeline.data.mixture.shares import whole_numbers
 
 
 @dataclass(frozen=True)
 class MixedSplit(Split):
     """What training needs of the splits of several data sets; made by `mix`. The fields that it inherits are those of all shards.
 
-    datasets: the data set of each part. label_maps: class of each -> class of the mixture, int32; None where they are the same.
-    first_rows: of each part, and the number of all rows.
+    mixture: its settings. datasets: the data set of each part. label_maps: class of each -> class of the mixture, int32; None where
+    they are the same. first_rows: of each part, and the number of all rows. class_notes: lines about the classes.
     """
 
+    mixture: Mixture
     sets: tuple[Split, ...]
     datasets: tuple[Dataset, ...]
     label_maps: tuple[np.ndarray | None, ...]
     first_rows: list[int]
+    class_notes: tuple[str, ...]
 
     @property
     def parts(self) -> tuple[Split, ...]:
@@ -32,14 +37,6 @@ class MixedSplit(Split):
     @property
     def max_labels(self) -> int:
         return max(part.max_labels for part in self.sets)
-
-    @property
-    def offsets(self) -> "_ColumnOfParts":
-        return _ColumnOfParts(self, "offsets")
-
-    @property
-    def sizes(self) -> "_ColumnOfParts":
-        return _ColumnOfParts(self, "sizes")
 
     def place(self, row: int) -> tuple[int, int]:
         """(part, row in it) of a row."""
@@ -51,9 +48,9 @@ class MixedSplit(Split):
         labels, label_map = self.sets[number].labels_of(own), self.label_maps[number]
         return labels if label_map is None else label_map[labels]
 
-    def hash_of(self, row: int) -> bytes | None:
-        number, own = self.place(int(row))
-        return self.sets[number].hash_of(own)
+    def part_of(self, row: int) -> tuple[Split, int]:
+        number, own = self.place(row)
+        return self.sets[number], own
 
     def set_of(self, rows: np.ndarray) -> np.ndarray:
         """The part of each row, int64."""
@@ -94,26 +91,41 @@ class MixedSplit(Split):
             )
         return found[0]
 
-    def notes(self) -> list[str]:
+    @property
+    def set_names(self) -> list[str]:
+        """Of each part, as people call it: the name of its folder, and of its split if it is another than train."""
         return [
-            f"{dataset.path.name}: {line}" for dataset, part in zip(self.datasets, self.sets, strict=True)
-            for line in part.notes()
-        ]  # fmt: skip
+            dataset.path.name + f":{part.name}" * (part.name != "train")
+            for dataset, part in zip(self.datasets, self.sets, strict=True)
+        ]
+
+    @property
+    def shares(self) -> list[str]:
+        """Of each part, as "30.00%, 10.00% from step 50,000"."""
+        counts = [(phase.first_batch, whole_numbers(phase.weights)) for phase in self.mixture.phases]
+        return [
+            ", ".join(
+                f"{of_phase[number] / of_phase.sum():.2%}" + f" from step {first:,}" * bool(first)
+                for first, of_phase in counts
+            )
+            for number in range(len(self.sets))
+        ]
+
+    def describe(self) -> str:
+        """The sets with their shares and sizes, in one line."""
+        sets = zip(self.set_names, self.shares, self.sets, strict=True)
+        return "mixture: " + "; ".join(f"{name} {share} ({counted(len(part), 'sample')})" for name, share, part in sets)
+
+    def notes(self) -> list[str]:
+        names = self.set_names
+        lines = [f"{name}: {line}" for name, part in zip(names, self.sets, strict=True) for line in part.notes()]
+        return [self.describe(), *lines, *self.class_notes]
 
 
-@dataclass(frozen=True)
-class _ColumnOfParts:
-    """A column of all parts, indexed by a row."""
-
-    split: MixedSplit
-    name: str
-
-    def __getitem__(self, row: int) -> int:
-        number, own = self.split.place(int(row))
-        return getattr(self.split.sets[number], self.name)[own]
-
-
-def mix(datasets: Sequence[Dataset], splits: Sequence[Split], label_maps: Sequence[np.ndarray | None]) -> MixedSplit:
+def mix(
+    mixture: Mixture, datasets: Sequence[Dataset], splits: Sequence[Split], label_maps: Sequence[np.ndarray | None],
+    class_notes: Sequence[str],
+) -> MixedSplit:  # fmt: skip
     """One split of these splits, in this order. The first one's index, table and excluded samples stand for it elsewhere."""
     main = splits[0]
     sizes = np.concatenate([split.shard_sizes for split in splits])
@@ -130,8 +142,10 @@ def mix(datasets: Sequence[Dataset], splits: Sequence[Split], label_maps: Sequen
                 [chunk for split in splits for chunk in split.shard_sha256.chunks], pa.string()
             ),
         },
+        mixture=mixture,
         sets=tuple(splits),
         datasets=tuple(datasets),
         label_maps=tuple(label_maps),
         first_rows=rows.tolist(),
+        class_notes=tuple(class_notes),
     )

@@ -29,9 +29,9 @@ class ReadingStore(MlflowStore):
             raise UserError(f"MLflow run {quoted(run_id)}: {' '.join(str(error).split())[:200]}") from None
         datasets = []
         for used in run.inputs.dataset_inputs:
-            context = next((tag.value for tag in used.tags if tag.key == "mlflow.data.context"), "")
+            tags = {tag.key: tag.value for tag in used.tags}
             facts = (used.dataset.name, used.dataset.digest, used.dataset.source, used.dataset.profile)
-            datasets.append(stored_dataset(*facts, context))
+            datasets.append(stored_dataset(*facts, tags))
         info = run.info
         metrics = {name: restored_value(value) for name, value in run.data.metrics.items()}
         return StoredRun(

@@ -225,7 +225,10 @@ class MlflowStore:
                 dataset_name(facts), facts.digest[:36], kind, json.dumps({"uri": facts.source}),
                 schema=json.dumps(schema), profile=json.dumps(profile),
             )  # fmt: skip
-            inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", facts.context)]))
+            tags = {"mlflow.data.context": facts.context}
+            if "share" in facts.notes:  # Of a mixture: it belongs to the run, not to the data set.
+                tags["share"] = facts.notes["share"]
+            inputs.append(DatasetInput(dataset, [InputTag(key, value) for key, value in tags.items()]))
         if inputs:
             self.client.log_inputs(run_id, inputs)
 

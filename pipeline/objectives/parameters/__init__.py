@@ -1,4 +1,4 @@
-"""What a run does with the backbone's parameters: which are frozen, and how deep each is.
+"""What a run does with the backbone's parameters: which are frozen, how deep each is, LoRA, and how Muon updates matrices.
 
-Imports model/ and base/. Used by estimate/ and objectives/.
+Imports checkpoint/ (names), model/ and base/. Used by estimate/, objectives/ and train/.
 """

@@ -59,8 +59,10 @@ class ModelBenchConfig(RecordConfig):
     precisions: list[Literal["fp32", "bf16"]] = setting(
         ["fp32", "bf16"], "Precisions of weights and activations.", min_items=1
     )
-    work: list[Literal["training", "inference"]] = setting(
-        ["training", "inference"], "training is forward and backward, without an optimizer.", min_items=1
+    work: list[Literal["training", "inference", "objectives"]] = setting(
+        ["training", "inference"],
+        "training is forward and backward, without an optimizer; objectives: the same of MAE, DINO and LeJEPA beside classification, ours alone.",
+        min_items=1,
     )
     image_size: int = setting(224, "Side of the images in pixels.", min=1, max=MAX_SIDE)
     batch: int = setting(32, "Images per step.", min=1, max=MAX_BATCH)

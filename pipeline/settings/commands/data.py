@@ -206,8 +206,10 @@ class StatsConfig:
 class BenchConfig(RecordConfig):
     """A benchmark of reading or writing data, compared with other projects."""
 
-    what: Literal["data", "shard", "augment"] = setting(
-        REQUIRED, "What is measured: data, the loader; shard, sharding; augment, the cost of augmentation"
+    what: Literal["data", "views", "shard", "augment"] = setting(
+        REQUIRED,
+        "What is measured: data, the loader; views, the loader with 2 large views and 8 small ones of each image; shard, sharding; augment, "
+        "the cost of augmentation",
     )
     source: str = setting(REQUIRED, "Folder or tar of JPEGs", path=True)
     images: int = setting(4000, "Number of images; those of source are repeated.", min=1)

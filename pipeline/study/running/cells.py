@@ -14,7 +14,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.data.dataset.manifest import Dataset, open_dataset
-from pipeline.data.dataset.subset import run_splits
+from pipeline.data.mixture.run_data import open_run_data
 from pipeline.estimate.plan import make_plan
 from pipeline.lifecycle.run_folder import read_end
 from pipeline.monitor.mlflow.weights import weights_path
@@ -207,9 +207,12 @@ def _cells_of(
     """
     common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
-    built = _starting_model(first, dataset.num_classes)
+    data = open_run_data(
+        first.data, seed, first.train.global_batch, dataset.storage, objectives.kind(first.train.loss).reads_labels
+    )
+    built = _starting_model(first, data.dataset.num_classes)
     flops = objectives.training_flops(first, built)
-    split, _ = run_splits(dataset, first.data, seed)
+    split = data.split.parts[0]
     stem = f"{model.name}-n{len(split)}" if len(config.data_sizes) > 1 else model.name
     lengths: list[tuple[str, str]] = [(_in_a_name(length), str(length)) for length in config.lengths]
     for budget in config.budgets:
@@ -221,14 +224,14 @@ def _cells_of(
         overrides = [*common, f"name={name}", f"train.length={length}"]
         run, trunk, trunk_steps = make_child(name, config.run, overrides), None, 0
         try:
-            steps = _steps(run.config, len(split))
+            steps = _steps(run.config, data.epoch_samples)
             if extra:
                 steps += round(extra / (flops * first.train.global_batch))
                 overrides[-1] = f"train.length={steps} steps"
                 run = make_child(name, config.run, overrides)
             if config.cooldown:
                 run, trunk, trunk_steps = _with_trunk(config, name, stem, seed, overrides, steps)
-                _steps(run.config, len(split))
+                _steps(run.config, data.epoch_samples)
         except UserError as error:
             raise UserError(f"cell {name}: {error}") from None
         finetunes = [_finetune(file, run, folder, seed) for file in config.finetune]
@@ -313,8 +316,8 @@ def _finetune(file: str, run: ChildRun, folder: Path, seed: int) -> ChildRun:
 
 
 def _finetune_flops(config: RunConfig, model: models.Config) -> float:
-    split, _ = run_splits(open_dataset(config.data.path), config.data, config.seed)
-    images = config.train.length.steps(len(split), config.train.global_batch) * config.train.global_batch
+    data = open_run_data(config.data, config.seed, config.train.global_batch)
+    images = config.train.length.steps(data.epoch_samples, config.train.global_batch) * config.train.global_batch
     return float(images) * models.training_flops_per_image(replace(model, image_size=config.model.image_size))
 
 

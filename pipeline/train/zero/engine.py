@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from itertools import chain
 from typing import Any
 
@@ -30,6 +31,7 @@ from pipeline.model import rope
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Inputs, Objective, constants, stored_name, trained_parameters
+from pipeline.objectives.parameters.muon import Muon
 from pipeline.process.distributed import Ranks, all_started
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 from pipeline.train.zero import layout
@@ -88,6 +90,14 @@ class Engine:
         with _quiet():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
+            )
+        if isinstance(optimizer, Muon) and self.stage:
+            optimizer.lay_out(
+                {
+                    shard.key: [astuple(place) for place in shard.places]
+                    for shard in layout.shards(self.engine, ranks.rank)
+                },
+                ranks.gather,
             )
         if config.compile:
             self.engine.compile()
@@ -273,7 +283,8 @@ class Engine:
             if name in sharded.states:
                 _fill(sharded, name, [
                     (place.name, place.start, flat.narrow(0, place.offset, place.length))
-                    for flat, shard in zip(flats, shards, strict=True) for place in shard.places
+                    for flat, shard in zip(flats, shards, strict=True) if not layout.lacks(self.engine, shard, name)
+                    for place in shard.places
                 ])  # fmt: skip
         _fill(
             sharded, WEIGHTS, layout.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=True)

@@ -107,13 +107,30 @@ def constant_parts(engine: Any, rank: int, world_size: int, all_ranks: bool) -> 
 
 
 def states(engine: Any, shards: list[OptimizerShard]) -> dict[str, list[Tensor]]:
-    """Return live flat tensors by state, one per shard: the weights, and the optimizer's states that exist so far."""
+    """Return live flat tensors by state, one per shard: the weights, and the optimizer's states that exist so far.
+
+    What a shard lacks is zeros without memory.
+    """
     found = {WEIGHTS: [shard.weights for shard in shards]}
     of_optimizer = engine.basic_optimizer.state
-    for key, value in of_optimizer.get(shards[0].key, {}).items():
-        if torch.is_tensor(value) and value.numel() == shards[0].weights.numel() and key != "step":
-            found[key] = [of_optimizer[shard.key][key].view(-1) for shard in shards]
+    most = max(shards, key=lambda shard: len(of_optimizer.get(shard.key, {})))
+    for key, value in of_optimizer.get(most.key, {}).items():
+        if torch.is_tensor(value) and value.numel() == most.weights.numel() and key != "step":
+            found[key] = [
+                torch.zeros((), device=shard.weights.device).expand(shard.weights.numel())
+                if lacks(engine, shard, key)
+                else of_optimizer[shard.key][key].view(-1)
+                for shard in shards
+            ]
     return found
+
+
+def lacks(engine: Any, shard: OptimizerShard, state: str) -> bool:
+    """Whether the optimizer keeps no such state of a shard: Muon has no second moment."""
+    groups = engine.basic_optimizer.param_groups
+    return state in ("exp_avg_sq", "step") and any(
+        group.get("matrices") and any(p is shard.key for p in group["params"]) for group in groups
+    )
 
 
 def begin_states(engine: Any, shards: list[OptimizerShard], names: list[str], steps: int | None) -> None:
@@ -124,9 +141,9 @@ def begin_states(engine: Any, shards: list[OptimizerShard], names: list[str], st
     for shard in shards:
         state = engine.basic_optimizer.state[shard.key]
         for name in names:
-            if name != WEIGHTS and name not in state:
+            if name != WEIGHTS and name not in state and not lacks(engine, shard, name):
                 state[name] = torch.zeros_like(shard.key, memory_format=torch.preserve_format, requires_grad=False)
-        if steps is not None:
+        if steps is not None and not lacks(engine, shard, "step"):
             # A fused kernel reads it where the weights are; torch's other optimizers count on the host.
             fused = any(group.get("fused") for group in engine.basic_optimizer.param_groups)
             state["step"] = torch.tensor(float(steps), device=shard.key.device if fused else "cpu")

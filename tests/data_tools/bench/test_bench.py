@@ -16,11 +16,15 @@ import torch
 from PIL import Image
 
 from data_tools.bench import measure
-from data_tools.bench.data import augment, peers
+from data_tools.bench.data import augment, multi_crop, peers
 from data_tools.bench.measure import Contestant, Timing, race, rows, table
 from data_tools.bench.record import BenchRecord
+from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.settings import schema
 from pipeline.settings.commands.data import BenchConfig
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,6 +73,14 @@ def test_rates_leave_the_start_out_and_failures_stay_apart(capsys: pytest.Captur
     recorded = {row["name"]: row for row in rows(contestants, results)}
     assert recorded["slow"]["rate"] == timing.rate
     assert recorded["killed"]["failed"] == "its process died with exit code 3"
+
+
+def test_the_views_that_are_measured_are_dinos() -> None:
+    config = schema.load(RunConfig, ROOT / "configs/pretrain/dino_vit_s16_imagenet1k.yaml", [])
+    measured = multi_crop.ours(224, "bicubic", True)
+    for group, expected in zip(measured, objectives.kind("dino").views(config), strict=True):
+        size = ImageSize.parse(group.size)
+        assert (group.count, size, group.augment) == (expected.count, ImageSize.parse(expected.size), expected.augment)
 
 
 @pytest.mark.slow

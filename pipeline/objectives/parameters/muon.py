@@ -1,0 +1,151 @@
+"""Muon: momentum whose matrices are made orthogonal before each update, with AdamW for what is no matrix of a block.
+
+The coefficients are Keller Jordan's ("Muon: An optimizer for hidden layers in neural networks", 2024). The scale
+0.2 sqrt(max(rows, columns)) gives updates the root mean square of AdamW's, so both use the same learning rate and weight decay
+(Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, section 2.2).
+
+Under ZeRO 1 and 2 a rank updates a range of all parameters, which can begin and end within a matrix. Momentum is kept for the range only.
+Matrices that are cut are put together from the ranks' parts before they are made orthogonal, and no others, so ranks
+communicate at most the parameters. DeepSpeed has a Muon of its own, which reports and clips the norm of the update instead of the
+gradient's, and which BF16_Optimizer (stage 1 in bf16) does not apply.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+_A, _B, _C, _STEPS = 3.4445, -4.7750, 2.0315, 5
+
+# (name of a parameter, number of the kernel in it)
+Kernel = tuple[str, int]
+# Elements [start, start + length) of a parameter are at [offset, offset + length) of a flat tensor: (name, start, length, offset).
+Place = tuple[str, int, int, int]
+
+
+class _Piece(NamedTuple):
+    """Elements [start, start + length) of a kernel of `shape` are at [offset, offset + length) of a flat tensor."""
+
+    kernel: Kernel
+    shape: tuple[int, int]
+    start: int
+    length: int
+    offset: int
+
+    @property
+    def is_cut(self) -> bool:
+        return self.length < self.shape[0] * self.shape[1]
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, but groups with "matrices" are updated by Muon. kernels: name of each of their parameters, and how many kernels it has."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], kernels: Mapping[Tensor, tuple[str, int]], momentum: float, **adam: Any
+    ) -> None:
+        super().__init__(groups, **adam)
+        self.momentum = momentum
+        self._pieces: dict[Tensor, list[_Piece]] = {}
+        # Kernels of a flat tensor that a rank holds a part of, as all ranks know them: shape and first element in the sum.
+        self._cut: dict[Tensor, dict[Kernel, tuple[tuple[int, int], int]]] = {}
+        # Number and shape of the kernels in a parameter.
+        self._kernels = {name: (n, (p.shape[0] // n, p.shape[1])) for p, (name, n) in kernels.items()}
+        self.lay_out({p: [(name, 0, p.numel(), 0)] for p, (name, _) in kernels.items()}, lambda found: [found])
+
+    def lay_out(self, places: Mapping[Tensor, Iterable[Place]], gather: Callable[[Any], list[Any]]) -> None:
+        """Set which elements each tensor holds that this optimizer updates. gather: from all ranks. Collective.
+
+        places: of each tensor, in the same order on all ranks.
+        """
+        self._pieces = {
+            flat: [p for place in there for p in _pieces(place, self._kernels)] for flat, there in places.items()
+        }
+        cut = [{p.kernel: p.shape for p in pieces if p.is_cut} for pieces in self._pieces.values()]
+        for flat, *found in zip(self._pieces, *gather(cut), strict=True):
+            at, self._cut[flat] = 0, {}
+            for kernel, shape in sorted({kernel: shape for one in found for kernel, shape in one.items()}.items()):
+                self._cut[flat][kernel] = shape, at
+                at += shape[0] * shape[1]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        groups = self.param_groups
+        try:
+            self.param_groups = [group for group in groups if not group["matrices"]]
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            for flat in group["params"] if group["matrices"] else ():
+                if flat.grad is not None:
+                    self._update(flat, group["lr"], group["weight_decay"])
+
+    def _update(self, flat: Tensor, lr: float, weight_decay: float) -> None:
+        state = self.state[flat]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(flat, memory_format=torch.preserve_format)
+        assert flat.grad is not None
+        state["exp_avg"].lerp_(flat.grad, 1 - self.momentum)
+        if (
+            flat not in self._pieces
+        ):  # DeepSpeed steps once before it is known what its tensors hold, to create the states.
+            return
+        direction = flat.grad.lerp(state["exp_avg"], self.momentum).view(-1)  # Nesterov's
+        whole = self._put_together(flat, direction)
+        flat.mul_(1 - lr * weight_decay)
+        weights = flat.view(-1)
+        for piece in self._pieces[flat]:
+            rows, columns = piece.shape
+            matrix = whole.get(piece.kernel)
+            if matrix is None:
+                matrix = direction.narrow(0, piece.offset, piece.length).view(rows, columns)
+            update = orthogonal(matrix).reshape(-1).narrow(0, piece.start, piece.length)
+            weights.narrow(0, piece.offset, piece.length).add_(update, alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
+
+    def _put_together(self, flat: Tensor, direction: Tensor) -> dict[Kernel, Tensor]:
+        """The matrices of which some rank holds a part, from all ranks. Collective if there are any."""
+        if not (cut := self._cut[flat]):
+            return {}
+        total = direction.new_zeros(sum(rows * columns for (rows, columns), _ in cut.values()))
+        for piece in self._pieces[flat]:
+            if piece.kernel in cut:
+                total.narrow(0, cut[piece.kernel][1] + piece.start, piece.length).copy_(
+                    direction.narrow(0, piece.offset, piece.length)
+                )
+        distributed.all_reduce(total)  # Each element is of one rank, and 0 on the others.
+        return {
+            kernel: total.narrow(0, at, rows * columns).view(rows, columns)
+            for kernel, ((rows, columns), at) in cut.items()
+        }
+
+
+def _pieces(place: Place, kernels: Mapping[str, tuple[int, tuple[int, int]]]) -> Iterable[_Piece]:
+    """The parts of kernels that a place holds."""
+    name, start, length, offset = place
+    count, shape = kernels.get(name, (0, (0, 0)))
+    size = shape[0] * shape[1]
+    for number in range(count):
+        begin, end = max(start, number * size), min(start + length, (number + 1) * size)
+        if begin < end:
+            yield _Piece((name, number), shape, begin - number * size, end - begin, offset + begin - start)  # fmt: skip
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """(m, n) -> same, float32: about U V^T of its singular value decomposition U S V^T, with singular values from 0.7 to 1.2.
+
+    Five steps of a Newton-Schulz iteration, in bf16 on a GPU, as published, and in fp32 elsewhere.
+    """
+    X = matrix / (matrix.norm() + 1e-7)
+    X = (X.T if matrix.shape[0] > matrix.shape[1] else X).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    for _ in range(_STEPS):
+        squared = X @ X.T
+        X = _A * X + (_B * squared + _C * squared @ squared) @ X
+    return (X.T if matrix.shape[0] > matrix.shape[1] else X).float()
+
+
+def orthogonal_flops(rows: int, columns: int) -> int:
+    """Floating-point operations of `orthogonal`."""
+    m, n = min(rows, columns), max(rows, columns)
+    return _STEPS * 2 * (2 * m * m * n + m**3)

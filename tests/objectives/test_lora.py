@@ -1,0 +1,82 @@
+"""LoRA: nothing changes at first, factors alone are trained, and a checkpoint's weights have their product."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import objectives
+from pipeline.base.errors import UserError
+from pipeline.checkpoint.sharded_tensors import with_factors
+from pipeline.model import build, configure
+from pipeline.objectives.objective import Objective, stored_name
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+
+MODEL = configure("ViT-mu/8", 16, 5, layer_scale=0.5, depth=3)
+
+
+def run_of(*more: str) -> RunConfig:
+    return schema.load(RunConfig, None, [
+        "name=x", "data.path=x", "init.weights=x", "model.image_size=16", "train.length=10 steps", "train.loss=softmax", "train.freeze=backbone",
+        "train.lora_rank=3", "train.lora_alpha=6", *more,
+    ])  # fmt: skip
+
+
+def with_trained_factors(*more: str) -> Objective:
+    objective = objectives.create(run_of(*more), build(MODEL, seed=1)).eval()
+    with torch.no_grad():
+        for parameter in objective.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    return objective
+
+
+def test_nothing_changes_before_the_first_step() -> None:
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    model = build(MODEL, seed=1).eval()
+    torch.nn.init.normal_(model.head.weight)
+    expected = model(images).detach()
+    assert torch.equal(objectives.create(run_of(), model).backbone(images), expected)
+
+
+def test_the_exported_weights_compute_the_same() -> None:
+    objective = with_trained_factors("train.lora_layers=[qkv,down]")
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert {name for name, p in objective.named_parameters() if p.requires_grad} == {"backbone.head.weight", "backbone.head.bias"} | {
+        f"lora.blocks/{i}/{layer}.{factor}" for i in range(MODEL.depth) for layer in ("attention/qkv", "mlp/down") for factor in ("up", "down")
+    }  # fmt: skip
+    stored = {
+        stored_name(name): tensor.detach().numpy()
+        for name, tensor in [*objective.named_parameters(), *objective.named_buffers()]
+    }
+    merged = {name: torch.from_numpy(np.asarray(array)) for name, array in with_factors(stored).items()}
+    plain = build(MODEL).eval()
+    plain.load_state_dict(merged)
+    torch.testing.assert_close(plain(images), objective.backbone(images), rtol=1e-5, atol=1e-6)
+
+
+def test_it_is_planned() -> None:
+    from pipeline.estimate import memory
+
+    config = run_of("engine.precision=fp32", "engine.zero_stage=0", "train.micro_batch=8")
+    found = memory.parameters(config, MODEL)
+    trained = sum(p.numel() for p in with_trained_factors().parameters() if p.requires_grad)
+    assert found.trained == trained < found.frozen
+    frozen, free = (
+        memory.moments(MODEL, c, 8, 1, 1)[0]
+        for c in (run_of("engine.precision=fp32", "engine.zero_stage=0", "train.lora_rank=0"), config)
+    )
+    assert free.activations > frozen.activations, "gradients go through all blocks"
+    assert objectives.training_flops(config, MODEL) > objectives.training_flops(run_of("train.lora_rank=0"), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.freeze=none", "needs train.freeze=backbone"),
+        ("train.lora_layers=[query]", "query is no dense layer of the model's blocks, which are down, out, qkv, up"),
+    ],
+)
+def test_what_has_no_factors_is_refused(setting: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        objectives.create(run_of(setting), build(MODEL))
