@@ -231,6 +231,13 @@ class AugmentConfig:
         0.0, "Colour jitter: turn hues by a random share of the circle, at most this (0.1 in DINO).", min=0, max=0.5
     )
     color_jitter_probability: float = setting(1.0, "Probability of colour jitter (0.8 in DINO).", min=0, max=1)
+    three_augment: float = setting(
+        0.0,
+        "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third of it, before the "
+        "colour jitter.",
+        min=0,
+        max=1,
+    )
     grey: float = setting(0.0, "Probability of making a view grey.", min=0, max=1)
     blur: float = setting(
         0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.", min=0, max=1
@@ -292,6 +299,10 @@ class TrainConfig:
         "masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
         choices=OBJECTIVES,
         on_change="run",
+    )
+    image_sizes: list[ImageSize] = setting(
+        list,
+        "Smaller image sizes that training begins with, each for an equal part of the run, as [128,160]; the last part has model.image_size.",
     )
     freeze: str = setting(
         "none",
