@@ -1,5 +1,6 @@
 """The sections of a run's settings that say what is trained: model, data, augmentation, length, optimizer, schedule. `run.py` has them all."""
 
+import re
 from dataclasses import dataclass, make_dataclass
 from typing import Any, Literal, TypeVar
 
@@ -86,6 +87,17 @@ class MixedSet:
         max=10**12,
     )
 
+    eval_split: str = setting(
+        "",
+        "Splits of this set to evaluate on beside data.eval_split, with commas between; their metrics begin with the folder's name.",
+    )
+
+    @property
+    def evaluated(self) -> dict[str, str]:
+        """Beginning of the names of metrics -> split of this set to evaluate on."""
+        folder = re.sub(r"[^\w.-]", "_", self.path.rstrip("/").rpartition("/")[2])
+        return {f"{folder}_{name.strip()}": name.strip() for name in self.eval_split.split(",") if name.strip()}
+
     @property
     def name(self) -> tuple[str, str]:
         """What identifies a set: path and split."""
@@ -168,6 +180,11 @@ class DataConfig:
         max=1,
         on_change="comparison",
     )
+
+    @property
+    def evaluated_beside(self) -> list[str]:
+        """Beginnings of the names of metrics of the other splits that the run is evaluated on."""
+        return [name for entry in self.mix for name in entry.evaluated]
 
     @property
     def evaluated_split(self) -> str:
