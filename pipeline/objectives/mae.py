@@ -127,6 +127,8 @@ class Mae(Objective):
         self.normalise, self.seed, self.num_heads = settings.normalise, seed, settings.decoder_heads
         self.mean, self.std = _PIXELS[settings.pixels]
         vit = backbone.config
+        if isinstance(vit, ViTConfig) and vit.stem is None:
+            vit.check_covered()
         if (
             not isinstance(vit, ViTConfig)
             or (vit.stem, vit.axial, vit.positions_at, vit.stride) != (None, False, "stem", vit.patch_size)
@@ -134,10 +136,9 @@ class Mae(Objective):
             or vit.representation
             or vit.pool == "map"
             or vit.pool_norm
-            or any(vit.unseen)
         ):
             raise UserError(
-                "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches cover the image without "
+                "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches do not "
                 "overlap, with positions at the stem and without representation layer; this backbone is another one."
             )
         self.num_patches = vit.grid[0] * vit.grid[1]
@@ -229,6 +230,13 @@ class Mae(Objective):
                 )
             additions = fold_pixels(additions, replace(facts, normalise=False), self.mean, self.std)
         own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
+        table, own_table = additions.get("decoder_positions"), own["decoder_positions"]
+        if table is not None and table.ndim == 3 and table.shape[1] != own_table.shape[1]:
+            raise UserError(
+                f"init.weights: its decoder has positions for {counted(table.shape[1], 'token')}, and model.image_size gives "
+                f"{own_table.shape[1]}. Set model.image_size to that of the weights, or use the encoder alone: launch/export.py "
+                "format=safetensors."
+            )
         for name, tensor in additions.items():
             if name not in own or own[name].shape != tensor.shape:
                 size = " x ".join(map(str, tensor.shape))

@@ -300,6 +300,10 @@ class TrainConfig:
         choices=OBJECTIVES,
         on_change="run",
     )
+    image_sizes: list[ImageSize] = setting(
+        list,
+        "Smaller image sizes that training begins with, each for an equal part of the run, as [128,160]; the last part has model.image_size.",
+    )
     freeze: str = setting(
         "none",
         "With init.weights, what is not trained: nothing (none), all but the head (backbone), or what comes before the first block and so "

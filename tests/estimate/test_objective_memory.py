@@ -15,6 +15,7 @@ from live_tensors import LiveTensors, operators_of_a_gpu
 from data_tools.bench.corpus import noise_views
 from pipeline import objectives
 from pipeline.estimate import activations, memory
+from pipeline.estimate.plan import make_plan
 from pipeline.model import Config, build, training_flops_per_image
 from pipeline.objectives import across_ranks, on_meta
 from pipeline.settings import run_sections, schema
@@ -125,3 +126,15 @@ def test_samples_of_other_ranks_are_counted() -> None:
     assert many - one > 2 * 63 * (2 * IMAGES) ** 2 * 4
     with across_ranks.on_meta(3):
         assert across_ranks.gathered(torch.empty(2, 5, device="meta")).shape == (6, 5)
+
+
+def test_what_takes_less_names_views_and_a_batch_that_is_not_divided() -> None:
+    config, model = run_of(
+        "lejepa", "train.micro_batch=32", "objective={local_size: 16, hidden: 8, width: 4, directions: 4}"
+    )
+    said = memory.what_takes_less(config, make_plan(config, 1000, 1), model)
+    assert re.search(
+        r"Use train.micro_batch=(\d+) with train.global_batch=\1, as train.loss = lejepa divides no rank's batch, or",
+        said,
+    )
+    assert "or fewer than 8 views (objective.local_views), or more or larger GPUs" in said

@@ -159,6 +159,11 @@ def test_what_does_not_fit_is_refused(settings: str, text: str) -> None:
         Mae.check(schema.load(RunConfig, None, [*given, settings]))
 
 
+def test_weights_whose_patches_leave_pixels_unseen_are_refused() -> None:
+    with pytest.raises(UserError, match=r"image_size = 30 is not divisible by patch_size = 8. Nearest sizes: 24 or 32"):
+        Mae(build(configure("ViT-mu/8", 30, 0, covered=False)), SMALL)
+
+
 def test_a_share_that_keeps_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="keeps none of 16 patches"):
         small(settings=replace(SMALL, mask_share=0.99))
@@ -217,6 +222,13 @@ def test_a_decoder_of_another_size_is_refused() -> None:
     objective = small()
     with pytest.raises(UserError, match=r"decoder_embed.weight is 16 x .*objective.decoder_width"):
         objective.load_additions({"decoder_embed.weight": torch.zeros(16, 48)}, DecoderFacts())
+
+
+def test_a_decoder_of_another_image_size_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"positions for 65 tokens, and model\.image_size gives 17\. Set model\.image_size"
+    ):
+        small().load_additions(decoder_of(small(size=64)), small().facts)
 
 
 def decoder_of(objective: Mae) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.order import Order, order_of_split
 from pipeline.data.mixture.phases import Phase
-from pipeline.data.mixture.shares import Shares
+from pipeline.data.mixture.shares import Shares, shares_of
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.settings.run_sections import DataConfig
 
@@ -36,7 +36,7 @@ class MixtureOrder(Order):
         self.set_starts = np.concatenate([[0], np.cumsum([order.num_samples for order in orders])])
         self.num_samples = int(self.set_starts[-1])
         self.is_balanced = any(order.is_balanced for order in orders)
-        self.shares = [Shares(phase.weights) for phase in phases]
+        self.shares = [shares_of(phase.weights) for phase in phases]
         self.starts = np.array([phase.first_batch * global_batch for phase in phases], np.int64)
         # (phases, sets): how many samples of each set come before a phase.
         self.taken = np.zeros((len(phases), len(orders)), np.int64)
@@ -98,7 +98,7 @@ def train_order(split: Split, data: DataConfig, seed: int, global_batch: int) ->
     if not isinstance(split, MixedSplit):
         return order_of_split(split, data, seed, global_batch)
     phases = split.mixture.phases
-    shares = [Shares(phase.weights) for phase in phases]
+    shares = [shares_of(phase.weights) for phase in phases]
     orders = [
         order_of_split(part, data, seed_of_set(seed, number), samples_a_round(shares, number, data, global_batch))
         for number, part in enumerate(split.parts)

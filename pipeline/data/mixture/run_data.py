@@ -13,7 +13,7 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.dataset.subset import held_out_split, run_splits
 from pipeline.data.mixture.order import first_share
 from pipeline.data.mixture.phases import mixture_of
-from pipeline.data.mixture.shares import Shares
+from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import mix
 from pipeline.data.storage.cache import Storage
 from pipeline.settings.run_sections import DataConfig, MixedSet
@@ -59,7 +59,7 @@ def open_run_data(
         splits.append(part)
     _refuse_same(mixture.sets, datasets)
     try:
-        shares = [Shares(phase.weights) for phase in mixture.phases]
+        shares = [shares_of(phase.weights) for phase in mixture.phases]
     except ValueError as error:
         raise UserError(f"data.weight and data.mix: {error}.") from None
     for entry, part, number in zip(mixture.sets, splits, range(len(splits)), strict=True):

@@ -12,7 +12,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.phases import Mixture
-from pipeline.data.mixture.shares import whole_numbers
+from pipeline.data.mixture.shares import shares_of
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MixedSplit(Split):
     @property
     def shares(self) -> list[str]:
         """Of each part, as "30.00%, 10.00% from step 50,000"."""
-        counts = [(phase.first_batch, whole_numbers(phase.weights)) for phase in self.mixture.phases]
+        counts = [(phase.first_batch, shares_of(phase.weights).counts) for phase in self.mixture.phases]
         return [
             ", ".join(
                 f"{of_phase[number] / of_phase.sum():.2%}" + f" from step {first:,}" * bool(first)

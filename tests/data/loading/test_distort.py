@@ -177,9 +177,8 @@ def test_blur_is_a_mirrored_gaussian(image: np.ndarray, sigma: float) -> None:
 def test_three_augment_is_one_of_grey_solarise_and_blur(image: np.ndarray) -> None:
     solarised = ImageOps.solarize(Image.fromarray(image), 128)
     found = [distorted(image, sample=sample, three_augment=1.0) for sample in range(120)]
-    counts = [sum(np.array_equal(one, other) for one in found) for other in (grey(image), solarised, image)]
-    assert all(25 < count < 55 for count in (*counts[:2], 120 - sum(counts))), counts
-    assert counts[2] == 0
+    counts = [sum(np.array_equal(one, other) for one in found) for other in (grey(image), solarised)]
+    assert all(25 < count < 55 for count in (*counts, 120 - sum(counts))), counts
 
 
 @pytest.mark.parametrize("name", ["grey", "solarise", "blur", "color_jitter_probability"])
