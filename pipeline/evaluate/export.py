@@ -23,7 +23,6 @@ from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, files
 from pipeline.model.convert.plain import without_layer_scale
-from pipeline.model.convert.preprocessing import from_huggingface, from_timm
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ExportConfig
 
@@ -162,16 +161,16 @@ def _source_side(path: Path, config: Config) -> tuple[str, Forward] | None:
     """(name, forward) of the program that weights with a config.json come from, with its normalisation; None if unavailable."""
     config_files = files.config_files(path)
     if "model_type" in config_files.config:
-        form, images = "huggingface", from_huggingface(config_files.processor)
+        form = "huggingface"
     elif "architecture" in config_files.config:
-        form, images = "timm", from_timm(config_files.config.get("pretrained_cfg", {}))
+        form = "timm"
     else:
         return None
     name, forward = _other_side(form, path.parent, config)
     if forward is None:
         print(f"{name} is not installed: the input is not compared with it")
         return None
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (images.mean, images.std))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in models.read_normalisation(path))
     return name, lambda x: forward((x * 0.5 + 0.5 - mean) / std)
 
 
@@ -195,13 +194,20 @@ def _transformers(library: Any, folder: Path, config: Config) -> Forward:
         classifier = library.AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
         return lambda images: classifier(images).logits
     encoder = library.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    encoder = getattr(encoder, "vision_model", encoder)  # of a model for images and texts
     encoder.config.mask_ratio = 0.0  # MAE's would leave out patches.
     if not isinstance(config, ViTConfig) or config.pool == "gap":
         return lambda images: encoder(images).last_hidden_state.mean(1)
+    if config.pool == "both":
+        return lambda images: _class_token_and_mean(encoder(images).last_hidden_state, config.num_patches)
     # CLIP normalises, and SigLIP pools, only in the pooled output.
     if config.representation or config.embedding_norm or config.pool == "map":
         return lambda images: encoder(images).pooler_output
     return lambda images: encoder(images).last_hidden_state[:, 0]
+
+
+def _class_token_and_mean(tokens: Tensor, num_patches: int) -> Tensor:
+    return torch.cat([tokens[:, 0], tokens[:, -num_patches:].mean(1)], dim=1)
 
 
 def _timm(library: Any, folder: Path, config: Config) -> Forward:

@@ -110,6 +110,12 @@ def read_additions(path: StrPath) -> tuple[dict[str, Tensor], DecoderFacts]:
     return added, facts
 
 
+def read_normalisation(path: StrPath) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns (mean, deviation) of the images, with pixels in [0, 1], that these weights' own program reads."""
+    weights = _read(files.find_file(Path(path)))
+    return weights.mean, weights.std
+
+
 def _read(path: Path) -> Weights:
     if path.suffix == ".npz":
         return read_npz(path)

@@ -113,6 +113,12 @@ def test_a_published_backbone_goes_through_every_command(weights: Path, data: Da
         assert export.run(config).scale > 0
     assert json.loads((tmp_path / "folder" / "config.json").read_text())["num_register_tokens"] == 4
 
+    # The folder has no preprocessor_config.json, so the comparison with transformers normalises as was assumed.
+    config = schema.load(
+        ExportConfig, None, [f"weights={weights}", "format=safetensors", f"out={tmp_path / 'ours.safetensors'}"]
+    )
+    assert export.run(config).scale > 0
+
     sweep = schema.load(VtabConfig, None, [
         f"weights={weights}", f"data={Path(str(data.path)).parent}", "protocol.name=test", f"protocol.image_size={SIDE}", "protocol.batch=16",
         "protocol.length=[2 steps]", "protocol.lr=[0.01]", "protocol.schedule.warmup=1 steps", "micro_batch=16", "threads=1",
