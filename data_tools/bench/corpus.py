@@ -1,7 +1,7 @@
 """Images for benchmarks: the JPEGs of a folder or tar, repeated to a given number; generated JPEGs; batches of noise."""
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -46,10 +46,17 @@ def write_generated(folder: Path, images: int) -> None:
 
 def noise_batch(size: int, image_size: int) -> Batch:
     """A batch of noise: the time of a step does not depend on the images."""
-    rng = np.random.default_rng(0)
-    images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))
-    labels = torch.from_numpy(rng.integers(0, NUM_CLASSES, (size, 1)))
-    return Batch((images[None],), labels, torch.ones(size, dtype=torch.bool), np.arange(size), np.zeros(size, np.int64))
+    return noise_views([(1, image_size, image_size)], size)
+
+
+def noise_views(
+    shapes: Sequence[tuple[int, int, int]], size: int, num_classes: int = NUM_CLASSES, seed: int = 0
+) -> Batch:
+    """The same with groups of views; shapes: (number, height, width) of each."""
+    rng = np.random.default_rng(seed)
+    views = [torch.from_numpy(rng.integers(0, 256, (count, size, *side, 3), np.uint8)) for count, *side in shapes]
+    labels = torch.from_numpy(rng.integers(0, num_classes, (size, 1)))
+    return Batch(tuple(views), labels, torch.ones(size, dtype=torch.bool), np.arange(size), np.zeros(size, np.int64))
 
 
 def read_raw(source: Path, images: int) -> list[bytes]:

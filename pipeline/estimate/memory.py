@@ -25,6 +25,7 @@ from pipeline.objectives.parameters.muon import orthogonal_flops
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
+from pipeline.settings.run_sections import OF_WHOLE_BATCH
 
 # Sizes in elements: DeepSpeed's defaults, which train/zero/engine.py sets explicitly.
 REDUCE_BUCKET = 500_000_000  # upper limit, see reduce_bucket
@@ -94,8 +95,12 @@ def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
     way_out = (
         f"Use train.micro_batch={micro_batch}" if micro_batch else "No train.micro_batch is small enough here: use"
     )
+    if micro_batch and config.train.loss in OF_WHOLE_BATCH:
+        way_out += f" with train.global_batch={micro_batch * plan.world_size}, as train.loss = {config.train.loss} divides no rank's batch"
     others = [] if config.engine.activation_checkpointing else ["engine.activation_checkpointing=true"]
     others += [f"engine.zero_stage={config.engine.zero_stage + 1}"] if 0 < config.engine.zero_stage < 3 else []
+    num_views = sum(group.count for group in kind(config.train.loss).views(config))
+    others += [f"fewer than {num_views} views (objective.local_views)"] * (num_views > 2)
     others.append("more or larger GPUs")
     return f"{way_out}{', or ' if micro_batch else ' '}{', or '.join(others)}. launch/plan.py --cluster chooses."
 

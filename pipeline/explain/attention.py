@@ -115,7 +115,7 @@ def forward_with_attention(model: VisionTransformer, images: Tensor, on_weights:
     on_weights: (name, weights), float32 (B, H, N queries, N keys), rows that sum to one; attention pooling has one query.
     """
     handles = []
-    rotation = rope.rotation(model.config, model.config.grid, images.device)
+    rotation = model.rotation(images.device)
     for number, block in enumerate(cast(list[Block], model.blocks), start=1):
         hook = partial(_block_hook, on_weights, f"block {number}", block.attention, model.config, rotation)
         handles.append(block.attention.qkv.register_forward_hook(hook))

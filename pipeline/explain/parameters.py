@@ -21,8 +21,8 @@ def position_similarity(model: VisionTransformer) -> Tensor | None:
     h, w = model.config.grid
     if model.positions is not None:
         patches = per_token(model.positions.detach().float().cpu(), model.config)[:, -h * w :]
-    elif (rotation := rope.rotation(model.config, model.config.grid)) is not None:
-        patches = torch.cat(rotation, dim=1)[None, -h * w :]
+    elif model.config.rope_base is not None:
+        patches = torch.cat(rope.rotation(model.config, (h, w)), dim=1)[None, -h * w :]
     else:
         return None
     unit = F.normalize(patches, dim=2)

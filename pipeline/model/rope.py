@@ -28,13 +28,12 @@ Rotation = tuple[Tensor, Tensor]
 
 def rotation(
     config: ViTConfig, grid: tuple[int, int], device: torch.device | None = None, change: Tensor | None = None
-) -> Rotation | None:
-    """(cos, sin) of the angles, each (N, D/H) float32, with the angle 0 for tokens before the patches; None without RoPE.
+) -> Rotation:
+    """(cos, sin) of the angles, each (N, D/H) float32, with the angle 0 for tokens before the patches.
 
     grid: (rows, columns) of the patches. change: (2, 2), what is added to y and x, then the factors that they are multiplied with.
     """
-    if config.rope_base is None:
-        return None
+    assert config.rope_base is not None
     f32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     periods = config.rope_base ** torch.arange(0, 1, 4 / config.head_dim, **f32)
     y, x = (2 * torch.arange(0.5, side, **f32) / side - 1 for side in grid)
@@ -44,6 +43,16 @@ def rotation(
     angles = (2 * math.pi * centres[:, :, None] / periods).flatten(1).tile(2)
     angles = F.pad(angles, (0, 0, config.num_tokens - config.num_patches, 0))
     return angles.cos(), angles.sin()
+
+
+def of_patches(rotation: Rotation, kept: Tensor, first: int) -> Rotation:
+    """(cos, sin) of the `first` tokens before the patches and of some of the patches, each (B, 1, first + K, D/H).
+
+    rotation: of all tokens of an image. kept: int64 (B, K), the numbers of these patches in each image.
+    """
+    places = torch.cat([torch.arange(first, device=kept.device).expand(len(kept), -1), first + kept], dim=1)
+    cos, sin = (table[places][:, None] for table in rotation)
+    return cos, sin
 
 
 def new_change(config: ViTConfig) -> nn.Buffer | None:

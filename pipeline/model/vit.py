@@ -281,16 +281,23 @@ class VisionTransformer(nn.Module):
         x = self.add_positions(self.add_class_token(patches), block=0, grid=grid)
         return self.encode_tokens(self.add_registers(x), grid)
 
-    def encode_tokens(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    def rotation(self, device: torch.device, grid: tuple[int, int] | None = None) -> Rotation | None:
+        """RoPE's rotation of all tokens of an image, in training with the coordinates of the step; None without RoPE."""
+        if self.config.rope_base is None:
+            return None
+        change = self.rope_change if self.training else None
+        return rope.rotation(self.config, grid or self.config.grid, device, change)
+
+    def encode_tokens(self, x: Tensor, grid: tuple[int, int] | None = None, rotation: Rotation | None = None) -> Tensor:
         """(B, N, D) tokens with the positions of the first block -> (B, N, D) after the last block and the final LayerNorm.
 
-        N may be smaller than that of the image if positions are added at the stem only. grid: as of `encode`.
+        N may be smaller than that of the image if positions are added at the stem only. grid: as of `encode`. rotation: of RoPE, for
+        these tokens; None is that of all tokens of the image.
         """
         x = self.dropout(x)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        change = self.rope_change if self.training else None
-        rotation = rope.rotation(self.config, grid or self.config.grid, x.device, change)
+        rotation = self.rotation(x.device, grid) if rotation is None else rotation
         for i, block in enumerate(self.blocks):
             if i > 0:
                 x = self.add_positions(x, block=i, grid=grid)

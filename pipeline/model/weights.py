@@ -149,7 +149,9 @@ def _read_ours(content: dict[str, Any]) -> Weights:
         raise UserError(f"{error} {ADVICE}") from error
     weights = Weights(config, {name: tensor.float() for name, tensor in (state | added).items()}, dict(found.extra), [])
     if added:
-        weights.notes.append(f"{counted(len(added), 'tensor')} that the training objective added left out")
+        weights.notes.append(
+            f"{counted(len(added), 'tensor')} of the training objective, which are no part of the model"
+        )
     return _without_masking(weights, config) if isinstance(config, ViTConfig) and config.masked else weights
 
 

@@ -35,8 +35,10 @@ def metrics(config: RunConfig) -> dict[str, dict[str, Metric]]:
     split = config.data.evaluated_split
     measured = kind(config.train.loss).metrics(config) if split else {}
     counts = dict.fromkeys(("num_samples", "num_unreadable"), Metric("count")) if measured else {}
+    of_split = {name: replace(metric, group="eval") for name, metric in (measured | counts).items()}
+    splits = [split, *config.data.evaluated_beside]
     return {
-        "scores": {f"{split}_{name}": replace(metric, group="eval") for name, metric in (measured | counts).items()},
+        "scores": {f"{split}_{name}": metric for split in splits for name, metric in of_split.items()},
         "probe": config.probe.metrics(config.probe.prefix) if config.probe.every.amount else {},
     }
 

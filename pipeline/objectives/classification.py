@@ -14,7 +14,7 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
 from pipeline.model import Model
-from pipeline.objectives.objective import Inputs, Objective, mean_of_valid, normalised
+from pipeline.objectives.objective import Inputs, Objective, check_small_views, mean_of_valid, normalised
 from pipeline.settings.run import RunConfig
 
 
@@ -36,7 +36,11 @@ class Classification(Objective):
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        return cls(backbone, config.train.loss, config.train.label_smoothing)
+        for size in config.train.image_sizes:
+            check_small_views(backbone.config, size, "train.image_sizes", "")
+        objective = cls(backbone, config.train.loss, config.train.label_smoothing)
+        objective.any_size = bool(config.train.image_sizes)
+        return objective
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Classification(Objective):
     ) -> None:
         super().__init__(backbone)
         self.kind, self.label_smoothing, self.read = kind, label_smoothing, read
+        self.any_size = False  # Whether images may have another size than the model's.
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         pixels = batch.images.to(device, non_blocking=True)
@@ -58,7 +63,7 @@ class Classification(Objective):
         return Inputs((images,), {"labels": labels, "valid": valid, "own": own})
 
     def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = self.backbone(views[0])
+        logits = self.backbone(views[0], any_size=self.any_size)
         found = losses(logits, facts["labels"], self.kind, self.label_smoothing, facts.get("own"))
         return mean_of_valid(found, facts["valid"]), {}
 

@@ -213,7 +213,8 @@ def sigreg_of_counted(
     real, imaginary = (total(sums) / number.clamp(min=1)).unbind(1)  # (K, M) each
     normal = (-t.square() / 2).exp()
     spacing = torch.full_like(t, 2 * t_max / (knots - 1))
-    spacing[0] = spacing[-1] = t_max / (knots - 1)
+    for end in (spacing[:1], spacing[-1:]):
+        end.fill_(t_max / (knots - 1))  # Assigning a number to an element would copy it to the GPU, and wait.
     distance = (real - normal[:, None]).square() + imaginary.square()
     return number * ((spacing * normal) @ distance).mean()
 

@@ -23,7 +23,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
-from pipeline.model import Model, ViTConfig, build, read_weights
+from pipeline.model import Model, ViTConfig, build, read_weights, rope
 from pipeline.model.convert.mae import DECODER, DecoderFacts, fold_pixels
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD
 from pipeline.model.layers import Dense, run_block
@@ -104,7 +104,7 @@ class Mae(Objective):
             )
         if name and (model.positions == "relative" or model.positions_at != "stem"):
             raise UserError(
-                f"train.loss = mae encodes kept patches only, with positions added once before the first block, not model.positions = "
+                "train.loss = mae encodes kept patches only, with positions added once before the first block, not model.positions = "
                 f"{model.positions}, model.positions_at = {model.positions_at}. Use positions=sincos2d_mae, positions_at=stem."
             )
         if name and (model.pool == "map" or model.pool_norm or model.patch_stride is not None):
@@ -127,18 +127,18 @@ class Mae(Objective):
         self.normalise, self.seed, self.num_heads = settings.normalise, seed, settings.decoder_heads
         self.mean, self.std = _PIXELS[settings.pixels]
         vit = backbone.config
+        if isinstance(vit, ViTConfig) and vit.stem is None:
+            vit.check_covered()
         if (
             not isinstance(vit, ViTConfig)
             or (vit.stem, vit.axial, vit.positions_at, vit.stride) != (None, False, "stem", vit.patch_size)
             or vit.positions == "relative"
-            or vit.rope_base is not None
             or vit.representation
             or vit.pool == "map"
             or vit.pool_norm
-            or any(vit.unseen)
         ):
             raise UserError(
-                "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches cover the image without "
+                "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches do not "
                 "overlap, with positions at the stem and without representation layer; this backbone is another one."
             )
         self.num_patches = vit.grid[0] * vit.grid[1]
@@ -149,9 +149,10 @@ class Mae(Objective):
                 "smaller share."
             )
         E = settings.decoder_width
-        decoder = replace(
-            vit, width=E, depth=settings.decoder_depth, mlp_width=4 * E, num_heads=settings.decoder_heads, positions="sincos2d_mae",
-            dropout=0.0, drop_path=0.0, registers=0, num_classes=0,
+        # The paper's blocks, whatever parts of later ViTs the backbone has.
+        decoder = ViTConfig(
+            E, settings.decoder_depth, 4 * E, settings.decoder_heads, vit.patch_size, vit.image_size, 0, positions="sincos2d_mae",
+            gelu=vit.gelu, layer_norm_eps=vit.layer_norm_eps, pool="token" if vit.has_class_token else "gap",
         )  # fmt: skip
         self.decoder_embed = Dense(vit.width, E)
         self.mask_token = nn.Parameter(torch.empty(1, 1, E))
@@ -229,6 +230,13 @@ class Mae(Objective):
                 )
             additions = fold_pixels(additions, replace(facts, normalise=False), self.mean, self.std)
         own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
+        table, own_table = additions.get("decoder_positions"), own["decoder_positions"]
+        if table is not None and table.ndim == 3 and table.shape[1] != own_table.shape[1]:
+            raise UserError(
+                f"init.weights: its decoder has positions for {counted(table.shape[1], 'token')}, and model.image_size gives "
+                f"{own_table.shape[1]}. Set model.image_size to that of the weights, or use the encoder alone: launch/export.py "
+                "format=safetensors."
+            )
         for name, tensor in additions.items():
             if name not in own or own[name].shape != tensor.shape:
                 size = " x ".join(map(str, tensor.shape))
@@ -272,7 +280,11 @@ class Mae(Objective):
         tokens = vit.add_positions(vit.add_class_token(vit.embed(images)), block=0)
         first = tokens.shape[1] - self.num_patches
         chosen = tokens[:, first:].gather(1, kept[..., None].expand(-1, -1, tokens.shape[2]))
-        return vit.encode_tokens(vit.add_registers(torch.cat([tokens[:, :first], chosen], dim=1)))
+        x = vit.add_registers(torch.cat([tokens[:, :first], chosen], dim=1))
+        rotation = vit.rotation(x.device)
+        if rotation is not None:
+            rotation = rope.of_patches(rotation, kept, x.shape[1] - self.num_kept)
+        return vit.encode_tokens(x, rotation=rotation)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Tokens of `encode` -> predictions (B, N, 3 P P). Registers are left out."""

@@ -95,6 +95,10 @@ class Objective(nn.Module):
             raise UserError(
                 f"train.freeze = {config.train.freeze} needs train.loss=softmax or sigmoid: {config.train.loss} trains the whole backbone."
             )
+        if config.train.image_sizes and not cls.predicts_classes:
+            raise UserError(
+                f"train.image_sizes needs train.loss=softmax or sigmoid: {config.train.loss} has views of its own sizes."
+            )
 
     @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:
@@ -137,11 +141,13 @@ class Objective(nn.Module):
         """Floating-point operations of training on one image: of all views, what is added and a teacher. model: the backbone's."""
         if not cls.trains_backbone_alone or config.train.lora_rank:
             return on_meta.training_flops(cls, config, model)
+        parts = config.parts()
         return sum(
             group.count
             * training_flops_per_image(replace(model, image_size=ImageSize.parse(group.size)), _trained(config, model))
-            for group in cls.views(config)
-        )
+            for part in parts
+            for group in cls.views(part)
+        ) // len(parts)
 
     def __init__(self, backbone: Model) -> None:
         super().__init__()
@@ -303,16 +309,22 @@ def embedding_std(features: Tensor, counted: Tensor) -> Tensor:
     return (kept @ (units - mean).square() / kept.sum().clamp(min=1)).sum().sqrt()
 
 
-def check_small_views(model: Config, side: int) -> None:
-    """Raise UserError if a backbone cannot read square views of `objective.local_size` = side pixels."""
+def check_small_views(
+    model: Config,
+    size: ImageSize | int,
+    name: str = "objective.local_size",
+    instead: str = ", or objective.local_views=0",
+) -> None:
+    """Raise UserError if a backbone cannot read images of this size; a number is the side of a square. name: of the setting."""
     if not isinstance(model, ViTConfig):
         return
+    size = ImageSize.parse(size)
     patch, step = model.patch_pixels, model.stride * model.reduction
-    if side < patch or (side - patch) % step:
-        covered = patch + max(0, side - patch) // step * step
-        raise UserError(
-            f"objective.local_size = {side}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}, or "
-            "objective.local_views=0."
-        )
-    if model.grid_at(side, side) != model.grid:
+    for side in size:
+        if side < patch or (side - patch) % step:
+            covered = patch + max(0, side - patch) // step * step
+            raise UserError(
+                f"{name} = {side}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}{instead}."
+            )
+    if model.grid_at(*size) != model.grid:
         check_any_grid(model)

@@ -1,5 +1,6 @@
 """The sections of a run's settings that say what is trained: model, data, augmentation, length, optimizer, schedule. `run.py` has them all."""
 
+import re
 from dataclasses import dataclass, make_dataclass
 from typing import Any, Literal, TypeVar
 
@@ -86,6 +87,17 @@ class MixedSet:
         max=10**12,
     )
 
+    eval_split: str = setting(
+        "",
+        "Splits of this set to evaluate on beside data.eval_split, with commas between; their metrics begin with the folder's name.",
+    )
+
+    @property
+    def evaluated(self) -> dict[str, str]:
+        """Beginning of the names of metrics -> split of this set to evaluate on."""
+        folder = re.sub(r"[^\w.-]", "_", self.path.rstrip("/").rpartition("/")[2])
+        return {f"{folder}_{name.strip()}": name.strip() for name in self.eval_split.split(",") if name.strip()}
+
     @property
     def name(self) -> tuple[str, str]:
         """What identifies a set: path and split."""
@@ -170,6 +182,11 @@ class DataConfig:
     )
 
     @property
+    def evaluated_beside(self) -> list[str]:
+        """Beginnings of the names of metrics of the other splits that the run is evaluated on."""
+        return [name for entry in self.mix for name in entry.evaluated]
+
+    @property
     def evaluated_split(self) -> str:
         """Name of the split that the run is evaluated on, "" for none; the prefix of its metrics."""
         return "dev" if self.dev_share else self.eval_split
@@ -214,6 +231,13 @@ class AugmentConfig:
         0.0, "Colour jitter: turn hues by a random share of the circle, at most this (0.1 in DINO).", min=0, max=0.5
     )
     color_jitter_probability: float = setting(1.0, "Probability of colour jitter (0.8 in DINO).", min=0, max=1)
+    three_augment: float = setting(
+        0.0,
+        "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third of it, before the "
+        "colour jitter.",
+        min=0,
+        max=1,
+    )
     grey: float = setting(0.0, "Probability of making a view grey.", min=0, max=1)
     blur: float = setting(
         0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.", min=0, max=1
@@ -275,6 +299,10 @@ class TrainConfig:
         "masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
         choices=OBJECTIVES,
         on_change="run",
+    )
+    image_sizes: list[ImageSize] = setting(
+        list,
+        "Smaller image sizes that training begins with, each for an equal part of the run, as [128,160]; the last part has model.image_size.",
     )
     freeze: str = setting(
         "none",

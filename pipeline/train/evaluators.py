@@ -17,6 +17,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.metric import SPREAD
 from pipeline.checkpoint.saver import Saver
+from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import BadBudget, Batch
 from pipeline.evaluate.classify import ClassificationScores, Predictions, predict, score
 from pipeline.evaluate.measured import Means, means
@@ -102,8 +103,18 @@ class SplitEvaluator(Evaluator):
         return self.context.plan.eval_every
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
-        config, split = self.context.config, self.context.prepared.evaluation
-        assert split is not None, "objectives.metrics has no scores without a held-out split"
+        prepared, name = self.context.prepared, self.context.config.data.evaluated_split
+        assert prepared.evaluation is not None, "objectives.metrics has no scores without a held-out split"
+        scores, predictions = self._scores_on_all_ranks(step, prepared.evaluation)
+        found = {name: scores}
+        for other, split in prepared.evaluation_beside.items():
+            found[other], _ = self._scores_on_all_ranks(step, split)
+        metrics = {f"{of}_{metric}": value for of, its in found.items() for metric, value in its.to_dict().items()}
+        line = "; ".join(f"{of} {its}" for of, its in found.items())
+        return Evaluation(metrics, scores.to_dict(), line, predictions)
+
+    def _scores_on_all_ranks(self, step: int, split: Split) -> tuple[ClassificationScores | Means, Predictions | None]:
+        config = self.context.config
 
         def forward(images: Tensor) -> Tensor:
             self.monitoring.watchdog.at(step, "evaluation")
@@ -118,15 +129,10 @@ class SplitEvaluator(Evaluator):
             stop=self.context.stop, budget=BadBudget(config.data.max_bad_share), seed=config.seed,
             views=() if self.engine.objective.predicts_classes else self.engine.objective.views(config),
         )  # fmt: skip
-        predictions = None
-        if self.engine.objective.predicts_classes:
-            predictions = predict(forward, reader, config.train.loss)
-            scores: ClassificationScores | Means = score(predictions, split)
-        else:
-            scores = means(measure, reader)
-        name, content = config.data.evaluated_split, scores.to_dict()
-        metrics = {f"{name}_{metric}": value for metric, value in content.items()}
-        return Evaluation(metrics, content, f"{name} {scores}", predictions)
+        if not self.engine.objective.predicts_classes:
+            return means(measure, reader), None
+        predictions = predict(forward, reader, config.train.loss)
+        return score(predictions, split), predictions
 
 
 class ProbeEvaluator(Evaluator):

@@ -17,6 +17,7 @@ from pipeline.monitor.profile import StepClock
 from pipeline.objectives.objective import Inputs, Objective
 from pipeline.objectives.optimizers import learning_rate
 from pipeline.process.distributed import Ranks
+from pipeline.settings.quantities import ImageSize
 from pipeline.train.training_run import TrainingRun
 
 
@@ -35,7 +36,8 @@ def train_on_all_ranks(run: TrainingRun) -> None:
         monitoring.watchdog.at(step + 1, "step")
         monitoring.trace.before(step + 1)
         lr = learning_rate(config.schedule, run.training.peak_lr, step, plan.steps, plan.warmup, plan.cooldown)
-        mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
+        size = ImageSize(*micro_batches[0].views[0].shape[-3:-1])
+        mixing = draw_mixing(config.augment, size, config.seed, step)
         result = training_step(engine, micro_batches, step, lr, mixing, monitoring.spikes.check_of(step + 1))
         progress.step = step + 1
         run.record_step(micro_batches, result.loss)

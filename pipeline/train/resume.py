@@ -74,7 +74,7 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
 
     seen = batch_of_step(state.step - 1, state.left_out) + 1 if state.step else 0
     then_mixed, now_mixed = (mixed_until(identity, seen) for identity in (state.identity, now))
-    if then_mixed != now_mixed:
+    if then_mixed != now_mixed and (MIXTURE in state.identity or MIXTURE in now):
         raise UserError(
             f"{path} cannot be continued: data.path and data.mix until step {state.step} were {then_mixed}, and are {now_mixed}. Set "
             f"them back, change the weights or add a set from step {state.step} on (from_step), or start another run with name=..."

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.base.errors import UserError
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port
@@ -24,6 +25,7 @@ class Prepared:
     dataset: "Dataset"
     split: "Split"
     evaluation: "Split | None"
+    evaluation_beside: "dict[str, Split]"
     run_probe: "RunProbe | None"
     plan: Plan
     draw: str | None = None
@@ -47,6 +49,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     draw: module that draws the figures of a run folder, in a process of its own (`drawing.py`); None: no figures.
     """
+    from pipeline.data.dataset.manifest import open_dataset
     from pipeline.data.loading.balance import describe_balance
     from pipeline.data.mixture.run_data import open_run_data
     from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
@@ -63,10 +66,16 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     data = open_run_data(config.data, config.seed, config.train.global_batch, storage, reads_labels)
     dataset, split = data.dataset, data.split
     config = replace(config, data=replace(config.data, eval_split=data.eval_split))
-    if config.probe.every.amount and not config.probe.data and config.probe.reads_labels:
-        data.own.refuse_without_labels(
-            "data.path",
-            "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0.",
+    probed = data.own
+    if config.probe.every.amount and config.probe.reads_labels:
+        if config.probe.data:
+            try:
+                probed = open_dataset(config.probe.data, storage)
+            except UserError as error:
+                raise UserError(f"probe.data = {error}") from error
+        probed.refuse_without_labels(
+            "probe.data" if config.probe.data else "data.path",
+            "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0%.",
         )
     plan = make_plan(config, data.epoch_samples, world_size)
     from pipeline import objectives  # Imports torch, so after what needs none of it.
@@ -79,10 +88,10 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
 
-        run_probe = open_run_probe(config, data.own, split.parts[0])
+        run_probe = open_run_probe(config, data.own, split.parts[0], probed)
     if config.init.weights:
         _find_weights(config, config.init.weights)
-    return Prepared(config, dataset, split, data.evaluation, run_probe, plan, draw)
+    return Prepared(config, dataset, split, data.evaluation, data.evaluation_beside, run_probe, plan, draw)
 
 
 def _find_weights(config: RunConfig, weights: str) -> None:

@@ -243,6 +243,7 @@ def _read_sweep(file: Path) -> dict[str, Any]:
 
 def _check_dataset(sweep: Sweep, task: Task) -> None:
     dataset, protocol = sweep.datasets[task.name], sweep.config.protocol
+    dataset.refuse_without_labels("data", "Make it with launch/vtab_prepare.py.")
     if missing := {TRAIN, VAL, ALL, TEST} - set(dataset.splits):
         raise UserError(f"{dataset.path} has no split {min(missing)!r}. Make it with launch/vtab_prepare.py.")
     for setting in settings_of(protocol) if sweep.config.method == "finetune" else ():

@@ -7,15 +7,15 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from distillation import SETTINGS, plant
 from live_tensors import LiveTensors, operators_of_a_gpu
 
+from data_tools.bench.corpus import noise_views
 from pipeline import objectives
-from pipeline.data.loading.loader import Batch
 from pipeline.estimate import activations, memory
+from pipeline.estimate.plan import make_plan
 from pipeline.model import Config, build, training_flops_per_image
 from pipeline.objectives import across_ranks, on_meta
 from pipeline.settings import run_sections, schema
@@ -52,14 +52,6 @@ def run_of(loss: str, *more: str) -> tuple[RunConfig, Config]:
     return config, objectives.new_backbone(config, 4)
 
 
-def batch(config: RunConfig) -> Batch:
-    rng = np.random.default_rng(0)
-    groups = objectives.kind(config.train.loss).views(config)
-    views = [rng.integers(0, 256, (g.count, IMAGES, *ImageSize.parse(g.size), 3), np.uint8) for g in groups]
-    return Batch(tuple(map(torch.from_numpy, views)), torch.zeros(IMAGES, 1, dtype=torch.int64),
-                 torch.ones(IMAGES, dtype=torch.bool), np.arange(IMAGES), np.zeros(IMAGES, np.int64))  # fmt: skip
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("loss", ["dino", "simclr", "mae", "lejepa"])
 def test_prediction_is_what_a_backward_pass_holds(loss: str, checkpointing: bool) -> None:
@@ -68,7 +60,8 @@ def test_prediction_is_what_a_backward_pass_holds(loss: str, checkpointing: bool
     backward = memory.moments(model, config, IMAGES, 2, 1)[0]
     objective = objectives.create(config, build(model, seed=0)).train()
     objective.backbone.activation_checkpointing = checkpointing
-    pixels = batch(config)
+    shapes = [(g.count, *ImageSize.parse(g.size)) for g in objectives.kind(loss).views(config)]
+    pixels = noise_views(shapes, IMAGES)
     for _ in range(2):
         with LiveTensors() as live, operators_of_a_gpu():
             live.bytes = live.peak = sum(p.numel() * 4 for p in objective.parameters())
@@ -133,3 +126,15 @@ def test_samples_of_other_ranks_are_counted() -> None:
     assert many - one > 2 * 63 * (2 * IMAGES) ** 2 * 4
     with across_ranks.on_meta(3):
         assert across_ranks.gathered(torch.empty(2, 5, device="meta")).shape == (6, 5)
+
+
+def test_what_takes_less_names_views_and_a_batch_that_is_not_divided() -> None:
+    config, model = run_of(
+        "lejepa", "train.micro_batch=32", "objective={local_size: 16, hidden: 8, width: 4, directions: 4}"
+    )
+    said = memory.what_takes_less(config, make_plan(config, 1000, 1), model)
+    assert re.search(
+        r"Use train.micro_batch=(\d+) with train.global_batch=\1, as train.loss = lejepa divides no rank's batch, or",
+        said,
+    )
+    assert "or fewer than 8 views (objective.local_views), or more or larger GPUs" in said

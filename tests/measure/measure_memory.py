@@ -8,11 +8,11 @@ import hashlib
 import json
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 from live_tensors import LiveTensors, operators_of_a_gpu
 
+from data_tools.bench.corpus import noise_views
 from pipeline import objectives
 from pipeline.data.loading.loader import Batch
 from pipeline.estimate import memory
@@ -20,9 +20,9 @@ from pipeline.estimate.plan import Plan, make_plan
 from pipeline.model import build
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives import optimizers
-from pipeline.objectives.classification import Classification
 from pipeline.process.distributed import Ranks, from_environment
 from pipeline.settings import schema
+from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import training_step
 from pipeline.train.zero.engine import Engine, start_ranks
@@ -32,19 +32,14 @@ def make_engine(config: RunConfig, num_classes: int, ranks: Ranks, fused: bool =
     plan = make_plan(config, 1000, ranks.world_size)
     model = build(objectives.new_backbone(config, num_classes), seed=0)
     model.activation_checkpointing = config.engine.activation_checkpointing
-    objective = Classification(model, "softmax")
+    objective = objectives.create(config, model)
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
     clock = StepClock(ranks.device)
     return Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock), plan
 
 
 def noise(count: int, size: tuple[int, int], num_classes: int, seed: int) -> Batch:
-    rng = np.random.default_rng(seed)
-    images = torch.from_numpy(rng.integers(0, 256, (count, *size, 3), np.uint8))
-    labels = torch.from_numpy(rng.integers(0, num_classes, (count, 1)))
-    return Batch(
-        (images[None],), labels, torch.ones(count, dtype=torch.bool), np.arange(count), np.zeros(count, np.int64)
-    )
+    return noise_views([(1, *size)], count, num_classes, seed)
 
 
 def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -> dict[str, Any]:
@@ -57,7 +52,8 @@ def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -
     if not fused:  # As torch chooses on a GPU.
         for group in engine.optimizer.param_groups:
             group["foreach"] = True
-    batches = [noise(plan.micro_batch, config.model.image_size, num_classes, seed) for seed in range(plan.accumulation)]
+    shapes = [(group.count, *ImageSize.parse(group.size)) for group in type(engine.objective).views(config)]
+    batches = [noise_views(shapes, plan.micro_batch, num_classes, seed) for seed in range(plan.accumulation)]
     with live, operators_of_a_gpu():
         training_step(engine, batches, 0, 1e-3)  # The optimizer makes its state.
         between = live.bytes

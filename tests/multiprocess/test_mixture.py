@@ -29,7 +29,7 @@ def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     folder = tmp_path_factory.mktemp("mixtures")
     for number, (name, count) in enumerate({"a": 90, "b": 50, "c": 40}.items()):
         make_dataset(folder / name, {"train": count, "val": 10}, seed=number)
-    second = f"{{path: {folder}/b, weight: 1}}"
+    second = f"{{path: {folder}/b, weight: 1, eval_split: val}}"
     third = f"{{path: {folder}/c, weight: 2, from_step: 3}}"
 
     def run(name: str, mix: str, *more: str) -> list[str]:
@@ -38,7 +38,7 @@ def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     both = f"{second}, {third}"
     started = forge.start(
         2, run("whole", both), run("parts", second, "train.length=3 steps"), run("parts", both),
-        run("parts", f"{second.replace('1}', '3}')}, {third}", "train.length=9 steps"),
+        run("parts", f"{second.replace('weight: 1', 'weight: 3')}, {third}", "train.length=9 steps"),
     )  # fmt: skip
     assert started.wait() == [2, 2], started.said()
     return folder, started.said()
@@ -48,6 +48,8 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
     folder, said = runs
     assert metrics(folder / "whole") == metrics(folder / "parts")
     assert len(metrics(folder / "whole")) == 6
+    for name in ("val_top1", "b_val_top1", "b_val_loss"):
+        assert len(metrics(folder / "parts", name)) == 2, name
     whole, parts = (
         load_file(folder / name / "checkpoints" / "step-00000006" / "model.safetensors") for name in ("whole", "parts")
     )

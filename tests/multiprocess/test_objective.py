@@ -1,4 +1,4 @@
-"""DINO, with a frozen parameter beside what it has: the same at every ZeRO stage, and exact after a restart."""
+"""Objectives that add to the backbone: exact after a restart, and on other ranks; DINO, with a frozen parameter, at every ZeRO stage."""
 
 import importlib
 import json
@@ -17,11 +17,23 @@ from ranks import ROOT, STEPS, metrics, settings
 
 from pipeline import model as models
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
+from pipeline.lifecycle.run_folder import RESUME
 
 STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
-OF_RUN = ("train.loss=distillation", "model.representation=false", "checkpoint.every=1 steps", "checkpoint.keep=9",
+OF_EACH = ("model.representation=false", "checkpoint.every=1 steps", "checkpoint.keep=9")
+OF_RUN = ("train.loss=distillation", *OF_EACH,
           "optimizer.layer_decay=0.5", "optimizer.weight_decay_end=0.5", "evaluate.every=3 steps", "schedule.decay=constant",
           "model.width=160", "optimizer.lr=0.0003", *SETTINGS)  # fmt: skip
+ADDED = ("centre", "patch_centre", "mixer", "head.last.weight", "mask_token")
+# Another objective at a stage of its own, each stopped by SIGTERM in its third step of six. What it logs, and what it adds.
+OTHERS = {
+    "mae": (("model.name=ViT-Ti/4", "objective.decoder_width=16", "objective.decoder_depth=1", "objective.decoder_heads=2",
+             "engine.zero_stage=3"), ("loss", "grad_norm", "val_loss"), "mask_token"),
+    "lejepa": (("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16", "train.micro_batch=12",
+                "engine.zero_stage=2", "engine.precision=bf16"), ("loss", "sigreg", "prediction", "grad_norm"), "projector.last.weight"),
+}  # fmt: skip
+# In this order in one process: stage 3 replaces torch's linear function for good, by one with other bits in bf16.
+RUNS = ("lejepa", *(f"{stage}-{precision}" for stage, precision in STAGES), "mae")
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +41,25 @@ def runs(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) 
     """A run of each stage on two ranks; each again from its third step; and two from there with one rank."""
     out = tmp_path_factory.mktemp("objective")
 
-    def given(stage: int, precision: str, name: str = "") -> list[str]:
-        return settings(
-            dataset,
-            out,
-            f"{stage}-{precision}{name}",
-            *OF_RUN,
-            f"engine.zero_stage={stage}",
-            f"engine.precision={precision}",
-        )
+    def given(run: str, name: str = "", *more: str) -> list[str]:
+        if run in OTHERS:
+            return settings(dataset, out, f"{run}{name}", f"train.loss={run}", *OF_EACH, *OTHERS[run][0], *more)
+        stage, precision = run.split("-")
+        of_stage = (f"engine.zero_stage={stage}", f"engine.precision={precision}")
+        return settings(dataset, out, f"{run}{name}", *OF_RUN, *of_stage, *more)
 
-    forge.start_work(2, "distillation:train_planted", [given(*stage) for stage in STAGES]).finish()
-    for stage, precision in STAGES:
-        for name in ("cut", "elsewhere"):
-            begin_again(out / f"{stage}-{precision}", out / f"{stage}-{precision}-{name}")
-    forge.start_work(2, "distillation:train_planted", [given(*stage, "-cut") for stage in STAGES]).finish()
-    forge.start_work(1, "distillation:train_planted", [given(*stage, "-elsewhere") for stage in STAGES[1:4:2]]).finish()
+    forge.start_work(2, "distillation:train_planted", list(map(given, RUNS))).finish()
+    for run in ("2-fp32", *OTHERS):
+        stopped = forge.start_work(2, "distillation:train_stopped", given(run, "-cut"))
+        assert stopped.wait() == [RESUME, RESUME], stopped.said()
+        assert (stopped.said().count(f"step {STEPS}/"), stopped.said().count("step 3/")) == (0, 1)
+    elsewhere = ["1-fp32", "3-fp32", *OTHERS]
+    for run in RUNS:
+        for name in ["-cut"] * (not (out / f"{run}-cut").exists()) + ["-elsewhere"] * (run in elsewhere):
+            begin_again(out / run, out / f"{run}{name}")
+    forge.start_work(2, "distillation:train_planted", [given(run, "-cut") for run in RUNS]).finish()
+    alone = [given(run, "-elsewhere", *["train.micro_batch=24"] * (run == "lejepa")) for run in elsewhere]
+    forge.start_work(1, "distillation:train_planted", alone).finish()
     return out
 
 
@@ -69,21 +84,17 @@ def tensors(run: Path, step: int, state: str) -> dict[str, np.ndarray]:
     return ShardedTensors.open(run / "checkpoints" / f"step-{step:08d}").full_tensors(state)
 
 
-@pytest.mark.parametrize(("stage", "precision"), STAGES)
-def test_a_restart_changes_no_bit(runs: Path, stage: int, precision: str) -> None:
-    whole, cut = runs / f"{stage}-{precision}", runs / f"{stage}-{precision}-cut"
-    for name in ("loss", "grad_norm", "teacher_entropy", "ibot_loss", "val_loss"):
-        assert after_3(metrics(whole, name)) == metrics(cut, name)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_restart_changes_no_bit(runs: Path, run: str) -> None:
+    """After a kill, and after SIGTERM (of 2-fp32 and OTHERS)."""
+    whole, cut = runs / run, runs / f"{run}-cut"
+    _, names, *added = OTHERS.get(run, ((), ("loss", "grad_norm", "teacher_entropy", "ibot_loss", "val_loss"), *ADDED))
+    for name in names:
+        assert after_3(metrics(whole, name)) == after_3(metrics(cut, name))
         assert max(metrics(cut, name)) == STEPS
-    for state in ("weights", "ema", "exp_avg"):
+    for state in ("weights", "exp_avg", *(["ema"] if run not in OTHERS else [])):
         expected, found = tensors(whole, STEPS, state), tensors(cut, STEPS, state)
-        assert {
-            "objective.centre",
-            "objective.patch_centre",
-            "objective.mixer",
-            "objective.head.last.weight",
-            "objective.mask_token",
-        } <= expected.keys()
+        assert {f"objective.{name}" for name in added} <= expected.keys()
         assert not [name for name in expected if "teacher" in name]
         assert all(np.array_equal(array, found[name]) for name, array in expected.items())
 
@@ -101,10 +112,11 @@ def test_every_stage_learns_the_same(runs: Path, stage: int) -> None:
     np.testing.assert_allclose(list(bf16.values()), list(first_4(metrics(runs / "1-bf16")).values()), rtol=3e-2)
 
 
-@pytest.mark.parametrize("run", ["1-fp32", "3-fp32"])
+@pytest.mark.parametrize("run", ["1-fp32", "3-fp32", *OTHERS])
 def test_another_number_of_ranks_continues(runs: Path, run: str) -> None:
     found, expected = metrics(runs / f"{run}-elsewhere"), after_3(metrics(runs / run))
-    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+    rounding = 3e-2 if run == "lejepa" else 1e-5  # bf16, fp32
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=rounding)
 
 
 def test_the_teacher_follows_by_its_momentum(runs: Path) -> None:
@@ -165,28 +177,6 @@ def test_two_ranks_compute_what_one_does_of_the_whole_batch(
     assert len(found) > least
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_lejepa_resumes_bit_for_bit(forge: Forge, dataset: Path, tmp_path: Path) -> None:
-    """At stage 2 on two ranks, from the third of six steps; the worked example is killed at stages 1 and 3."""
-
-    def given(name: str) -> list[str]:
-        return settings(
-            dataset, tmp_path, name, "train.loss=lejepa", "model.representation=false", "engine.zero_stage=2", "engine.precision=bf16",
-            "objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16", "checkpoint.every=1 steps",
-            "checkpoint.keep=9", "train.micro_batch=12",
-        )  # fmt: skip
-
-    forge.start_work(2, "forked:train", [given("whole")]).finish()
-    begin_again(tmp_path / "whole", tmp_path / "cut")
-    forge.start_work(2, "forked:train", [given("cut")]).finish()
-    for name in ("loss", "sigreg", "prediction", "grad_norm"):
-        expected = after_3(metrics(tmp_path / "whole", name))
-        assert expected
-        assert metrics(tmp_path / "cut", name) == expected
-    for state in ("weights", "exp_avg"):
-        expected, found = tensors(tmp_path / "whole", STEPS, state), tensors(tmp_path / "cut", STEPS, state)
-        assert all(np.array_equal(array, found[name]) for name, array in expected.items())
 
 
 # -------------------------------------------------------------------- the worked example of docs/extending.md

@@ -6,6 +6,7 @@ On 2 ranks, all in one start.
 import json
 from typing import Any
 
+import model_parts
 import pytest
 from forked import Forge
 
@@ -31,6 +32,8 @@ CASES: list[tuple[int, str, int, int, list[str]]] = [
     (1, "fp16", 2, ALL, []),
     (2, "fp16", 1, ALL, []),
     (3, "fp16", 2, PART, []),
+    (2, "fp32", 2, PART, [CKPT, *model_parts.overrides()]),
+    (3, "bf16", 1, ALL, model_parts.overrides()),
 ]
 
 

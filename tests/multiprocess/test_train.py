@@ -4,6 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+import model_parts
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from pipeline.data.loading.views import train_view
 from pipeline.evaluate.classify import predict, score
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.evaluate.split_reader import SplitReader
+from pipeline.model.rope import draw
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.objectives import classification
 from pipeline.objectives.masked_patches import Masking
@@ -47,6 +49,7 @@ WIDE = ("augment.crop=resize_small_crop", "augment.randaugment_layers=2", "augme
 
 
 EVERY_STEP = ("checkpoint.every=1 steps", "checkpoint.keep=9", "schedule.decay=constant")
+EMA = (*EVERY_STEP, "optimizer.ema_decay=0.8", *model_parts.overrides())
 
 
 def train_with_fp16(runs: list[list[str]]) -> None:
@@ -82,6 +85,7 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
     with Loader(split, train_view(config.augment, config.seed, m.image_size), 1, 1, 0.0) as loader:
         for step, batch in enumerate(loader.batches(train_requests(order, 0, steps, 24, 0, 1))):
             for group in optimizer.param_groups:
+                draw(model, config.seed, step)
                 group["lr"] = learning_rate(
                     config.schedule, config.optimizer.lr, step, steps, int(config.schedule.warmup.amount)
                 )
@@ -135,7 +139,12 @@ def matrix(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory
     runs += [settings(dataset, out, "sgd", *SGD), settings(dataset, out, "mixed", *MIXED)]
     for stage in range(4):  # Each again, in a second life.
         ema = settings(
-            dataset, out, f"ema{stage}", f"engine.zero_stage={stage}", *EVERY_STEP, "optimizer.ema_decay=0.8"
+            dataset,
+            out,
+            f"ema{stage}",
+            f"engine.zero_stage={stage}",
+            *EMA,
+            f"engine.activation_checkpointing={stage == 2}".lower(),
         )
         runs += [[*ema, "train.length=4 steps"], ema]
     runs += [settings(dataset, out, "bit", *BIT), settings(dataset, out, "hybrid", *HYBRID)]
@@ -161,10 +170,16 @@ def test_fp32_losses_equal_plain_pytorch(dataset: Path, matrix: Path, stage: int
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_parts_of_later_vits_train_and_resume_as_in_plain_pytorch(matrix: Path, dataset: Path, stage: int) -> None:
+    expected, found = plain_losses(settings(dataset, matrix, "plain", *EMA)), metrics(matrix / f"ema{stage}")
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_mean_of_the_weights_is_kept_resumed_scored_and_exported(matrix: Path, dataset: Path, stage: int) -> None:
     run = matrix / f"ema{stage}"
     steps = [ShardedTensors.open(run / "checkpoints" / f"step-{step:08d}") for step in range(1, STEPS + 1)]
-    new = models.create("ViT-Ti/8", 16, 4, representation=True, width=32, depth=2, mlp_width=64, num_heads=2)
+    new = models.build(models.load(run).config)
     expected = {name: parameter.detach().numpy().astype(np.float64) for name, parameter in new.named_parameters()}
     for sharded in steps:
         weights = sharded.full_tensors("weights")

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model_parts import ALL_PARTS
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.architecture.config import ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
-from pipeline.model import build, configure, read_weights
+from pipeline.model import build, configure, read_weights, rope
 from pipeline.model.convert.mae import DecoderFacts, read_decoder, split, write_decoder
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.position import sincos2d
@@ -91,6 +92,21 @@ def test_the_loss_of_a_batch_is_that_of_the_pure_function() -> None:
     torch.testing.assert_close(objective.loss(views, facts)[0], expected)
 
 
+def test_kept_patches_keep_their_places_with_rope_and_the_decoder_is_the_papers() -> None:
+    objective = small(**{name: value for name, value in ALL_PARTS.items() if name not in ("pool", "positions")})
+    assert "decoder_blocks.0.attention.out.scale" not in objective.state_dict()
+    vit = objective.backbone
+    views, facts = given(objective, batch_of([0, 1]))
+    everything = torch.arange(objective.num_patches).expand(2, -1)
+    objective.num_kept, part = objective.num_patches, objective.num_kept
+    torch.testing.assert_close(objective.encode(views[0], everything), vit.encode(vit.embed(views[0])))
+    objective.num_kept, rotation = part, vit.rotation(views[0].device)
+    for table, some in zip(rotation, rope.of_patches(rotation, facts["kept"], 3), strict=True):
+        assert torch.equal(some[1, 0], torch.cat([table[:3], table[3:][facts["kept"][1]]]))
+    objective.loss(views, facts)[0].backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in objective.parameters())
+
+
 def test_the_encoder_sees_kept_patches_only() -> None:
     objective = small()
     views, facts = given(objective, batch_of([0, 1]))
@@ -141,6 +157,11 @@ def test_what_does_not_fit_is_refused(settings: str, text: str) -> None:
     given = needed if settings.startswith("model") else [*needed, "model.representation=false"]
     with pytest.raises(UserError, match=text):
         Mae.check(schema.load(RunConfig, None, [*given, settings]))
+
+
+def test_weights_whose_patches_leave_pixels_unseen_are_refused() -> None:
+    with pytest.raises(UserError, match=r"image_size = 30 is not divisible by patch_size = 8. Nearest sizes: 24 or 32"):
+        Mae(build(configure("ViT-mu/8", 30, 0, covered=False)), SMALL)
 
 
 def test_a_share_that_keeps_nothing_is_refused() -> None:
@@ -201,6 +222,13 @@ def test_a_decoder_of_another_size_is_refused() -> None:
     objective = small()
     with pytest.raises(UserError, match=r"decoder_embed.weight is 16 x .*objective.decoder_width"):
         objective.load_additions({"decoder_embed.weight": torch.zeros(16, 48)}, DecoderFacts())
+
+
+def test_a_decoder_of_another_image_size_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"positions for 65 tokens, and model\.image_size gives 17\. Set model\.image_size"
+    ):
+        small().load_additions(decoder_of(small(size=64)), small().facts)
 
 
 def decoder_of(objective: Mae) -> dict[str, Tensor]:

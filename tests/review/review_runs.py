@@ -32,10 +32,11 @@ def write_run(
     train_split: str = "train",
     origin: WeightsOrigin | None = None,
     declared: dict[str, Metric] | None = None,
+    beside: tuple[DatasetFacts, ...] = (),
 ) -> Path:
     """A finished run: a loss of 1 / step at every `every`-th step, and top-1 by step. tracked: also in <parent>/mlflow.db.
 
-    declared: an objective's metrics, which are there in place of top-1: of a step the step, of an evaluation its value.
+    beside: other sets of its mixture. declared: an objective's metrics, which are there in place of top-1: of a step the step, of an evaluation its value.
     """
     overrides = [f"name={folder.name}", f"out={folder.parent}", "data.path=datasets/digits", "data.eval_split=test",
                  f"train.length={steps} steps", "train.global_batch=16"]  # fmt: skip
@@ -55,7 +56,8 @@ def write_run(
         tuple(
             dataclasses.replace(TEST, digest=digest, split=split, num_samples=count, context=context)
             for split, count, context in ((train_split, 1000, "training"), ("test", num_samples, "evaluation"))
-        ),
+        )
+        + beside,
         "A run.",
         {"parent": origin.run_id} if origin else {},
         steps,

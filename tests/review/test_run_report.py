@@ -15,7 +15,7 @@ from pipeline.base.page import markdown
 from pipeline.checkpoint.store import FORMAT
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
-from pipeline.monitor.run_page import PREDICTED_SPEED, WeightsOrigin, plain_name
+from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, WeightsOrigin, plain_name
 from pipeline.monitor.tracking import default_uri
 from pipeline.review import lineage, report
 from pipeline.review.reader import RunReader, _flops_per_image, from_folder, from_mlflow, open_store
@@ -39,7 +39,10 @@ def checkpoint(run: Path, step: int) -> Path:
 @pytest.mark.slow
 def test_folder_and_mlflow_alone_give_the_same_page(out: Path) -> None:
     parent = write_run(out / "parent", evaluations={10: 0.6, 20: 0.7}, tracked=True, digest="aaaa")
-    child = write_run(out / "child", f"init.weights={parent}", evaluations={5: 0.8, 20: 0.9}, tracked=True)
+    web = DatasetFacts("web", "/data/web", "0123456789abcdef", "train", 900, 0, "training", {"share": "30.00%"})
+    child = write_run(
+        out / "child", f"init.weights={parent}", evaluations={5: 0.8, 20: 0.9}, tracked=True, beside=(web,)
+    )
     store = ReadingStore(default_uri(out))
     for tag, value in (("parent_run_id", run_id_of(parent)), ("run_folder_path", str(child.resolve()))):
         store.set_tags(str(run_id_of(child)), {tag: str(value)})
@@ -62,7 +65,14 @@ def test_folder_and_mlflow_alone_give_the_same_page(out: Path) -> None:
             markdown(record.name, blocks).partition("MLflow has no logged model")[0].partition("There is no")[0]
         )
     assert pages[0] == pages[1]
-    for shown in ("90.00 % [86.67, 92.57]", "host b was lost", "parent -> child", "| optimizer.lr |"):
+    for shown in (
+        "90.00 % [86.67, 92.57]",
+        "host b was lost",
+        "parent -> child",
+        "web -> child",
+        "training 30.00%",
+        "| optimizer.lr |",
+    ):
         assert (shown in pages[0]) == (shown != "| optimizer.lr |"), shown
     # From the parent's side.
     for record in (from_folder(parent), from_mlflow(store, str(run_id_of(parent)))):

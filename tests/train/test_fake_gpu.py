@@ -36,6 +36,8 @@ CASES = {
     "3-bf16-dinov2": ["train.loss=dino", "objective.local_size=8", "objective.prototypes=16", "objective.ibot_weight=1",
                       "objective.koleo_weight=0.1", "objective.centring=sinkhorn", *NOISE],
     "3-fp32-dino": ["train.loss=dino", "objective.local_size=8", "objective.prototypes=16", "objective.frozen=50%"],
+    "1-bf16-mae": ["train.loss=mae", "objective.decoder_width=32", "objective.decoder_depth=1", *CHECKPOINTING],
+    "2-bf16-lejepa": ["train.loss=lejepa", "objective.local_size=8", "objective.hidden=32", "objective.width=16", "train.micro_batch=4"],
 }  # fmt: skip
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
@@ -44,6 +46,8 @@ MISTAKES = ("read", "copy", "device")
 GUARD = {"read, zero/engine.py:_guard_gradient": 1}
 NORM = "read, runtime/utils.py:is_invalid_grad_norm"
 STAGE_1_2 = {NORM: 3, "copy to cuda, runtime/utils.py:mask_nan_or_inf_with_val_inplace": 2}
+STAGE_1_BF16 = {NORM: 1, "copy to cuda, runtime/utils.py:mask_nan_or_inf_with_val_inplace": 1,
+                "read, runtime/utils.py:clip_tensors_by_global_norm": 1}  # fmt: skip
 STAGE_3 = {NORM: 1, "copy to cuda, zero/stage3.py:get_grad_norm_direct": 2}
 # Where the host waits in a step of two micro-batches that logs nothing, and how often. docs/performance.md says why.
 WAITS = {
@@ -51,11 +55,7 @@ WAITS = {
     "1-fp32": {**STAGE_1_2, NORM: 1},  # Without clipping.
     "2-fp32": STAGE_1_2,
     "3-fp32": STAGE_3,
-    "1-bf16": {
-        "copy to cuda, runtime/utils.py:mask_nan_or_inf_with_val_inplace": 1,
-        NORM: 1,
-        "read, runtime/utils.py:clip_tensors_by_global_norm": 1,
-    },
+    "1-bf16": STAGE_1_BF16,
     "2-bf16": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
     "3-bf16": STAGE_3,
     "1-fp16": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
@@ -63,6 +63,8 @@ WAITS = {
     "3-fp16": {**STAGE_3, "read, zero/stage3.py:has_overflow": 1},
     "3-bf16-dinov2": STAGE_3,
     "3-fp32-dino": STAGE_3,
+    "1-bf16-mae": STAGE_1_BF16,
+    "2-bf16-lejepa": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
 }
 
 
@@ -102,8 +104,9 @@ def test_the_host_waits_only_where_it_is_documented(name: str, found: dict[str, 
 @pytest.mark.parametrize("name", CASES)
 def test_devices_and_number_types_of_a_step(name: str, found: dict[str, Any]) -> None:
     """Dense layers and convolutions compute in the precision of training; loss and optimizer are fp32 on the GPU."""
-    of_dino = ["torch.float32"] if "dino" in name else []  # KoLeo and sums of outputs.
-    assert found[name]["products"] == sorted({DTYPES[name.split("-")[1]], *of_dino})
+    # DINO's KoLeo and sums of outputs, LeJEPA's statistics.
+    of_loss = ["torch.float32"] if name.endswith(("dino", "dinov2", "lejepa")) else []
+    assert found[name]["products"] == sorted({DTYPES[name.split("-")[1]], *of_loss})
     assert found[name]["loss"] == ["cuda:0", "torch.float32"]
     assert found[name]["states"] == ["cuda torch.float32"]
     assert found[name]["skipped"] == 0

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OBJECTIVES, DataConfig
 from pipeline.train.start import prepare
+from pipeline.transfer.sweep import _check_dataset as check_of_task
+from pipeline.transfer.vtab_tasks import TASKS
 
 MASKED = ("train.loss=masked_mean_color", "model.representation=false", "model.name=ViT-Ti/4")
 FOUR_STEPS = ("train.length=4 steps", "checkpoint.every=2 steps", "schedule.warmup=1 steps")
@@ -69,6 +72,11 @@ def test_labels_are_wanted_where_there_are_none(photos: Path) -> None:
         objectives.new_backbone(load(photos, "train.loss=sigmoid"), 0)
     with pytest.raises(UserError, match=r"probe.data = .*photos: the images of this data set have no labels"):
         prepare(load(photos, *MASKED, "probe.every=2 steps", f"probe.data={photos}"))
+    with pytest.raises(UserError, match=r"probe\.data = nowhere: no such data set\. Shard it first"):
+        prepare(load(photos, *MASKED, "probe.every=2 steps", "probe.data=nowhere"))
+    sweep = SimpleNamespace(datasets={"dtd": open_dataset(photos)}, config=SimpleNamespace(protocol=None))
+    with pytest.raises(UserError, match=r"have no labels\. Make it with launch/vtab_prepare\.py"):
+        check_of_task(sweep, next(task for task in TASKS if task.name == "dtd"))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"is read for labels: set probe.neighbours=20 or probe.shots=5"):
         load(photos, *MASKED, "probe.every=2 steps", "probe.data=pets", "probe.shots=0", "probe.rankme_images=40")
     with pytest.raises(UserError, match=r"have no labels. Scores need some"):
@@ -81,7 +89,7 @@ def test_labels_are_wanted_where_there_are_none(photos: Path) -> None:
 def test_probes_of_images_without_labels_are_refused_before_the_long_imports(photos: Path, tmp_path: Path) -> None:
     said = refused("pretrain", *settings(photos, tmp_path, "x", *MASKED, "probe.every=2 steps"))
     assert (
-        "have no labels. Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0."
+        "have no labels. Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0%."
         in said
     )
 

@@ -26,6 +26,7 @@ SETTINGS = {
     "decode, crop, flip": AugmentConfig(),
     "+ color_jitter 0.4": AugmentConfig(color_jitter=0.4),
     "+ color_jitter 0.4, saturation 0.2, hue 0.1": AugmentConfig(color_jitter=0.4, saturation=0.2, hue=0.1),
+    "+ three_augment 1.0": AugmentConfig(three_augment=1.0),
     "+ grey 1.0": AugmentConfig(grey=1.0),
     "+ blur 1.0": AugmentConfig(blur=1.0),
     "+ solarise 1.0": AugmentConfig(solarise=1.0),

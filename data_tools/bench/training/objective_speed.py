@@ -2,20 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from data_tools.bench.corpus import NUM_CLASSES, noise_batch
+from data_tools.bench.corpus import NUM_CLASSES, noise_views
 from data_tools.bench.measure import Contestant, Timing, race
 from data_tools.bench.record import BenchRecord, markdown
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.words import counted
-from pipeline.data.loading.loader import Batch
 from pipeline.objectives import on_meta
 from pipeline.objectives.mae import Mae
 from pipeline.settings import schema
@@ -63,23 +61,14 @@ def _run(config: ModelBenchConfig, name: str, loss: str) -> RunConfig:
     ])  # fmt: skip
 
 
-def _noise(run: RunConfig) -> Batch:
-    """Views of noise, as many and as large as the objective wants."""
-    size = run.train.micro_batch
-    first, views = noise_batch(size, 1), []
-    for group in type_of(run).views(run):
-        height, width = ImageSize.parse(group.size)
-        views.append(torch.randint(0, 256, (group.count, size, height, width, 3), dtype=torch.uint8))
-    return replace(first, views=tuple(views))
-
-
 def _contestant(config: ModelBenchConfig, name: str, run: RunConfig, dtype: torch.dtype) -> Contestant:
     ready: list[Callable[[], None]] = []  # Of the process in which this is timed.
 
     def prepare() -> None:
         torch.set_num_threads(config.threads)
         objective = on_meta.cast(objectives.create(run, models.build(_model(run))), dtype)
-        read = objective.inputs(_noise(run), torch.device("cpu"), None)
+        shapes = [(group.count, *ImageSize.parse(group.size)) for group in type_of(run).views(run)]
+        read = objective.inputs(noise_views(shapes, config.batch), torch.device("cpu"), None)
         read = read._replace(views=tuple(view.to(dtype) for view in read.views))
         objective.before_step(0, 100)
 

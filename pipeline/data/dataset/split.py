@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -84,6 +83,10 @@ class Split:
     def __len__(self) -> int:
         return int(self.shard_starts[-1])
 
+    def part_of(self, row: int) -> tuple["Split", int]:
+        """(the split of a mixture that has this row, its row there); itself if it is none."""
+        return self, row
+
     @property
     def parts(self) -> tuple["Split", ...]:
         """The splits of a mixture, one after another in its rows; itself if it is none."""
@@ -139,12 +142,12 @@ class Split:
         return row - before
 
     @property
-    def offsets(self) -> "IndexColumn":
+    def offsets(self) -> "np.ndarray | FilteredColumn":
         """(n,) int64, the offset of the image's bytes inside its tar; indexed by rows."""
         return self._kept(self.index.offsets)
 
     @property
-    def sizes(self) -> "IndexColumn":
+    def sizes(self) -> "np.ndarray | FilteredColumn":
         """(n,) int64, the size of the image in bytes; indexed by rows."""
         return self._kept(self.index.sizes)
 
@@ -194,14 +197,8 @@ class Split:
         """How many samples that are kept come before each excluded one."""
         return self.excluded_rows - np.arange(len(self.excluded_rows))
 
-    def _kept(self, column: np.ndarray) -> "IndexColumn":
+    def _kept(self, column: np.ndarray) -> "np.ndarray | FilteredColumn":
         return FilteredColumn(column, self.manifest_rows) if len(self.excluded_rows) else column
-
-
-class IndexColumn(Protocol):
-    """A column of the index, indexed by an int or an array of rows."""
-
-    def __getitem__(self, rows: Any) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Augmentations after crop and flip: colour jitter, grey, blur, solarise, RandAugment, random erasing, in this order.
+"""Augmentations after crop and flip: 3-Augment, colour jitter, grey, blur, solarise, RandAugment, random erasing, in this order.
 
 Each has its own purpose in the random numbers of (seed, epoch, sample), so enabling one does not change the others.
 """
@@ -14,7 +14,7 @@ from pipeline.data.loading import randaugment
 from pipeline.settings.run import AugmentConfig
 
 _ERASE_TRIES, _DRAWS_PER_TRY = 10, 4
-_HUE, _JITTER_CHOICE = Purpose.named("hue"), Purpose.named("color_jitter_choice")
+_HUE, _JITTER_CHOICE, _THREE = map(Purpose.named, ("hue", "color_jitter_choice", "three_augment"))
 _GREY, _BLUR, _SOLARISE = Purpose.named("grey"), Purpose.named("blur"), Purpose.named("solarise")
 _MIN_SIGMA, _MAX_SIGMA, _THRESHOLD = 0.1, 2.0, 128  # Of BYOL, arXiv 2006.07733; so in DINO and LeJEPA.
 
@@ -25,6 +25,11 @@ def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sam
     def happens(probability: float, purpose: Purpose) -> bool:
         return probability > 0 and random_numbers.draws(seed, purpose, epoch, sample)(0) < probability
 
+    if happens(config.three_augment, _THREE):
+        draw = random_numbers.draws(seed, _THREE, epoch, sample)
+        sigma = _MIN_SIGMA + draw(2) * (_MAX_SIGMA - _MIN_SIGMA)
+        kinds = (grey, lambda pixels: randaugment.solarize(pixels, _THRESHOLD), lambda pixels: blur(pixels, sigma))
+        image[:] = kinds[int(3 * draw(1))](image)
     jitters = config.color_jitter or config.saturation or config.hue
     if jitters and happens(config.color_jitter_probability, _JITTER_CHOICE):
         draws = random_numbers.uniform(seed, Purpose.COLOR_JITTER, epoch, sample, np.arange(6))

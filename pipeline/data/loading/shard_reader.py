@@ -56,14 +56,15 @@ class ShardReader:
         (permission, disk), or the bucket or the cache is not usable: that is no property of the images.
         """
         shard = int(self.split.shard_of(np.asarray(row)))
+        part, own = self.split.part_of(row)
         try:
-            data = self._shard(shard).read_at(int(self.split.offsets[row]), int(self.split.sizes[row]))
+            data = self._shard(shard).read_at(int(part.offsets[own]), int(part.sizes[own]))
         except OSError as error:
             if error.errno is None:  # Only errors of the operating system and of the store have a number.
                 raise
             path, reason = self.split.shard_paths[shard], error.strerror or error
             raise StorageError(f"{path} cannot be read: {reason}. Restore the file or its permissions.") from None
-        expected = self.split.hash_of(row)
+        expected = part.hash_of(own)
         if expected is not None and content_hash(data) != expected:
             raise OSError(f"its bytes in {self.split.shard_paths[shard]} are not those of the manifest (xxh128)")
         return data

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
-from pipeline.data.mixture.shares import whole_numbers
+from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import MixedSplit
 
 # Name in a run's identity.
@@ -19,7 +19,7 @@ def mixture_facts(split: MixedSplit) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "sets": sets,
-        "phases": [[start, whole_numbers(weights).tolist()] for start, weights in split.mixture.phases],
+        "phases": [[start, shares_of(weights).counts.tolist()] for start, weights in split.mixture.phases],
     }
 
 

@@ -16,7 +16,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.order import Order, order_of_split
 from pipeline.data.mixture.phases import Phase
-from pipeline.data.mixture.shares import Shares
+from pipeline.data.mixture.shares import Shares, shares_of
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.settings.run_sections import DataConfig
 
@@ -36,7 +36,7 @@ class MixtureOrder(Order):
         self.set_starts = np.concatenate([[0], np.cumsum([order.num_samples for order in orders])])
         self.num_samples = int(self.set_starts[-1])
         self.is_balanced = any(order.is_balanced for order in orders)
-        self.shares = [Shares(phase.weights) for phase in phases]
+        self.shares = [shares_of(phase.weights) for phase in phases]
         self.starts = np.array([phase.first_batch * global_batch for phase in phases], np.int64)
         # (phases, sets): how many samples of each set come before a phase.
         self.taken = np.zeros((len(phases), len(orders)), np.int64)
@@ -47,9 +47,10 @@ class MixtureOrder(Order):
         """(rows, epochs), int64 each, of the samples at these positions. epochs: of the set that a sample comes from."""
         sets, places = self.locate(positions)
         rows, epochs = np.empty_like(places), np.empty_like(places)
-        for number in np.unique(sets).tolist():
-            is_from = sets == number
-            rows[is_from], epochs[is_from] = self.orders[number].rows(places[is_from])
+        for number, order in enumerate(self.orders):
+            mine = np.flatnonzero(sets == number)
+            if len(mine):
+                rows[mine], epochs[mine] = order.rows(places[mine])
         return rows + self.set_starts[sets], epochs
 
     def epochs(self, positions: np.ndarray) -> np.ndarray:
@@ -64,6 +65,8 @@ class MixtureOrder(Order):
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(set, number of samples of that set before) of the samples at these positions, int64 each."""
         positions = np.asarray(positions, np.int64)
+        if len(self.shares) == 1:
+            return self.shares[0].locate(positions)
         phases = np.searchsorted(self.starts, positions, side="right") - 1
         sets, places = np.empty_like(positions), np.empty_like(positions)
         for phase in np.unique(phases).tolist():
@@ -95,7 +98,7 @@ def train_order(split: Split, data: DataConfig, seed: int, global_batch: int) ->
     if not isinstance(split, MixedSplit):
         return order_of_split(split, data, seed, global_batch)
     phases = split.mixture.phases
-    shares = [Shares(phase.weights) for phase in phases]
+    shares = [shares_of(phase.weights) for phase in phases]
     orders = [
         order_of_split(part, data, seed_of_set(seed, number), samples_a_round(shares, number, data, global_batch))
         for number, part in enumerate(split.parts)

@@ -50,13 +50,18 @@ def _add(
     if not entry.weight and not entry.from_step:
         raise UserError(f"{where}.weight = 0: leave the set out, or end it at a later step with from_step.")
     weights[entry.from_step, entry.name] = entry.weight
-    known = _details(sets.setdefault(entry.name, entry))
+    known, default = _details(sets.setdefault(entry.name, entry)), _details(MixedSet(path="", weight=1))
     for name, value in _details(entry).items():
-        if known[name] != value and not (is_main and value == _details(MixedSet(path="", weight=1))[name]):
+        if value not in (known[name], default[name]):
             raise UserError(
                 f"{where}.{name} = {value} differs from {known[name]} of the same set before: a later entry changes its weight alone."
             )
 
 
 def _details(entry: MixedSet) -> Mapping[str, object]:
-    return {"exclude": entry.exclude, "limit": entry.limit, "class_map": entry.class_map}
+    return {
+        "exclude": entry.exclude,
+        "limit": entry.limit,
+        "class_map": entry.class_map,
+        "eval_split": entry.eval_split,
+    }

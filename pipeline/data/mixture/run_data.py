@@ -13,7 +13,7 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.dataset.subset import held_out_split, run_splits
 from pipeline.data.mixture.order import first_share
 from pipeline.data.mixture.phases import mixture_of
-from pipeline.data.mixture.shares import Shares
+from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import mix
 from pipeline.data.storage.cache import Storage
 from pipeline.settings.run_sections import DataConfig, MixedSet
@@ -24,14 +24,16 @@ class RunData:
     """The data of a run.
 
     own: data.path. dataset: it, too, but in a mixture whose labels are learnt, with the classes of all sets, its own first. split: to
-    train on. evaluation: the held-out split, if there is one. eval_split: data.eval_split, "" without one. epoch_samples: samples of training in
-    which the training split of data.path is used once, by its first share.
+    train on. evaluation: the held-out split, if there is one. evaluation_beside: those of other sets, by the beginning of the names of
+    their metrics. eval_split: data.eval_split, "" without one. epoch_samples: samples of training in which the training split of
+    data.path is used once, by its first share.
     """
 
     own: Dataset
     dataset: Dataset
     split: Split
     evaluation: Split | None
+    evaluation_beside: dict[str, Split]
     eval_split: str
     epoch_samples: int
 
@@ -49,7 +51,7 @@ def open_run_data(
     eval_split = held_out_split(own, data)
     mixture = mixture_of(data)
     if len(mixture.sets) == 1:
-        return RunData(own, own, split, evaluation, eval_split, len(split))
+        return RunData(own, own, split, evaluation, {}, eval_split, len(split))
     datasets, splits = [own], [split]
     for entry in mixture.sets[1:]:
         other, part = _open(entry, own.storage, seed)
@@ -57,7 +59,7 @@ def open_run_data(
         splits.append(part)
     _refuse_same(mixture.sets, datasets)
     try:
-        shares = [Shares(phase.weights) for phase in mixture.phases]
+        shares = [shares_of(phase.weights) for phase in mixture.phases]
     except ValueError as error:
         raise UserError(f"data.weight and data.mix: {error}.") from None
     for entry, part, number in zip(mixture.sets, splits, range(len(splits)), strict=True):
@@ -74,9 +76,22 @@ def open_run_data(
         dataset, label_maps, class_notes = _bring_together(mixture.sets, datasets, splits)
     else:
         splits[1:] = [_without_labels(part) for part in splits[1:]]
+    beside: dict[str, Split] = {}
+    for entry, other, label_map in zip(mixture.sets, datasets, label_maps, strict=True):
+        _open_evaluation(beside, entry, other, label_map)
+    if beside and evaluation is None:
+        raise UserError(
+            f"data.mix: {next(iter(beside))} is evaluated beside a split of data.path, and there is none: set data.eval_split."
+        )
     epoch_samples = round(len(split) / first_share(shares, 0))
     return RunData(
-        own, dataset, mix(mixture, datasets, splits, label_maps, class_notes), evaluation, eval_split, epoch_samples
+        own,
+        dataset,
+        mix(mixture, datasets, splits, label_maps, class_notes),
+        evaluation,
+        beside,
+        eval_split,
+        epoch_samples,
     )
 
 
@@ -86,6 +101,19 @@ def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]
         return dataset, dataset.split(entry.split, entry.exclude, entry.limit, seed)
     except UserError as error:
         raise UserError(f"data.mix, {entry.path}: {error}") from None
+
+
+def _open_evaluation(found: dict[str, Split], entry: MixedSet, dataset: Dataset, label_map: np.ndarray | None) -> None:
+    """Add the splits of a set that are evaluated, with labels of the mixture. Raises UserError for two with one name."""
+    for name, split_name in entry.evaluated.items():
+        if name in found:
+            raise UserError(
+                f"data.mix: two splits would have metrics called {name}_...: rename a folder, or evaluate one of them."
+            )
+        split = dataset.split(split_name, entry.exclude)
+        if label_map is not None:
+            split = replace(split, index=replace(split.index, labels=label_map[split.index.labels]))
+        found[name] = split
 
 
 def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:

@@ -9,6 +9,7 @@ by the method of the largest remainder, at every n at once; one between any two 
 most one for two sets, and exact where the period divides the number of samples.
 """
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -55,6 +56,12 @@ class Shares:
         """Positions of the samples of one set that have so many of it before them, int64: the inverse of `locate`."""
         periods, rest = np.divmod(np.asarray(places, np.int64), int(self.counts[number]))
         return periods * self.period + self._slots[number][rest]
+
+
+@functools.lru_cache(64)
+def shares_of(weights: tuple[float, ...]) -> Shares:
+    """`Shares` of these weights, made once: a start asks for them several times, and awkward weights take half a second."""
+    return Shares(weights)
 
 
 def whole_numbers(weights: Sequence[float]) -> np.ndarray:

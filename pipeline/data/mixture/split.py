@@ -12,7 +12,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.phases import Mixture
-from pipeline.data.mixture.shares import whole_numbers
+from pipeline.data.mixture.shares import shares_of
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,6 @@ class MixedSplit(Split):
     def max_labels(self) -> int:
         return max(part.max_labels for part in self.sets)
 
-    @property
-    def offsets(self) -> "_ColumnOfParts":
-        return _ColumnOfParts(self, "offsets")
-
-    @property
-    def sizes(self) -> "_ColumnOfParts":
-        return _ColumnOfParts(self, "sizes")
-
     def place(self, row: int) -> tuple[int, int]:
         """(part, row in it) of a row."""
         number = bisect_right(self.first_rows, row) - 1
@@ -56,9 +48,9 @@ class MixedSplit(Split):
         labels, label_map = self.sets[number].labels_of(own), self.label_maps[number]
         return labels if label_map is None else label_map[labels]
 
-    def hash_of(self, row: int) -> bytes | None:
-        number, own = self.place(int(row))
-        return self.sets[number].hash_of(own)
+    def part_of(self, row: int) -> tuple[Split, int]:
+        number, own = self.place(row)
+        return self.sets[number], own
 
     def set_of(self, rows: np.ndarray) -> np.ndarray:
         """The part of each row, int64."""
@@ -110,7 +102,7 @@ class MixedSplit(Split):
     @property
     def shares(self) -> list[str]:
         """Of each part, as "30.00%, 10.00% from step 50,000"."""
-        counts = [(phase.first_batch, whole_numbers(phase.weights)) for phase in self.mixture.phases]
+        counts = [(phase.first_batch, shares_of(phase.weights).counts) for phase in self.mixture.phases]
         return [
             ", ".join(
                 f"{of_phase[number] / of_phase.sum():.2%}" + f" from step {first:,}" * bool(first)
@@ -128,18 +120,6 @@ class MixedSplit(Split):
         names = self.set_names
         lines = [f"{name}: {line}" for name, part in zip(names, self.sets, strict=True) for line in part.notes()]
         return [self.describe(), *lines, *self.class_notes]
-
-
-@dataclass(frozen=True)
-class _ColumnOfParts:
-    """A column of all parts, indexed by a row."""
-
-    split: MixedSplit
-    name: str
-
-    def __getitem__(self, row: int) -> int:
-        number, own = self.split.place(int(row))
-        return getattr(self.split.sets[number], self.name)[own]
 
 
 def mix(

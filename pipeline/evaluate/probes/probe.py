@@ -16,9 +16,8 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD
 from pipeline.base.random_numbers import Purpose
-from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
+from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.data.loading.loader import BadBudget
-from pipeline.data.storage.cache import Storage
 from pipeline.evaluate.classify import is_any, label_table
 from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.probes import fewshot
@@ -186,22 +185,16 @@ class RunProbe:
         return found
 
 
-def open_run_probe(config: RunConfig, own: Dataset, own_split: Split) -> RunProbe | None:
-    """Open the probe of a run, None if it has none. own, own_split: what the run trains on. Raises UserError for data without samples."""
+def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: Dataset) -> RunProbe | None:
+    """Open the probe of a run, None if it has none. Raises UserError for data without samples.
+
+    own, own_split: what the run trains on. dataset: what it is probed on, which has labels if the probe reads them.
+    """
     settings = config.probe
     if not settings.every.amount:
         return None
     if not settings.reads_labels:
         return RunProbe(config, own_split, None)
-    dataset = (
-        open_dataset(settings.data, Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb))
-        if settings.data
-        else own
-    )
-    dataset.refuse_without_labels(
-        "probe.data" if settings.data else "data.path",
-        "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0.",
-    )
     exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
     train, test = (dataset.split(name, exclude) for name in (settings.train_split, settings.split))
     choice = choose_samples(settings, train, dataset.num_classes)

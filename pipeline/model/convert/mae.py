@@ -19,7 +19,7 @@ from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import ADDITION, Entries, Weights
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.convert.plain import as_plain
-from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json
+from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json, PixelMean, PixelStd
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import VisionTransformer
 
@@ -41,8 +41,8 @@ class DecoderFacts:
 
     num_heads: Annotated[int, Limits(1, 2**12)] | None = None
     normalise: bool | None = None
-    mean: tuple[float, float, float] = HALF
-    std: tuple[float, float, float] = HALF
+    mean: tuple[PixelMean, PixelMean, PixelMean] = HALF
+    std: tuple[PixelStd, PixelStd, PixelStd] = HALF
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ _MAX_SIDE = 2**16
 # Pillow's filters, by number and by timm's names -> our resize_filter, if it is not "antialias". Lanczos is nearest to bicubic.
 _FILTERS = {1: "bicubic", 3: "bicubic", "lanczos": "bicubic", "bicubic": "bicubic"}
 Size = int | list[int] | dict[str, int | None]
-_Mean = Annotated[float, Limits(-1000, 1000)]
-_Std = Annotated[float, Limits(1e-4, 1000)]  # It is divided by.
+PixelMean = Annotated[float, Limits(-1000, 1000)]
+PixelStd = Annotated[float, Limits(1e-4, 1000)]  # It is divided by.
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class _Processor:
     do_rescale: bool | None = None
     rescale_factor: float | None = None
     do_normalize: bool | None = None
-    image_mean: tuple[_Mean, _Mean, _Mean] | None = None
-    image_std: tuple[_Std, _Std, _Std] | None = None
+    image_mean: tuple[PixelMean, PixelMean, PixelMean] | None = None
+    image_std: tuple[PixelStd, PixelStd, PixelStd] | None = None
     size: Size | None = None
     crop_size: Size | None = None
     resample: Annotated[int, Limits(0, 5)] | None = None  # Pillow's filters
@@ -62,8 +62,8 @@ class _Pretrained:
     crop_pct: Annotated[float, Limits(0.05, 2)] | None = None
     crop_mode: str | None = None
     interpolation: str | None = None
-    mean: tuple[_Mean, _Mean, _Mean] | None = None
-    std: tuple[_Std, _Std, _Std] | None = None
+    mean: tuple[PixelMean, PixelMean, PixelMean] | None = None
+    std: tuple[PixelStd, PixelStd, PixelStd] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class _OpenClip:
     size: int | list[int] | None = None
     resize_mode: str = "shortest"
     interpolation: str = "bicubic"
-    mean: tuple[_Mean, _Mean, _Mean] | None = None
-    std: tuple[_Std, _Std, _Std] | None = None
+    mean: tuple[PixelMean, PixelMean, PixelMean] | None = None
+    std: tuple[PixelStd, PixelStd, PixelStd] | None = None
 
 
 class Preprocessing(NamedTuple):

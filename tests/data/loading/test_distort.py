@@ -16,6 +16,7 @@ from pipeline.settings.run import AugmentConfig
 
 JITTER = {"color_jitter": 0.4, "saturation": 0.2, "hue": 0.1, "color_jitter_probability": 0.9}
 ALL = {
+    "three_augment": 0.5,
     **JITTER,
     "grey": 0.2,
     "blur": 0.5,
@@ -24,7 +25,15 @@ ALL = {
     "randaugment_magnitude": 15,
     "erase": 0.5,
 }
-ALONE = [JITTER, {"grey": 0.5}, {"blur": 1.0}, {"solarise": 0.5}, {"randaugment_layers": 2}, {"erase": 1.0}]
+ALONE = [
+    {"three_augment": 0.9},
+    JITTER,
+    {"grey": 0.5},
+    {"blur": 1.0},
+    {"solarise": 0.5},
+    {"randaugment_layers": 2},
+    {"erase": 1.0},
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +48,7 @@ def distorted(image: np.ndarray, seed: int = 0, epoch: int = 0, sample: int = 0,
     return image
 
 
-@pytest.mark.parametrize("config", [{"color_jitter": 0.4}, JITTER, {"blur": 1.0}, *ALONE[4:], ALL])
+@pytest.mark.parametrize("config", [{"color_jitter": 0.4}, JITTER, {"blur": 1.0}, *ALONE[5:], ALL])
 def test_same_identity_same_pixels_in_any_thread(config: dict[str, float], image: np.ndarray) -> None:
     expected = [distorted(image, sample=sample, **config) for sample in range(40)]
     with ThreadPoolExecutor(8) as pool:
@@ -163,6 +172,13 @@ def test_blur_is_a_mirrored_gaussian(image: np.ndarray, sigma: float) -> None:
     for axis in (0, 1):
         expected = np.apply_along_axis(np.convolve, axis, expected, kernel / kernel.sum(), "valid")
     assert np.abs(blur(image, sigma) - expected).max() <= 1
+
+
+def test_three_augment_is_one_of_grey_solarise_and_blur(image: np.ndarray) -> None:
+    solarised = ImageOps.solarize(Image.fromarray(image), 128)
+    found = [distorted(image, sample=sample, three_augment=1.0) for sample in range(120)]
+    counts = [sum(np.array_equal(one, other) for one in found) for other in (grey(image), solarised)]
+    assert all(25 < count < 55 for count in (*counts, 120 - sum(counts))), counts
 
 
 @pytest.mark.parametrize("name", ["grey", "solarise", "blur", "color_jitter_probability"])

@@ -92,6 +92,20 @@ def test_classes_are_joined_by_name_or_map(sets: Path, tmp_path: Path) -> None:
     assert data.own.classes == a.classes
 
 
+def test_a_balance_is_within_each_set(sets: Path) -> None:
+    of_run = config(sets, "{path: b, weight: 1}", "data.balance=0")
+    split = open_run_data(of_run.data, 0, 20).split
+    order = train_order(split, of_run.data, 0, 20)
+    assert order.is_balanced
+    rows, _ = order.rows(np.arange(200))
+    labels = np.array([split.labels_of(row)[0] for row in rows.tolist()])
+    for first, epoch in ((0, 90), (90, 50)):
+        of_epoch = labels[(rows >= first) & (rows < first + epoch)][:epoch]
+        assert np.ptp(np.bincount(of_epoch)) <= 2  # Each within one of its share.
+    row = int(rows[7])
+    assert [position for _, position in order.uses(row, 200)] == np.flatnonzero(rows == row).tolist()
+
+
 def test_an_objective_without_labels_takes_any_set(sets: Path) -> None:
     data = opened(sets, "{path: bare, weight: 1}", reads_labels=False)
     assert data.dataset.classes == open_dataset(sets / "a").classes
