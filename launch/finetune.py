@@ -30,6 +30,7 @@ if __name__ == "__main__":
           deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=runs/vit_l16
           deepspeed launch/finetune.py --config configs/finetune/cifar10_48px.yaml
           deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=ViT-B_16.npz
+          deepspeed launch/finetune.py --config configs/finetune/own_images.yaml train.freeze=backbone
 
         The weights determine the architecture: leave model.name and model sizes unset.
         """,

@@ -11,17 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty_s3 import S3, answer, bucket_path, copy_folder, flip, put, reset, stall, truncate
+from tiny import make_dataset
 
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import eval_view
+from pipeline.data.mixture.order import train_order
+from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.bucket import fetched, file_size
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.run import AugmentConfig
+from pipeline.settings.run_sections import DataConfig, MixedSet
 
 Server = tuple[S3, str]
 Open = Callable[..., Dataset]
@@ -109,6 +113,30 @@ def test_access_that_is_lost_during_a_run_is_no_bad_sample(s3: Server, remote: O
         with pytest.raises(StorageError, match=r"train-00000[0-3].tar: access denied"):
             list(loader.batches([(np.arange(150), np.zeros(150, int))]))
         assert not loader.bad
+
+
+def test_a_mixture_of_a_folder_and_a_bucket_is_read_through_one_cache(
+    s3: Server, remote: Open, dataset: Path, tmp_path: Path
+) -> None:
+    storage = remote().storage
+    local = make_dataset(tmp_path / "local", {"train": 60}, seed=1)
+    config = DataConfig(
+        path=str(local), eval_split="", streams=4, mix=[MixedSet(path=f"{s3[1]}/tiny", weight=1, class_map={})]
+    )
+    data = open_run_data(config, 0, 20, storage)
+    order = train_order(data.split, config, 0, 20)
+    reader, expected = ShardReader(data.split), images(dataset)
+    own = ShardReader(data.own.split("train"))
+    for rows, _ in reader.ahead(order.slice(step) for step in range(15)):
+        for row in rows.tolist():
+            assert reader.read(row) == (own.read(row) if row < 60 else expected[row - 60])
+    reader.close()
+    assert 0 < len(list((tmp_path / "cache").glob("*.shard"))) <= len(data.split.parts[1].shard_paths)
+
+    s3[0].fail(answer(403, "AccessDenied"))
+    with pytest.raises(UserError, match=rf"data.mix, {s3[1]}/tiny: .*access denied") as error:
+        open_run_data(config, 0, 20, storage)
+    assert "\n" not in str(error.value)
 
 
 def test_a_bucket_or_data_set_that_is_not_there(s3: Server) -> None:

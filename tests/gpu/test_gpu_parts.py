@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model_parts import ALL_PARTS, CHANGES
 
 from pipeline import model as models
 from pipeline.checkpoint.saver import Saver
@@ -23,6 +24,7 @@ KINDS = {
     "pooled": ("ViT-mu/4", 16, {"pool": "map"}),
     "relative": ("ViT-mu/4", 16, {"positions": "relative"}),
     "registers": ("ViT-mu/4", 16, {"pool": "gap", "registers": 2, "positions": "sincos2d"}),
+    "all parts": ("ViT-mu/4", 16, ALL_PARTS | CHANGES),
     "hybrid": ("R+Ti/16", 64, {}),
     "axial": ("Axial-ViT-Ti/8", 32, {"depth": 2}),
     "bit": ("BiT-R50x1", 32, {"width": 32}),

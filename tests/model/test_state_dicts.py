@@ -203,7 +203,7 @@ SMALL = {"width": 24, "depth": 2, "mlp_width": 41, "num_heads": 3}  # 24 * (41 /
     ("name", "changes"),
     [
         ("ViT-mu/4", {}),
-        ("ViT-mu/4", {"layer_scale": 0.1, "gelu": "quick"}),
+        ("ViT-mu/4", {"layer_scale": 0.1, "gelu": "quick", "qk_norm": True, "pool": "mean"}),
         ("ViT-mu/4", {**SMALL, "gelu": "erf"}),
         ("ViT-mu/4", {**SMALL, "pool": "gap"}),
         ("ViT-mu/4", {**SMALL, "pool": "map"}),
@@ -290,9 +290,9 @@ def test_pickles_are_not_executed(tmp_path):
     ("key", "what"),
     [
         ("dist_token", "a distillation token"), ("fc_norm.weight", "a norm after pooling"),
-        ("blocks.0.attn.q_norm.weight", "norms of queries and keys"), ("blocks.1.mlp.norm.weight", "a norm inside of the MLP"),
+        ("blocks.0.attn.norm.weight", "a norm inside of the attention"), ("blocks.1.mlp.norm.weight", "a norm inside of the MLP"),
         ("blocks.0.attn.relative_position_bias_table", "BEiT's table of relative positions"),
-        ("rope.freqs", "a learned rotation"), ("cls_norm.weight", "a norm of the class token apart"),
+        ("rope.freqs", "a learned rotation"),
     ],
 )  # fmt: skip
 def test_unsupported_features_are_named(tmp_path, timm_weights, key, what):
@@ -316,7 +316,7 @@ def test_unknown_and_odd_tensors_are_named(tmp_path, timm_weights):
         with pytest.raises(UserError, match=message):
             load(folder(tmp_path, tensors, TIMM_CONFIG))
     for args, message in (
-        ({"global_pool": "avg"}, "global_pool = avg"),
+        ({"global_pool": "avgmax"}, "global_pool = avgmax"),
         ({"act_layer": "swish"}, "its MLP computes swish"),
     ):
         changed = {**TIMM_CONFIG, "model_args": {**TIMM_CONFIG["model_args"], **args}}
@@ -568,20 +568,23 @@ def write_halves(folder):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["Dinov2", "Dinov2WithRegisters"])
-def test_dinov2s_classifier_is_left_out_and_its_body_read(tmp_path, transformers, kind):
+def test_dinov2s_classifier_reads_the_class_token_and_the_mean_of_patches(tmp_path, transformers, kind):
     theirs = randomised(getattr(transformers, f"{kind}ForImageClassification")(hf_config(transformers, kind)))
     theirs.save_pretrained(tmp_path)
     write_halves(tmp_path)
     ours = load(tmp_path).eval()
     x = torch.rand(3, 3, 16, 16) * 2 - 1
-    expected = theirs.base_model(x).last_hidden_state
-    assert (ours(x) - expected[:, 0]).abs().max() < 1e-5
-    assert ours.config.num_classes == 0
-    assert any("its classifier reads the class token beside the mean" in note for note in notes_of(tmp_path))
-    tokens = ours.encode(ours.embed(x))
+    logits = theirs(x).logits
+    assert ours.config.pool == "both"
+    assert (ours(x) - logits).abs().max() < 1e-5 * logits.abs().max()
+    tokens, expected = ours.encode(ours.embed(x)), theirs.base_model(x).last_hidden_state
     assert tokens.shape == expected.shape
     assert (tokens - expected).abs().max() < 1e-5
-    assert load(tmp_path, num_classes=7).head.weight.shape == (7, D)
+    assert load(tmp_path, num_classes=7).head.weight.shape == (7, 2 * D)
+    path = folder(tmp_path / "written", *to_huggingface(ours, None, {}))
+    assert same(load(path), ours)
+    again = transformers.AutoModelForImageClassification.from_pretrained(path).eval()
+    assert (again(x).logits - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ class _Kind(NamedTuple):
 
 _KINDS = {
     "huggingface": _Kind(1e-12, pools=("token", "gap")),
-    "dinov2": _Kind(1e-6, holds=frozenset({"layer_scale", "registers", "swiglu"})),
+    "dinov2": _Kind(1e-6, pools=("token", "both"), holds=frozenset({"layer_scale", "registers", "swiglu"})),
     "dinov3": _Kind(
         1e-5, holds=frozenset({"layer_scale", "registers", "swiglu", "rope_base", "qkv_bias", "out_bias", "mlp_bias"})
     ),
@@ -74,8 +74,8 @@ def from_huggingface(tensors: dict[str, Tensor], kind: str, config_files: Config
     if not config_files.config:
         notes.append("no config.json: number of heads, GELU and eps taken as Hugging Face's own")
     kind, tensors = _in_file(tensors, kind)
-    if notes_of_head := _without_other_head(tensors, kind):
-        notes.append(notes_of_head)
+    if note := _without_other_head(tensors, kind):
+        notes.append(note)
     if (config.pooler_act or "tanh") != "tanh":
         raise UserError(f"its pooler computes {config.pooler_act}; only tanh is supported.")
     labels = json_record.convert(config_files.config.get("id2label"), dict[str, str] | None, "config.json", "id2label")
@@ -90,6 +90,7 @@ def from_huggingface(tensors: dict[str, Tensor], kind: str, config_files: Config
         kernel="bicubic_antialias" if kind == "dinov2" and NAMES[kind].registers in tensors else "bicubic",
         layer_scale=1.0 if config.layerscale_value is None else config.layerscale_value,
         rope_base=(config.rope_theta or 100.0) if kind == "dinov3" else None,
+        pool="both" if kind == "dinov2" and "classifier.weight" in tensors else "token",
     )  # fmt: skip
     images = preprocessing.from_huggingface(config_files.processor) if config_files.processor else None
     return read_vit(tensors, NAMES[kind], hints, images, {"classes": classes} if classes else {}, notes)
@@ -110,20 +111,14 @@ def _in_file(tensors: dict[str, Tensor], kind: str) -> tuple[str, dict[str, Tens
 
 
 def _without_other_head(tensors: dict[str, Tensor], kind: str) -> str:
-    """Remove a classifier whose input our head cannot read, in place; returns a note."""
-    head, norm = tensors.get("classifier.weight"), tensors.get(f"{NAMES[kind].norm}.weight")
-    if head is None or norm is None:
-        return ""
-    reads = {"clip": "patch tokens without the last norm"}.get(kind, "")
-    if kind == "dinov2" and head.shape[-1:] == (2 * norm.numel(),):
-        reads = "the class token beside the mean of patches"
-    if not reads:
+    """Remove CLIP's classifier, whose input our head cannot read, in place; returns a note."""
+    if kind != "clip" or "classifier.weight" not in tensors:
         return ""
     for name in ("classifier.weight", "classifier.bias"):
         tensors.pop(name, None)
     return (
-        f"its classifier reads {reads}, which our head cannot: left out, so that these are weights without a head. Fine-tune "
-        "them, or use their features"
+        "its classifier reads patch tokens without the last norm, which our head cannot: left out, so that these are weights "
+        "without a head. Fine-tune them, or use their features"
     )
 
 
@@ -151,15 +146,16 @@ def to_huggingface(
         raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm, safetensors, onnx can.")
     kind, cls, own = _family(model.config)
     has_head = model.config.num_classes > 0
-    if has_head and kind != "huggingface":
-        raise UserError(f"Hugging Face's {cls} has no head such as ours. Leave it out: head=false.")
+    reads = {"huggingface": ("token", "gap"), "dinov2": ("both",)}.get(kind, ())
+    if has_head and model.config.pool not in reads:
+        raise UserError(f"Hugging Face's {cls} has no head that reads what ours does. Leave it out: head=false.")
     config, state = as_plain(
         model, f"Hugging Face's {cls}", _KINDS[kind].pools, hybrids=False,
         representation=kind == "huggingface" and not has_head and model.config.pool == "token", holds=_KINDS[kind].holds,
     )  # fmt: skip
     if not NAMES[kind].patch_bias:
         move_patch_bias(state, config.num_patches)
-    prefix = ("ijepa." if config.pool == "gap" else "vit.") if has_head else ""
+    prefix = {"gap": "ijepa.", "both": f"{own['model_type']}."}.get(config.pool, "vit.") if has_head else ""
     tensors = {
         key if key.startswith("classifier.") else f"{prefix}{key}": tensor
         for key, tensor in vit_entries(config, NAMES[kind]).write(state).items()
@@ -200,7 +196,7 @@ def _family(config: ViTConfig) -> tuple[str, str, dict[str, Any]]:
         return "clip", "CLIPVisionModel", {"model_type": "clip_vision_model"}
     if config.pool == "map":
         return "siglip", "SiglipVisionModel", {"model_type": "siglip_vision_model"}
-    if config.layer_scale is not None or config.swiglu or config.registers:
+    if config.layer_scale is not None or config.swiglu or config.registers or config.pool == "both":
         widths = {ratio: config.width * ratio for ratio in range(1, 257)}
         if config.swiglu:  # two thirds of an MLP's width, up to a multiple of 8
             widths = {ratio: (int(width * 2 / 3) + 7) // 8 * 8 for ratio, width in widths.items()}

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from pipeline.architecture.config import Gelu, Kernel, ViTConfig, stem_reduction
+from pipeline.architecture.config import Gelu, Kernel, Pool, ViTConfig, stem_reduction
 from pipeline.architecture.variants import VARIANTS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -47,10 +47,11 @@ class Names(NamedTuple):
     pool: PoolNames | None = None
     registers: str | None = None
     embedding_norm: str | None = None
+    qk_norm: tuple[str, str] | None = None
+    class_norm: str | None = None
     layer_scale: tuple[str, str] | None = None  # factors of the attention and of the MLP
-    gated: tuple[tuple[str, ...], str] | None = (
-        None  # of a SwiGLU MLP: gate and value, in one tensor or two; and the last layer
-    )
+    # Of a SwiGLU MLP: gate and value, in one tensor or two; and the last layer.
+    gated: tuple[tuple[str, ...], str] | None = None
     flat: bool = False  # no axis of length 1 before class token and positions
     patch_bias: bool = True
 
@@ -99,7 +100,8 @@ NAMES = {
         flax=False, class_token="cls_token", positions="pos_embed", patch="patch_embed.proj", block="blocks.{}.",
         attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",
         norm="norm", representation="pre_logits.fc", head="head", registers="reg_token", embedding_norm="norm_pre",
-        layer_scale=("ls1.gamma", "ls2.gamma"), gated=(("mlp.w12",), "mlp.w3"),
+        layer_scale=("ls1.gamma", "ls2.gamma"), gated=(("mlp.w12",), "mlp.w3"), qk_norm=("attn.q_norm", "attn.k_norm"),
+        class_norm="cls_norm",
         pool=PoolNames(
             "attn_pool.latent", ("attn_pool.q", "attn_pool.kv"), "attn_pool.proj", "attn_pool.norm", "attn_pool.mlp.fc1",
             "attn_pool.mlp.fc2",
@@ -139,6 +141,7 @@ class Hints:
     kernel: Kernel = "zoom"  # by which the project resamples positions
     layer_scale: float = 1.0  # its initial value, if there is LayerScale
     rope_base: float | None = None
+    pool: Pool = "token"  # of a model with a class token
 
 
 def vit_entries(config: ViTConfig, names: Names) -> Entries:
@@ -149,7 +152,7 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
 
     channels = 3 if config.stem is None else resnets.add_stem(entries, config.stem)
     ones = () if names.flat else (1,)
-    if config.pool == "token":
+    if config.has_class_token:
         entries.append(Entry(names.class_token, (*ones, *ones, *D), "class_token", (1, 1, *D)))
     if config.registers:
         assert names.registers is not None, "the caller refuses registers that the file cannot hold"
@@ -167,6 +170,9 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
         _add_block(entries, config, names, names.block.format(i), f"blocks.{i}")
 
     entries.norm(names.norm, "norm", config.width)
+    if config.class_norm:
+        assert names.class_norm is not None
+        entries.norm(names.class_norm, "class_norm", config.width)
     if config.pool == "map":
         assert names.pool is not None, "the caller refuses pools that the file cannot hold"
         entries.table(names.pool.probe, "pool.probe", 1, 1, *D)
@@ -182,7 +188,7 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
         assert names.representation is not None, "the caller refuses a layer that the file cannot hold"
         entries.dense(names.representation, "representation", D, D)
     if config.num_classes:
-        entries.dense(names.head, "head", D, K)
+        entries.dense(names.head, "head", (config.num_features,), K)
     return entries
 
 
@@ -198,6 +204,10 @@ def _add_block(entries: Entries, config: ViTConfig, names: Names, key: str, name
     else:
         for part, letter in zip(names.qkv, "qkv", strict=True):
             entries.dense(key + part, f"{name}.attention.qkv", D, heads, heads if letter in biased else (0,))
+    if config.qk_norm:
+        assert names.qk_norm is not None
+        for norm, part in zip(names.qk_norm, ("query_norm", "key_norm"), strict=True):
+            entries.norm(key + norm, f"{name}.attention.{part}", config.head_dim)
     entries.dense(key + names.out, f"{name}.attention.out", heads, D, D if config.out_bias else (0,))
     entries.norm(key + names.mlp_norm, f"{name}.mlp_norm", config.width)
     assert names.gated is not None or not config.swiglu
@@ -283,7 +293,7 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
         num_classes=shapes.outputs(names.head, "(D, K)", "(K, D)") if shapes.has_layer(names.head) else 0,
         representation=names.representation is not None and shapes.has_layer(names.representation),
         gelu=hints.gelu,
-        pool="map" if has_pool else "token" if has_token else "gap",
+        pool="map" if has_pool else hints.pool if has_token else "gap",
         positions="learned" if rows is not None else hints.without_table or "none",
         stem=stem,
         layer_norm_eps=hints.layer_norm_eps,
@@ -311,6 +321,8 @@ def _find_parts(shapes: _Shapes, names: Names, hints: Hints) -> dict[str, Any]:
         "mlp_bias": shapes.in_blocks(names.down, "bias")
         or bool(names.gated and shapes.in_blocks(names.gated[1], "bias")),
         "embedding_norm": has_norm,
+        "qk_norm": names.qk_norm is not None and shapes.in_blocks(names.qk_norm[0], "weight"),
+        "class_norm": names.class_norm is not None and shapes.has_layer(names.class_norm),
     }
 
 

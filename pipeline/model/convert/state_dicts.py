@@ -22,8 +22,6 @@ _UNSUPPORTED = {
     "dist_token": "a distillation token",
     "distillation_token": "a distillation token",
     "fc_norm.": "a norm after pooling (fc_norm)",
-    "cls_norm.": "a norm of the class token apart from that of the patches",
-    "attn.q_norm.": "norms of queries and keys",
     "attn.norm.": "a norm inside of the attention (scale_norm)",
     "mlp.norm.": "a norm inside of the MLP",
     "relative_position_bias": "BEiT's table of relative positions",

@@ -99,8 +99,8 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
         tensors = rename(tensors, [(r"mlp\.fc1\.", "mlp.w12."), (r"mlp\.fc2\.", "mlp.w3.")])
 
     pool = args.global_pool or found.global_pool or "token"
-    if pool not in ("token", "map") and "cls_token" in tensors:
-        raise UserError(f"its head reads global_pool = {pool} beside a class token; only one of them is supported.")
+    if pool not in ("token", "map", "avg") and "cls_token" in tensors:
+        raise UserError(f"its head reads global_pool = {pool}; only token, avg and map are supported.")
     left_out = [key for key in tensors if key.startswith(_LEFT_OUT)]
     for key in left_out:
         del tensors[key]
@@ -120,7 +120,7 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     hints = Hints(
         gelu_of(args.act_layer or activation), 1e-5 if is_dinov3 or "norm_pre.weight" in tensors else 1e-6, args.num_heads, size,
         "none" if is_dinov3 or args.pos_embed in ("none", "") else None, kernel, rope_base=100.0 if is_dinov3 else None,
-        layer_scale=1.0 if args.init_values is None else args.init_values,
+        layer_scale=1.0 if args.init_values is None else args.init_values, pool="mean" if pool == "avg" else "token",
     )  # fmt: skip
     return read_vit(tensors, NAMES["timm"], hints, images, extra, notes)
 
@@ -161,13 +161,13 @@ def to_timm(
         tensors = bit_entries(model.config, flax=False).write(model.state_dict())
     else:
         config, state = as_plain(
-            model, "timm's ViT", ("token", "gap", "map"), hybrids=True, representation=False,
-            holds=frozenset({"layer_scale", "registers", "embedding_norm"}),
+            model, "timm's ViT", ("token", "gap", "map", "mean"), hybrids=True, representation=False,
+            holds=frozenset({"layer_scale", "registers", "embedding_norm", "qk_norm"}),
         )  # fmt: skip
         if config.embedding_norm:
             move_patch_bias(state, config.num_patches)
         tensors = vit_entries(config, NAMES["timm"]._replace(patch_bias=not config.embedding_norm)).write(state)
-        if config.registers and config.pool == "token":  # timm adds no position to the class token of such a model
+        if config.registers and config.has_class_token:  # timm adds no position to the class token of such a model
             positions = tensors["pos_embed"]
             tensors |= {"cls_token": tensors["cls_token"] + positions[:, :1], "pos_embed": positions[:, 1:].clone()}
     architecture, args = timm_architecture(model.config)
@@ -203,7 +203,11 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
         args["init_values"] = config.layer_scale
     if config.registers:
         args |= {"reg_tokens": config.registers, "no_embed_class": True}
-    if config.pool != "token":
+    if config.qk_norm:
+        args["qk_norm"] = True
+    if config.pool == "mean":
+        args |= {"global_pool": "avg", "fc_norm": False}
+    elif config.pool != "token":
         args |= {"class_token": False, "global_pool": "avg" if config.pool == "gap" else "map", "fc_norm": False}
     if config.stem is not None:
         if config.stem not in _TIMM_HYBRIDS:
