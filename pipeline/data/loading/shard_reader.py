@@ -55,7 +55,7 @@ class ShardReader:
         the manifest: damaged data, which costs these samples. Raises StorageError when the shard is missing or cannot be read
         (permission, disk), or the bucket or the cache is not usable: that is no property of the images.
         """
-        shard = int(self.split.shard_of(np.asarray(row)))
+        shard = self.split.shard_of_row(row)
         part, own = self.split.part_of(row)
         try:
             data = self._shard(shard).read_at(int(part.offsets[own]), int(part.sizes[own]))
