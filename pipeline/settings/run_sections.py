@@ -342,7 +342,7 @@ class TrainConfig:
 class OptimizerConfig:
     name: Literal["adam", "sgd", "muon"] = setting(
         "adam",
-        "Adam with decoupled weight decay, SGD with momentum, or Muon for the matrices of the blocks with Adam for the rest.",
+        "Adam with decoupled weight decay, SGD with momentum, or Muon for the kernels of hidden layers with Adam for the rest.",
         on_change="run",
     )
     lr: float = setting(1e-3, "Peak learning rate.", above=0)
