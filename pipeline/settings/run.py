@@ -16,6 +16,7 @@ from pipeline.settings.run_execution import (
     CheckpointConfig,
     EngineConfig,
     EvaluateConfig,
+    EvaluatorConfig,
     HealthConfig,
     InitConfig,
     LaunchConfig,
@@ -69,6 +70,11 @@ class RunConfig:
     init: InitConfig = setting(InitConfig, "", on_change="run")
     track: TrackConfig = setting(TrackConfig, "", on_change="nothing")
     launch: LaunchConfig = setting(LaunchConfig, "", on_change="nothing")
+
+    @property
+    def evaluators(self) -> dict[str, EvaluatorConfig]:
+        """The section of each evaluator beside "scores", those of the held-out split, by its name in train/evaluators.py."""
+        return {"probe": self.probe}
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
