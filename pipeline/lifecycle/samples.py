@@ -14,7 +14,7 @@ from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
-from pipeline.data.loading.order import Order, batch_of_step, step_of_batch
+from pipeline.data.loading.order import Order, batch_of_step, batches_before, step_of_batch
 from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.run_data import open_run_data
@@ -117,7 +117,8 @@ def _refuse_other_data(state: State, dataset: Dataset, split: Split) -> None:
     known = {"fingerprint": Fact(), "excluded": Fact(NOTHING_EXCLUDED)}
     if isinstance(split, MixedSplit):
         now[MIXTURE] = mixture_facts(split)
-        then[MIXTURE], now[MIXTURE] = mixed_until(then, state.step), mixed_until(now, state.step)
+        seen = batches_before(state.step, state.left_out)
+        then[MIXTURE], now[MIXTURE] = mixed_until(then, seen), mixed_until(now, seen)
         known[MIXTURE] = Fact()
     for change in differences(then, now, known):
         raise UserError(
@@ -157,7 +158,7 @@ def _of_sample(
 ) -> list[dict[str, Any]]:
     """Return one row for each time the sample is seen."""
     batch, table = order.global_batch, []
-    for epoch, position in order.uses(row, (batch_of_step(steps - 1, skipped_batches) + 1) * batch):
+    for epoch, position in order.uses(row, batches_before(steps, skipped_batches) * batch):
         number, place = divmod(position, batch)
         step = step_of_batch(number, skipped_batches)
         if step is not None and step < steps:

@@ -1,5 +1,6 @@
 """Runs on a mixture of data sets, on two ranks: exact resume, another mix from a step on, and which samples were in a step."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     third = f"{{path: {folder}/c, weight: 2, from_step: 3}}"
 
     def run(name: str, mix: str, *more: str) -> list[str]:
-        return settings(folder / "a", folder, name, f"data.mix=[{mix}]", "data.weight=2", "train.log_every=1", *more)
+        mixed = [f"data.mix=[{mix}]", "data.weight=2", "data.eval_also=train", "checkpoint.best=train_top1"]
+        return settings(folder / "a", folder, name, *mixed, *more)
 
     both = f"{second}, {third}"
     started = forge.start(
@@ -48,8 +50,11 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
     folder, said = runs
     assert metrics(folder / "whole") == metrics(folder / "parts")
     assert len(metrics(folder / "whole")) == 6
-    for name in ("val_top1", "b_val_top1", "b_val_loss"):
+    for name in ("val_top1", "train_top1", "b_val_top1", "b_val_loss"):
         assert len(metrics(folder / "parts", name)) == 2, name
+    page = json.loads((folder / "whole" / "page" / "facts.json").read_text())
+    evaluated = [(of["name"], of["split"]) for of in page["facts"]["datasets"] if of["context"] == "evaluation"]
+    assert evaluated == [("a", "val"), ("a", "train"), ("b", "val")]
     whole, parts = (
         load_file(folder / name / "checkpoints" / "step-00000006" / "model.safetensors") for name in ("whole", "parts")
     )
@@ -63,7 +68,7 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
 def test_what_was_trained_on_cannot_be_changed_later(runs: tuple[Path, str]) -> None:
     errors = [line for line in runs[1].splitlines() if line.startswith("error:")]
     assert len(errors) == 1
-    assert "data.path and data.mix until step 6 were set 0: " in errors[0]
+    assert "data.path and data.mix of its 6 batches were set 0: " in errors[0]
     assert "split train, 1/3, then 1/5 from step 3" in errors[0]
     assert "split train, 3/5, then 3/7 from step 3" in errors[0]
 
