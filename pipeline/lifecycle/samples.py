@@ -26,6 +26,7 @@ from pipeline.settings import schema
 from pipeline.settings.changes import Fact, differences
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
+from pipeline.settings.run_sections import DataConfig
 
 _TILE = 96
 
@@ -38,7 +39,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     skipped_batches = state.left_out if state else []
     of_run = _settings(path, state)
     batch = of_run.train.global_batch
-    of_run = replace(of_run, data=replace(of_run.data, path=config.data or of_run.data.path))
+    of_run = replace(of_run, data=_where_it_is(of_run.data, config))
     data = open_run_data(of_run.data, of_run.seed, batch, reads_labels=_reads_labels(of_run))
     dataset, split = data.dataset, data.split
     if state:
@@ -102,6 +103,22 @@ def _settings(path: Path, state: State | None) -> RunConfig:
     return schema.load(RunConfig, path)
 
 
+def _where_it_is(data: DataConfig, config: SamplesConfig) -> DataConfig:
+    """The data of a run, in the folders that the settings give. Raises UserError for one of another set than the run's."""
+    moved = {path.rstrip("/"): to for path, to in config.mix.items()}
+    known = dict.fromkeys(path.rstrip("/") for path in (data.path, *(entry.path for entry in data.mix)))
+    if unknown := moved.keys() - known:
+        raise UserError(f"mix: {config.run} has no data set {min(unknown)}, but {', '.join(known)}.")
+    if config.data:
+        moved[data.path.rstrip("/")] = config.data
+
+    def found(path: str) -> str:
+        return moved.get(path.rstrip("/"), path)
+
+    mix = [replace(entry, path=found(entry.path)) for entry in data.mix]
+    return replace(data, path=found(data.path), mix=mix)
+
+
 def _reads_labels(config: RunConfig) -> bool:
     """Whether the labels of a mixture are brought together; of one set, its own are listed whatever the run learns."""
     if not config.data.mix:
@@ -122,8 +139,8 @@ def _refuse_other_data(state: State, dataset: Dataset, split: Split) -> None:
         known[MIXTURE] = Fact()
     for change in differences(then, now, known):
         raise UserError(
-            f"{dataset.path} is not what the run was trained on: {change}. Give the right folder with data=..., or put back what "
-            "was there."
+            f"{dataset.path} is not what the run was trained on: {change}. Give the right folder with data=..., those of data.mix "
+            "with mix=..., or put back what was there."
         )
 
 

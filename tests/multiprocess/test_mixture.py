@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from forked import Forge
 from ranks import metrics, settings
 from safetensors.numpy import load_file
@@ -95,3 +96,21 @@ def test_samples_names_the_set_in_both_directions(runs: tuple[Path, str]) -> Non
     for use in uses:
         row = ask(run, f"step={use['step']}")[use["place"]]
         assert (row["key"], row["set"], row["epoch"]) == ("train00080", "a", use["epoch"])
+
+
+def test_samples_finds_sets_that_were_moved(runs: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = runs
+    expected = ask(folder / "parts", "step=5")
+    # Before its start, also of a run that gives data.path itself another weight.
+    planned = yaml.safe_load((folder / "parts" / "config.yaml").read_text())
+    planned["data"]["mix"] += [{"path": str(folder / "a"), "weight": 2, "from_step": 5}]
+    (tmp_path / "planned.yaml").write_text(yaml.safe_dump(planned))
+    for name in "ab":
+        (folder / name).rename(tmp_path / name)
+    moved = [f"data={tmp_path}/a", f"mix={{{folder}/b/: {tmp_path}/b}}"]
+    assert ask(folder / "parts", "step=5", *moved) == expected
+    assert ask(tmp_path / "planned.yaml", "step=5", *moved) == expected
+    with pytest.raises(UserError, match=r"mix: .*parts has no data set d, but .*/a, .*/b, .*/c\."):
+        ask(folder / "parts", "step=5", "mix={d: e}")
+    with pytest.raises(UserError, match="b is not what the run was trained on: fingerprint was"):
+        ask(folder / "parts", "step=5", f"data={tmp_path}/b", f"mix={{{folder}/b: {tmp_path}/a}}")
