@@ -227,6 +227,13 @@ class AugmentConfig:
         min=0,
         max=MAX_SIDE,
     )
+    padding: int = setting(
+        0,
+        "resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4 in DeiT III's "
+        "simple crop and for CIFAR-10, with resize_to=model.image_size.",
+        min=0,
+        max=MAX_SIDE,
+    )
     flip: bool = setting(True, "Flip horizontally with probability 0.5.")
     resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] = setting(
         "linear",
