@@ -1,6 +1,7 @@
 """The state of a run during training, and what the loop does beside the step: loss spikes, logging, saving."""
 
 import platform
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
 from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.data.loading.loader import Batch
-from pipeline.data.loading.order import batch_of_step, skip_batches
+from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
@@ -131,7 +132,7 @@ class TrainingRun:
         monitoring, console, step = self.monitoring, self.context.console, self.progress.step
         monitoring.spikes.add(step, loss)
         monitoring.counts.add(micro_batches, self.training.feed.loader.bad)
-        monitoring.meter.step(self.context.plan.global_batch)
+        monitoring.meter.step(self.context.plan.global_batch, self.training.feed.part(step - 1))
         console.advance()
         self.saving.saver.check_writer()
         if file := monitoring.trace.after(step):
@@ -187,7 +188,7 @@ class TrainingRun:
         counts.gather_on_all_ranks()
         num_bad = len(counts.unreadable)
         engine.clock.add("communication", engine.communication_seconds())
-        batches_seen = batch_of_step(progress.step - 1, progress.skipped_batches) + 1
+        batches_seen = batches_before(progress.step, progress.skipped_batches)
         logged = {name: ranks.mean(value) for name, value in values.items()}
         metrics = {
             "loss": ranks.mean(loss), **logged,
@@ -303,7 +304,7 @@ class TrainingRun:
         """What was measured, and what a reviewer should know of it, as Markdown for the run's description."""
         plan, step, engine = self.context.plan, self.progress.step, self.training.engine
         meter, run_counts = self.monitoring.meter, self.monitoring.counts
-        exaflops = plan.global_batch * meter.flops_per_image / 1e18
+        exaflops = plan.global_batch * statistics.mean(meter.flops_per_image) / 1e18
         rows = [
             ("steps", f"{plan.steps:,}", f"{step:,}"),
             ("images", f"{plan.steps * plan.global_batch:,}", f"{step * plan.global_batch:,}"),
