@@ -33,7 +33,7 @@ class CostEstimate:
 def estimate(study: Study, results: Sequence[CellResult]) -> CostEstimate:
     """Estimate the hours of every cell. results: of cells that are done, whose speed is used for all.
 
-    Without them, the speed is `tflops` of the settings, or measured here if the cells compute on this CPU.
+    Without them, it is the speeds of the models with `minutes`, `tflops` of the settings, or measured here if the cells compute on this CPU.
     """
     config = study.config
     added = {cell.name: flops for job in study.jobs for cell, flops in zip(job, new_flops(job), strict=True)}
@@ -46,6 +46,12 @@ def estimate(study: Study, results: Sequence[CellResult]) -> CostEstimate:
         usual = median(per_flop.values())
         hours = {cell.name: added[cell.name] * per_flop.get(cell.model.name, usual) for cell in study.cells}
         return CostEstimate(hours, f"as measured in {counted(sum(map(len, measured.values())), 'cell')} of this study")
+    fixed = {cell.name: _SECONDS_OF_A_PROCESS * (1 + len(cell.finetunes)) / 3600 for cell in study.cells}
+    if config.minutes:
+        rates = {cell.name: cell.model.speed * cell.flops_per_image * 3600 for cell in study.cells}
+        return CostEstimate(
+            {name: flops / rates[name] + fixed[name] for name, flops in added.items()}, "at the models' speeds"
+        )
     devices = max(1, config.gpus)
     if config.tflops:
         rate, source = config.tflops * 1e12 * devices, f"with {devices} x {config.tflops:g} TFLOP/s (tflops)"
@@ -61,7 +67,6 @@ def estimate(study: Study, results: Sequence[CellResult]) -> CostEstimate:
         return CostEstimate(
             {}, "of unknown speed: set tflops=..., what a device keeps up in training (launch/plan.py predicts it)"
         )
-    fixed = {cell.name: _SECONDS_OF_A_PROCESS * (1 + len(cell.finetunes)) / 3600 for cell in study.cells}
     return CostEstimate({name: flops / rate / 3600 + fixed[name] for name, flops in added.items()}, source)
 
 

@@ -84,6 +84,7 @@ def test_minutes_are_the_same_time_for_each_model(base: Path) -> None:
     assert {cell.name: cell.steps for cell in study.cells} == {
         "wide-0.5min-seed0": 5, "wide-1min-seed0": 10, "slim-0.5min-seed0": 10, "slim-1min-seed0": 20,
     }  # fmt: skip
+    assert estimate(study, []).hours["slim-1min-seed0"] == pytest.approx((60 + 20) / 3600)
 
 
 def test_a_trunk_is_counted_once(base: Path) -> None:
