@@ -49,7 +49,7 @@ def describe(forecast: Forecast) -> list[str]:
         *_describe_run(forecast),
         *_describe_memory(forecast),
         *_describe_time(forecast),
-        *_describe_readers(forecast),
+        *["Readers", *(f"  {line}" for line in readers(forecast)), ""],
         *_describe_choice(forecast),
     ]
 
@@ -188,10 +188,6 @@ def _describe_scaling(forecast: Forecast) -> list[str]:
         f"  {advice(forecast.scaling)}",
         "",
     ]
-
-
-def _describe_readers(forecast: Forecast) -> list[str]:
-    return ["Readers", *(f"  {line}" for line in readers(forecast)), ""]
 
 
 def readers(forecast: Forecast) -> list[str]:

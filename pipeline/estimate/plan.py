@@ -61,11 +61,8 @@ class Plan:
     @property
     def evaluations(self) -> str:
         """As "evaluation every 100"."""
-        return (
-            f"evaluation every {self.evaluate_every['scores']:,}"
-            if "scores" in self.evaluate_every
-            else "no evaluation"
-        )
+        every = self.evaluate_every.get("scores")
+        return f"evaluation every {every:,}" if every else "no evaluation"
 
     def notes(self, config: RunConfig) -> list[str]:
         """A line for settings that override model.name, one for a balance of classes, one for a run without a held-out split, and one

@@ -1,7 +1,6 @@
 """Figures of a study: score against data size or compute with the fitted laws, differences of an ablation, the paper's own points."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,9 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from pipeline.base.page import png
+from pipeline.base.page import COLOURS, add_legend, png, style_axes
 from pipeline.evaluate.render import shorten
-from pipeline.review.budgets import COLOURS
 from pipeline.review.statistics import PAIRED
 from pipeline.study.laws.fit import Prediction
 from pipeline.study.report import published
@@ -223,7 +221,7 @@ def draw_variants(answers: Answers) -> bytes | None:
     axes.set_ylim(len(variants) - 0.5, -0.5)
     axes.set_xlabel(f"{title_of(answers.results.score)}: difference to the baseline, points", parse_math=False)
     axes.set_title("95 % interval of the difference; pale: single seeds", fontsize=9, color="0.35")
-    _finish(axes, "x")
+    style_axes(axes, "x")
     return png(figure)
 
 
@@ -381,7 +379,7 @@ def _log_axis(axes: Axes, low: float, high: float, ticks: Sequence[float], apart
     else:
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < 200 else (1.0,), numticks=9))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
-    _finish(axes)
+    style_axes(axes)
 
 
 def _tick(value: float, _: object) -> str:
@@ -390,13 +388,5 @@ def _tick(value: float, _: object) -> str:
     return f"{value:.3g}" if value >= 1e-4 else f"{value:.2g}".replace("e-0", "e-")
 
 
-def _finish(axes: Axes, grid: Literal["both", "x"] = "both") -> None:
-    axes.grid(axis=grid, color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def _legend(axes: Axes, handles: list[Line2D]) -> None:
-    legend = axes.figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    add_legend(axes.figure, handles=handles, loc="outside right upper", fontsize=8)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,10 @@ from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.mlflow.refusals import one_line, warn
 from pipeline.monitor.mlflow.state import sent_to
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
-from pipeline.monitor.page_folder import PAGE
+from pipeline.monitor.page_folder import FIGURES
 from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, hide_passwords, metric_name
 from pipeline.transfer.track.child_store import PARENT_TAG, ChildStore, KnownChild
 
-FIGURES = "figures"
 # Tags of a child: its key among the children of its parent, and the digest of what was sent.
 KEY_TAG, DIGEST_TAG = "cell", "cell_digest"
 # Requests for one child: create_run, log_batch, log_inputs, update_run. MLflow has none for several runs.
@@ -158,7 +157,7 @@ class ChildSender:
         self._drawn, self._changed = now, False
         draw, self._draw = self._draw, None if final else self._draw
         try:
-            write_figures(self.folder, draw())
+            write_files(self.folder / FIGURES, draw())
         except Exception as error:  # A picture must not end a sweep.
             self._warn_once(
                 f"the figures of {self.folder} cannot be drawn ({type(error).__name__}: {one_line(error)})."
@@ -273,8 +272,3 @@ def link_below(uri: str, folders: Iterable[Path], parent: str) -> None:
         if run_id := sent_to(folder, uri).run_id:
             with contextlib.suppress(LookupError):
                 store.nest(run_id, parent)
-
-
-def write_figures(folder: Path, pictures: Mapping[str, bytes]) -> None:
-    """Replace figures of a sweep, grid or study, which its sender uploads. pictures: file name -> PNG."""
-    write_files(folder / PAGE / FIGURES, pictures)
