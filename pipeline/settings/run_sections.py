@@ -182,11 +182,6 @@ class DataConfig:
     )
 
     @property
-    def evaluated_beside(self) -> list[str]:
-        """Beginnings of the names of metrics of the other splits that the run is evaluated on."""
-        return [name for entry in self.mix for name in entry.evaluated]
-
-    @property
     def evaluated_split(self) -> str:
         """Name of the split that the run is evaluated on, "" for none; the prefix of its metrics."""
         return "dev" if self.dev_share else self.eval_split

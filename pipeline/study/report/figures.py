@@ -1,6 +1,7 @@
 """Figures of a study: score against data size or compute with the fitted laws, differences of an ablation, the paper's own points."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -157,25 +158,18 @@ def _draw_open(axes: Axes, x: float, found: Prediction, colour: str, marker: str
 def _law_handles(laws: Sequence[Line]) -> list[Line2D]:
     """Say in a legend what the marks of laws mean."""
     grey = "0.25"
-    found = [Line2D([], [], color=grey, label="fitted law, 95 % band")] if laws else []
+    found = [_entry("fitted law, 95 % band", grey)] if laws else []
     if any(line.prediction for line in laws):
-        found.append(
-            Line2D(
-                [],
-                [],
-                color=grey,
-                marker="o",
-                markerfacecolor="white",
-                linestyle="--",
-                label="predicted, next larger run",
-            )
-        )
+        found.append(_entry("predicted, next larger run", grey, marker="o", markerfacecolor="white", linestyle="--"))
     if any(line.holdout for line in laws):
-        found.append(
-            Line2D([], [], color=grey, marker="D", markersize=5, markerfacecolor="white", linestyle="none",
-                   label="the largest, predicted from the others")
-        )  # fmt: skip
+        label = "the largest, predicted from the others"
+        found.append(_entry(label, grey, marker="D", markersize=5, markerfacecolor="white", linestyle="none"))
     return found
+
+
+def _entry(label: str, colour: str, **look: Any) -> Line2D:
+    """An entry of a legend."""
+    return Line2D([], [], color=colour, label=label, **look)
 
 
 def _limits(points: Sequence[Point], laws: Sequence[Line]) -> tuple[float, float]:
@@ -259,7 +253,7 @@ def _draw_paper_runs(axes: Axes, column: int) -> None:
 
 def _paper_handles() -> list[Line2D]:
     return [
-        Line2D([], [], color=_GREYS[n], marker=_MARKERS[n], linestyle="none", label=f"paper: {family}")
+        _entry(f"paper: {family}", _GREYS[n], marker=_MARKERS[n], linestyle="none")
         for n, family in enumerate(_paper_families())
     ]
 
@@ -315,21 +309,13 @@ class _Looks:
         for family in dict.fromkeys(point.family for point in points):
             own = [point for point in of_model.values() if point.family == family]
             if self._has_families:
-                found.append(
-                    Line2D(
-                        [],
-                        [],
-                        color=self._of_family[family],
-                        linewidth=1.8,
-                        label=f"{shorten(family, _MAX_NAME)}, its best models",
-                    )
-                )
+                label = f"{shorten(family, _MAX_NAME)}, its best models"
+                found.append(_entry(label, self._of_family[family], linewidth=1.8))
             for point in own:
                 style = ":" if self._has_families else self.style(point)
-                found.append(
-                    Line2D([], [], color=self.colour(point.model), marker=self.marker(point), markersize=5.5, linestyle=style,  # type: ignore[arg-type]
-                           linewidth=0.8 if self._has_families else 1.4, label=shorten(point.model, _MAX_NAME))
-                )  # fmt: skip
+                look = {"marker": self.marker(point), "markersize": 5.5, "linestyle": style}
+                width = 0.8 if self._has_families else 1.4
+                found.append(_entry(shorten(point.model, _MAX_NAME), self.colour(point.model), linewidth=width, **look))
         return found
 
 
