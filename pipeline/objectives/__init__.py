@@ -36,7 +36,7 @@ def metrics(config: RunConfig) -> dict[str, dict[str, Metric]]:
     measured = kind(config.train.loss).metrics(config) if split else {}
     counts = dict.fromkeys(("num_samples", "num_unreadable"), Metric("count")) if measured else {}
     of_split = {name: replace(metric, group="eval") for name, metric in (measured | counts).items()}
-    splits = [split, *(name for entry in config.data.mix for name in entry.evaluated)]
+    splits = [split, *config.data.evaluated_beside]
     return {
         "scores": {f"{split}_{name}": metric for split in splits for name, metric in of_split.items()},
         **{name: section.measured() if section.every.amount else {} for name, section in config.evaluators.items()},

@@ -42,6 +42,7 @@ _CROP_SETTINGS = {
     "aspect_min": ("inception", "random_resized"),
     "aspect_max": ("inception", "random_resized"),
     "resize_to": ("resize_crop", "resize_small_crop"),
+    "padding": ("resize_crop", "resize_small_crop"),
 }
 
 
@@ -107,6 +108,11 @@ class RunConfig:
                 raise UserError(
                     f"augment.{name} = {getattr(augment, name)} is smaller than model.image_size = {self.model.image_size}."
                 )
+
+        if augment.padding >= (augment.resize_to or side):
+            raise UserError(
+                f"augment.padding = {augment.padding} is a reflection, so it must be below the side of the image."
+            )
 
     def _check_model_source(self) -> None:
         if (self.model.name is None) == (self.init.weights is None):

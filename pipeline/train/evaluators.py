@@ -103,7 +103,7 @@ class SplitEvaluator(Evaluator):
         assert prepared.evaluation is not None, "objectives.metrics has no scores without a held-out split"
         scores, predictions = self._scores_on_all_ranks(step, prepared.evaluation)
         found = {name: scores}
-        for other, split in prepared.evaluation_beside.items():
+        for other, (_, split) in prepared.evaluation_beside.items():
             found[other], _ = self._scores_on_all_ranks(step, split)
         metrics = {f"{of}_{metric}": value for of, its in found.items() for metric, value in its.to_dict().items()}
         line = "; ".join(f"{of} {its}" for of, its in found.items())

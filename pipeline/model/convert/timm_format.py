@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Config, Kernel, ResNetConfig, stem_reduction
+from pipeline.architecture.config import Config, Kernel, ResNetConfig
+from pipeline.architecture.resnets import stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
