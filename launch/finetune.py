@@ -21,12 +21,19 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
+from pipeline.base.errors import UserError
 from pipeline.settings.command import main
 from pipeline.settings.run import RunConfig
-from pipeline.transfer.finetune import run
 
 
 def finetune(config: RunConfig) -> None:
+    if config.init.weights is None:
+        raise UserError(
+            "init.weights is not set: fine-tuning starts from a run folder, a checkpoint, our .pt or an official .npz. "
+            "Set init.weights=runs/NAME; launch/pretrain.py trains a new model."
+        )
+    from pipeline.train.start import run  # Late, so that a mistake in the settings is reported without pyarrow.
+
     run(config, draw="pipeline.review.draw")
 
 

@@ -102,12 +102,12 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     pool = args.global_pool or found.global_pool or "token"
     if pool not in ("token", "map", "avg") and "cls_token" in tensors:
         raise UserError(f"its head reads global_pool = {pool}; only token, avg and map are supported.")
-    left_out = [key for key in tensors if key.startswith(_LEFT_OUT)]
-    for key in left_out:
+    unused = [key for key in tensors if key.startswith(_LEFT_OUT)]
+    for key in unused:
         del tensors[key]
-    if left_out:
-        notes.append(f"{counted(len(left_out), 'tensor')} that only pre-training uses left out, such as {left_out[0]}")
-    if any(key.startswith("fc.") for key in left_out) and images is None:
+    if unused:
+        notes.append(f"{counted(len(unused), 'tensor')} that only pre-training uses left out, such as {unused[0]}")
+    if any(key.startswith("fc.") for key in unused) and images is None:
         images = preprocessing.IMAGENET
         notes.append("a projection head as MSN's: images taken as normalised by ImageNet's mean")
     if "cls_token" in tensors and _has_no_class_row(tensors, size):

@@ -214,7 +214,9 @@ def _cells_of(
     flops = objectives.training_flops(first, built)
     split = data.split.parts[0]
     stem = f"{model.name}-n{len(split)}" if len(config.data_sizes) > 1 else model.name
-    lengths: list[tuple[str, str]] = [(_in_a_name(length), str(length)) for length in config.lengths]
+    lengths: list[tuple[str, str]] = [
+        (str(length).replace(" ", "_").replace("%", "pc"), str(length)) for length in config.lengths
+    ]
     for budget in config.budgets:
         steps = round(budget * _EXA / (flops * first.train.global_batch))
         lengths.append((f"{budget:g}EF", f"{steps} steps"))
@@ -326,10 +328,6 @@ def _finetune_flops(config: RunConfig, model: models.Config) -> float:
 
 def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _in_a_name(quantity: object) -> str:
-    return str(quantity).replace(" ", "_").replace("%", "pc")
 
 
 # -------------------------------------------------------------------- checking them
