@@ -146,8 +146,8 @@ class RunConfig:
 
     def parts(self) -> list["RunConfig"]:
         """The settings of the equal parts of training, which differ in model.image_size."""
-        sizes = self.train.image_sizes
-        return [*(replace(self, model=replace(self.model, image_size=size)) for size in sizes), self]
+        last = replace(self, train=replace(self.train, image_sizes=[]))
+        return [*(replace(last, model=replace(self.model, image_size=size)) for size in self.train.image_sizes), last]
 
     def _check_training(self) -> None:
         full = self.model.image_size

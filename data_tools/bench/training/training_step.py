@@ -154,7 +154,7 @@ def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Call
     model, optimizer = _model_and_optimizer(config)
     engine_config = EngineConfig(zero_stage=config.zero_stage, precision=config.precision)
     engine = pipeline_engine(model, optimizer, engine_config, config.batch, ranks)
-    meter = Meter(ranks, engine.clock, flops_per_image=1.0, peak=1.0)
+    meter = Meter(ranks, engine.clock, flops_per_image=[1.0], peak=1.0)
 
     def step(number: int) -> float:
         result = training_step(engine, [batch], number, _LR)
