@@ -70,7 +70,7 @@ class Plan:
         """A line for settings that override model.name, one for a balance of classes, one for a run without a held-out split, and one
         for each setting that was changed to fit."""
         named = list(filter(None, [overrides_of_name(config.model), self.balance]))
-        if not config.data.evaluated_split:
+        if not config.data.evaluated:
             probed = "only its probes measure it" if self.probe_every else "nothing measures it but its loss"
             named.append(
                 f"no held-out split: the run is not evaluated, {probed}. To hold out images: data.dev_share=0.01, or "
@@ -121,7 +121,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     return Plan(
         steps=steps,
         warmup=warmup,
-        eval_every=eval_every if config.data.evaluated_split else 0,
+        eval_every=eval_every if config.data.evaluated else 0,
         checkpoint_every=max(1, config.checkpoint.every.steps(num_samples, train.global_batch, steps)),
         keep_every=config.checkpoint.keep_every.steps(num_samples, train.global_batch, steps),
         probe_every=probe_every if config.probe.every.amount else 0,
