@@ -11,15 +11,14 @@ export OMP_NUM_THREADS ?= 1
 demo: install
 	$(PY) launch/demo.py
 
-# The tests of ranks, then those of Ray, each of which takes all cores by itself, one at a time; the plain tests beside them, with what
-# is left of the processors, and lint at the end. (Ray gives up when it cannot start in 30 s, so it must not wait for the others.)
+# Three rows beside each other, each with what the one before it leaves of the processors: the tests of Ray, which mostly wait (Ray gives
+# up when it cannot start in 30 s, so these come first), and then lint; the tests of ranks, one at a time; the plain tests.
 test: install
-	@nice -n 10 $(PY) -m pytest -n 2 --dist loadfile -m "not ranks and not ray" >.pytest_plain.log 2>&1 & plain=$$!; \
-	trap "pkill -P $$plain; kill $$plain" INT TERM; \
-	$(PY) -m pytest -m ranks; ranks=$$?; \
-	$(PY) -m pytest -m ray; ray=$$?; \
-	nice -n 10 $(MAKE) --no-print-directory lint; lint=$$?; \
-	wait $$plain; plain=$$?; cat .pytest_plain.log; [ $$ranks$$ray$$lint$$plain = 0000 ]
+	@{ $(PY) -m pytest -m ray; ray=$$?; nice -n 10 $(MAKE) --no-print-directory lint && exit $$ray; } >.pytest_ray.log 2>&1 & ray=$$!; \
+	nice -n 10 $(PY) -m pytest -n 2 --dist loadfile -m "not ranks and not ray" >.pytest_plain.log 2>&1 & plain=$$!; \
+	trap "pkill -INT -P $$ray,$$plain; kill $$ray $$plain" INT TERM; \
+	nice -n 5 $(PY) -m pytest -m ranks; ranks=$$?; \
+	wait $$ray; ray=$$?; cat .pytest_ray.log; wait $$plain; plain=$$?; cat .pytest_plain.log; [ $$ranks$$ray$$plain = 000 ]
 
 # What the GPU of this machine does: its tests, then its speed, each in under ten minutes; results in $(OUT). Without a network,
 # after `make gpu-wheels` elsewhere, with the Python that has torch (docs/performance.md).
@@ -76,4 +75,4 @@ install: .venv/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .gpu-wheels .gpu-packages runs/demo .pytest_plain.log .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .gpu-wheels .gpu-packages runs/demo .pytest_plain.log .pytest_ray.log .mypy_cache .ruff_cache .pytest_cache

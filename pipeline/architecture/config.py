@@ -137,6 +137,16 @@ class ViTConfig(Fields):
             doc="Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.",
         ),
     ] = None
+    # timm's axial RoPE, of EVA-02 and of naver-ai/rope-vit.
+    rope_side: Annotated[
+        int | None,
+        Option(
+            0,
+            _MAX_TOKENS,
+            doc="RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0: not "
+            "stretched; null: from -1 to 1.",
+        ),
+    ] = None
     rope_shift: Annotated[
         float,
         Option(
@@ -243,9 +253,9 @@ class ViTConfig(Fields):
 
     def _check_rope(self) -> None:
         if self.rope_base is None:
-            if self.changes_rope:
+            if self.changes_rope or self.rope_side is not None:
                 raise UserError(
-                    "model: rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not have. Set "
+                    "model: rope_side, rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not have. Set "
                     "model.rope_base=100, or leave them out."
                 )
             return

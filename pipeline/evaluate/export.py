@@ -46,10 +46,16 @@ def run(config: ExportConfig) -> LogitDifference:
     # ------------------------------------------------------------------ the input, compared with the program it comes from
     config = with_local_weights(config)
     path = files.find_file(Path(config.weights))  # once, because a run in training changes its `latest`
-    trained, _, extra = models.read_weights(path, say=print)
+    content = models.read_weights(path, say=print)
+    trained, extra = content[0], content[2]
     print(_describe(trained))
     if source := _source_side(path, trained):
-        _compare(f"{source[0]}, the program of these weights,", models.load(path).eval(), source[1], config.tolerance)
+        _compare(
+            f"{source[0]}, the program of these weights,",
+            models.load(path, content=content).eval(),
+            source[1],
+            config.tolerance,
+        )
 
     if config.format in export_mae.FORMATS:
         return _export_mae(config, path, extra)
@@ -61,7 +67,9 @@ def run(config: ExportConfig) -> LogitDifference:
         num_classes=None if config.head else 0,
         representation=None if config.head or not isinstance(trained, ViTConfig) else False,
         kernel=config.kernel,
+        content=content,
     ).eval()
+    del content  # whose tensors the model has copied
     if config.fold_layer_scale and isinstance(model, VisionTransformer):
         model = without_layer_scale(model)
     if note := models.resampling_note(trained, model.config):

@@ -1,12 +1,13 @@
 """Rotary position embeddings (RoPE) in two dimensions, as in DINOv3 (transformers, models/dinov3_vit): no table, any grid.
 
-The centre of a patch has coordinates y and x in [-1, 1]. Each head's queries and keys of D/H numbers are rotated in pairs, the
+The centre of a patch has coordinates y and x in [-1, 1], times 2 pi. Each head's queries and keys of D/H numbers are rotated in pairs, the
 number i with the number i + D/2H, by the angles
 
-    2 pi y / period_0, ..., 2 pi y / period_last, 2 pi x / period_0, ..., 2 pi x / period_last
+    y / period_0, ..., y / period_last, x / period_0, ..., x / period_last
 
-with D/4H periods from 1 up to (not including) the base. Class token and registers are not rotated. In training, the coordinates may
-be shifted and stretched, by numbers that `draw` sets for each step. Other letters as in vit.py.
+with D/4H periods from 1 up to (not including) the base. With `rope_side`, as in EVA-02 and timm, y and x are the numbers of row and
+column instead. Class token and registers are not rotated. In training, the coordinates may be shifted and stretched, by numbers that
+`draw` sets for each step. Other letters as in vit.py.
 """
 
 import math
@@ -36,11 +37,14 @@ def rotation(
     assert config.rope_base is not None
     f32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     periods = config.rope_base ** torch.arange(0, 1, 4 / config.head_dim, **f32)
-    y, x = (2 * torch.arange(0.5, side, **f32) / side - 1 for side in grid)
-    centres = torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1).view(-1, 2)
+    if config.rope_side is None:
+        unit, axes = 2 * math.pi, [2 * torch.arange(0.5, side, **f32) / side - 1 for side in grid]
+    else:
+        unit, axes = 1, [torch.arange(side, **f32) / side * (config.rope_side or side) for side in grid]
+    centres = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).view(-1, 2)
     if change is not None:
         centres = (centres + change[0]) * change[1]
-    angles = (2 * math.pi * centres[:, :, None] / periods).flatten(1).tile(2)
+    angles = (unit * centres[:, :, None] / periods).flatten(1).tile(2)
     angles = F.pad(angles, (0, 0, config.num_tokens - config.num_patches, 0))
     return angles.cos(), angles.sin()
 

@@ -35,6 +35,7 @@ FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
 
 Say = Callable[[str], object]
+Content = tuple[Config, dict[str, Tensor], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def safetensors_metadata(config: Config, extra: Mapping[str, Any]) -> dict[str, 
     return {METADATA: json.dumps({"format": FORMAT, "model": config.to_dict(), "extra": extra})}
 
 
-def read_weights(path: StrPath, say: Say = _silent) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+def read_weights(path: StrPath, say: Say = _silent) -> Content:
     """-> (configuration, fp32 CPU state dict, extra) of anything that `load` accepts.
 
     say: called with one line for each assumption, conversion and omission.
@@ -204,6 +205,7 @@ def load(
     seed: int = 0,
     kernel: Kernel | None = None,
     mean_pool: bool = False,
+    content: Content | None = None,
     say: Say = _silent,
     **training: Any,
 ) -> Model:
@@ -223,12 +225,13 @@ def load(
     kernel: of resampling the positions (resample_positions); defaults to that of the project of the weights (ViTConfig.kernel).
     mean_pool: with a new head, it reads the mean of the patches after a new LayerNorm, which takes the place of the last one
         (MAE's fine-tuning); a class token is kept, and not read.
+    content: what `read_weights` returned for this path, so that it is not read again.
     say: called with one line for each assumption, conversion and omission.
     training: fields that act in training only (`only_trains` in architecture/config.py), such as dropout and drop_path.
     Returns a model with fp32 parameters on the CPU, in training mode.
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
     """
-    old, state, _ = read_weights(path, say)
+    old, state, _ = content or read_weights(path, say)
     num_classes = old.num_classes if num_classes is None else num_classes
     if new_head and num_classes == 0:
         raise UserError(f"{path}: new_head=True needs num_classes above 0.")

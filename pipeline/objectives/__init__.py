@@ -37,7 +37,7 @@ def metrics(config: RunConfig) -> dict[str, dict[str, Metric]]:
     of_split = {name: replace(metric, group="eval") for name, metric in (measured | counts).items()}
     return {
         "scores": {f"{split}_{name}": metric for split in config.data.evaluated for name, metric in of_split.items()},
-        "probe": config.probe.metrics(config.probe.prefix) if config.probe.every.amount else {},
+        **{name: section.measured() if section.every.amount else {} for name, section in config.evaluators.items()},
     }
 
 

@@ -16,6 +16,7 @@ from pipeline.settings.run_execution import (
     CheckpointConfig,
     EngineConfig,
     EvaluateConfig,
+    EvaluatorConfig,
     HealthConfig,
     InitConfig,
     LaunchConfig,
@@ -41,6 +42,7 @@ _CROP_SETTINGS = {
     "aspect_min": ("inception", "random_resized"),
     "aspect_max": ("inception", "random_resized"),
     "resize_to": ("resize_crop", "resize_small_crop"),
+    "padding": ("resize_crop", "resize_small_crop"),
 }
 
 
@@ -69,6 +71,11 @@ class RunConfig:
     init: InitConfig = setting(InitConfig, "", on_change="run")
     track: TrackConfig = setting(TrackConfig, "", on_change="nothing")
     launch: LaunchConfig = setting(LaunchConfig, "", on_change="nothing")
+
+    @property
+    def evaluators(self) -> dict[str, EvaluatorConfig]:
+        """The section of each evaluator beside "scores", those of the held-out split, by its name in train/evaluators.py."""
+        return {"probe": self.probe}
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
@@ -102,6 +109,11 @@ class RunConfig:
                     f"augment.{name} = {getattr(augment, name)} is smaller than model.image_size = {self.model.image_size}."
                 )
 
+        if augment.padding >= (augment.resize_to or side):
+            raise UserError(
+                f"augment.padding = {augment.padding} is a reflection, so it must be below the side of the image."
+            )
+
     def _check_model_source(self) -> None:
         if (self.model.name is None) == (self.init.weights is None):
             raise UserError(
@@ -134,8 +146,8 @@ class RunConfig:
 
     def parts(self) -> list["RunConfig"]:
         """The settings of the equal parts of training, which differ in model.image_size."""
-        sizes = self.train.image_sizes
-        return [*(replace(self, model=replace(self.model, image_size=size)) for size in sizes), self]
+        last = replace(self, train=replace(self.train, image_sizes=[]))
+        return [*(replace(last, model=replace(self.model, image_size=size)) for size in self.train.image_sizes), last]
 
     def _check_training(self) -> None:
         full = self.model.image_size

@@ -231,6 +231,13 @@ class AugmentConfig:
         min=0,
         max=MAX_SIDE,
     )
+    padding: int = setting(
+        0,
+        "resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4 in DeiT III's "
+        "simple crop and for CIFAR-10, with resize_to=model.image_size.",
+        min=0,
+        max=MAX_SIDE,
+    )
     flip: bool = setting(True, "Flip horizontally with probability 0.5.")
     resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] = setting(
         "linear",
@@ -361,7 +368,7 @@ class TrainConfig:
 class OptimizerConfig:
     name: Literal["adam", "sgd", "muon"] = setting(
         "adam",
-        "Adam with decoupled weight decay, SGD with momentum, or Muon for the matrices of the blocks with Adam for the rest.",
+        "Adam with decoupled weight decay, SGD with momentum, or Muon for the kernels of hidden layers with Adam for the rest.",
         on_change="run",
     )
     lr: float = setting(1e-3, "Peak learning rate.", above=0)

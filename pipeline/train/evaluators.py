@@ -46,7 +46,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """An evaluation repeated during training. name: its name in `Plan.due` and `objectives.metrics`. file: of its last result."""
+    """An evaluation repeated during training. name: "scores", or in `RunConfig.evaluators`. file: of its last result."""
 
     context: RunContext
     engine: "Engine"
@@ -59,7 +59,7 @@ class Evaluator:
     @property
     def every(self) -> int:
         """Interval in steps; 0 is never."""
-        raise NotImplementedError
+        return self.context.plan.evaluate_every.get(self.name, 0)
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         """Measure the model as it is in evaluations, after `step`. Raises Stopped on all ranks when they agree to stop."""
@@ -98,10 +98,6 @@ class SplitEvaluator(Evaluator):
     name = "scores"
     file = "scores.json"
 
-    @property
-    def every(self) -> int:
-        return self.context.plan.eval_every
-
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         evaluated = self.context.prepared.evaluated.items()
         found = {name: self._scores_on_all_ranks(step, split) for name, (_, split) in evaluated}
@@ -137,10 +133,6 @@ class ProbeEvaluator(Evaluator):
 
     name = "probe"
     file = "probe.json"
-
-    @property
-    def every(self) -> int:
-        return self.context.plan.probe_every
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         probe = self.context.prepared.run_probe

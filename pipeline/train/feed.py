@@ -50,6 +50,10 @@ class Feed:
             )
             yield from self.loader.batches(requests)
 
+    def part(self, step: int) -> int:
+        """The number of the equal part of training that step `step` (from 0) belongs to."""
+        return ((step + 1) * len(self.writers) - 1) // self.plan.steps
+
     def epochs(self, batches: int) -> float:
         """How often the training split of data.path was used in the first `batches` batches."""
         seen, main = batches * self.plan.global_batch, self.loader.split.parts[0]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import statistics
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -168,9 +169,9 @@ def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, t
     config, ranks, folder, console = context.config, context.ranks, context.folder, context.console
     dataset, state, engine = context.prepared.dataset, start.state, training.engine
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
-    flops = objectives.training_flops(config, start.model.config)
+    flops = [objectives.training_flops(part, start.model.config) for part in config.parts()]
     console.say(
-        f"{models.num_parameters(start.model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
+        f"{models.num_parameters(start.model.config) / 1e6:.2f} M parameters, {statistics.mean(flops) / 1e9:.2f} GFLOP to train on an image; "
         f"{counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
     if config.profile.communication:

@@ -1,6 +1,7 @@
 """The state of a run during training, and what the loop does beside the step: loss spikes, logging, saving."""
 
 import platform
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -131,7 +132,7 @@ class TrainingRun:
         monitoring, console, step = self.monitoring, self.context.console, self.progress.step
         monitoring.spikes.add(step, loss)
         monitoring.counts.add(micro_batches, self.training.feed.loader.bad)
-        monitoring.meter.step(self.context.plan.global_batch)
+        monitoring.meter.step(self.context.plan.global_batch, self.training.feed.part(step - 1))
         console.advance()
         self.saving.saver.check_writer()
         if file := monitoring.trace.after(step):
@@ -303,7 +304,7 @@ class TrainingRun:
         """What was measured, and what a reviewer should know of it, as Markdown for the run's description."""
         plan, step, engine = self.context.plan, self.progress.step, self.training.engine
         meter, run_counts = self.monitoring.meter, self.monitoring.counts
-        exaflops = plan.global_batch * meter.flops_per_image / 1e18
+        exaflops = plan.global_batch * statistics.mean(meter.flops_per_image) / 1e18
         rows = [
             ("steps", f"{plan.steps:,}", f"{step:,}"),
             ("images", f"{plan.steps * plan.global_batch:,}", f"{step * plan.global_batch:,}"),

@@ -249,7 +249,7 @@ def test_rope_reads_any_size_of_image_without_resampling(tmp_path):
         ({"rope_base": 100.0, "positions": "relative"}, "rope_base rotates queries and keys by their place in the grid"),
         ({"rope_base": 100.0, "num_heads": 8}, r"heads whose width is divisible by 4, not 16 / 8 = 2"),
         ({"rope_base": 1.0}, "rope_base = 1.0 must be above 1"),
-        ({"rope_rescale": 2.0}, "rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not have"),
+        ({"rope_rescale": 2.0}, "rope_side, rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not have"),
         ({"class_norm": True, "pool": "gap"}, "class_norm normalises a class token, and pool = gap has none"),
         ({"qkv_bias": "k"}, "qkv_bias = 'k' must be one of"),
     ],

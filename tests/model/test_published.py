@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pipeline.base.errors import UserError
-from pipeline.model import load, read_weights
+from pipeline.model import configure, load, read_weights
+from pipeline.model.convert.names import NAMES, vit_entries
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
 WIDE = {**SIZES, "intermediate_size": 128}  # ViT-mu, whose number of heads is known by its sizes
@@ -90,7 +91,7 @@ PLAIN, GATED = {"up_proj": "fc1", "down_proj": "fc2"}, {"gate_proj": "w1", "up_p
 def test_dinov3_as_published(tmp_path, transformers):
     theirs, tensors = random_model(transformers, "DINOv3ViTModel", {**WIDE, "num_register_tokens": 4})
     file = dinov3_file(tensors, PLAIN) | {
-        "mask_token": torch.zeros(1, 32), "rope_embed.periods": torch.ones(4), "local_cls_norm.weight": torch.ones(32),
+        "mask_token": torch.zeros(1, 32), "rope_embed.periods": 100 ** (torch.arange(4) / 4), "local_cls_norm.weight": torch.ones(32),
         "blocks.0.attn.qkv.bias_mask": torch.full((96,), math.nan),
     }  # fmt: skip
     torch.save(file, tmp_path / "dinov3.pth")
@@ -101,10 +102,18 @@ def test_dinov3_as_published(tmp_path, transformers):
     torch.save({"model": untied}, tmp_path / "untied.pth")
     check(theirs, tmp_path / "untied.pth", IMAGENET)
     assert read_weights(tmp_path / "untied.pth")[0].class_norm
+    for periods, base in ((7 ** (torch.arange(4) / 4), 7.0), ((100 ** (torch.arange(4) / 4)).bfloat16(), 100.0)):
+        torch.save(file | {"rope_embed.periods": periods}, tmp_path / "base.pth")
+        assert read_weights(tmp_path / "base.pth")[0].rope_base == base
+    torch.save(file | {"rope_embed.periods": torch.tensor([0.2, 0.4, 0.8, 1.6])}, tmp_path / "base.pth")
+    with pytest.raises(UserError, match=r'"rope_embed.periods" are not the powers of a base'):
+        load(tmp_path / "base.pth")
     gated = {**SIZES, "intermediate_size": 48, "use_gated_mlp": True, "hidden_act": "silu", "num_register_tokens": 4}
     theirs, tensors = random_model(transformers, "DINOv3ViTModel", gated)
     heads = {"model_args": {"num_heads": 2}}
     check(theirs, write(tmp_path / "gated", dinov3_file(tensors, GATED), heads), IMAGENET)
+    timms = {"gate_proj": "fc1_g", "up_proj": "fc1_x", "down_proj": "fc2"}  # S+ and H+ of timm
+    check(theirs, write(tmp_path / "timm", dinov3_file(tensors, timms), heads), IMAGENET)
 
 
 def test_dinov3_of_timm(tmp_path, transformers):
@@ -248,3 +257,59 @@ def test_clip_of_timm(tmp_path, transformers):
         write(tmp_path, file, {"architecture": "vit_mu_patch8_clip_quickgelu_32", "pretrained_cfg": images}),
         CLIP,
     )
+
+
+# Name of a timm model -> base, patches of a side that the coordinates are stretched to (0: none), whether x comes before y.
+ROPES = {
+    "vit_mu_patch8_rope_reg1_gap_32": (10000.0, 16, False), "eva02_mu_patch8_32": (10000.0, 16, False),
+    "vit_mu_patch8_rope_32": (100.0, 0, True), "vit_mu_patch8_rope_ape_32": (100.0, 0, True),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ROPES)
+def test_axial_rope_of_timm(tmp_path, name):
+    """Queries times keys are those of neighbouring channels as complex numbers, turned by the numbers of row and column."""
+    base, side, has_x_first = ROPES[name]
+    positions = "learned" if "ape" in name or "eva" in name else "none"
+    file = vit_entries(configure("ViT-mu/8", 32, 0, positions=positions), NAMES["timm"])
+    generator = torch.Generator().manual_seed(0)
+    tensors = {entry.key: torch.randn(entry.shape, generator=generator) for entry in file}
+    if "gap" in name:
+        tensors |= {f"fc_norm.{part}": tensors.pop(f"norm.{part}") for part in ("weight", "bias")}
+    model = load(write(tmp_path, tensors, {"architecture": name}), image_size=(16, 24))
+    assert (model.config.pool_norm, model.config.pool) == (("gap" in name), "mean" if "gap" in name else "token")
+    x = torch.randn(1, 1 + 2 * 3, 32, generator=generator)
+    attention = model.blocks[0].attention
+    q, k, v = attention.split(attention.qkv(x), model.rotation(x.device))
+
+    theirs = x @ tensors["blocks.0.attn.qkv.weight"].T + tensors["blocks.0.attn.qkv.bias"]
+    pairs = torch.view_as_complex(theirs.view(7, 3, 2, 8, 2)[:, :2])  # token, q or k, head, pair
+    periods = base ** (torch.arange(4) / 4)
+    for row in range(2):
+        for column in range(3):
+            place = [row / 2 * side, column / 3 * side] if side else [row, column]
+            angles = torch.cat([number / periods for number in (place[::-1] if has_x_first else place)])
+            pairs[1 + row * 3 + column] *= torch.polar(torch.ones(8), angles)
+    expected = torch.einsum("nhp,mhp->hnm", pairs[:, 0], pairs[:, 1].conj()).real
+    torch.testing.assert_close((q @ k.mT)[0], expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(v[0].transpose(0, 1).flatten(1), theirs[:, :, 64:][0])
+
+
+def test_parts_that_the_names_of_timms_models_tell(tmp_path):
+    file = vit_entries(configure("ViT-mu/8", 32, 0), NAMES["timm"])
+    tensors = {entry.key: torch.ones(entry.shape) for entry in file}
+    for name, part in (
+        ("vit_mu_patch8_rpn_32", "res-post-norm"),
+        ("vit_pe_core_mu_patch8_32", "Perception Encoder's rotation"),
+    ):
+        with pytest.raises(UserError, match=part):
+            load(write(tmp_path, tensors, {"architecture": name}))
+    with_registers = tensors | {
+        "reg_token": torch.ones(1, 2, 32),
+        "pos_embed": torch.arange(19.0)[None, :, None].repeat(1, 1, 32),
+    }
+    config = {"architecture": "vit_mu_patch8_32", "model_args": {"img_size": 32}}
+    _, state, _ = read_weights(write(tmp_path, with_registers, config))
+    assert state["registers"][0, :, 0].tolist() == [2, 3], "1, and the positions 1 and 2"
+    assert state["positions"][0, :, 0].tolist() == [0, *range(3, 19)]

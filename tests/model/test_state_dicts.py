@@ -198,6 +198,8 @@ def same(model, other):
 
 SMALL = {"width": 24, "depth": 2, "mlp_width": 41, "num_heads": 3}  # 24 * (41 / 24) is not 41 in floats
 
+ROPE = {"rope_base": 50.0, "positions": "none", "layer_scale": 1.0, "gelu": "erf"}
+
 
 @pytest.mark.parametrize(
     ("name", "changes"),
@@ -207,6 +209,22 @@ SMALL = {"width": 24, "depth": 2, "mlp_width": 41, "num_heads": 3}  # 24 * (41 /
         ("ViT-mu/4", {**SMALL, "gelu": "erf"}),
         ("ViT-mu/4", {**SMALL, "pool": "gap"}),
         ("ViT-mu/4", {**SMALL, "pool": "map"}),
+        ("ViT-mu/4", {"pool": "mean", "pool_norm": True}),
+        ("ViT-mu/4", {"pool": "gap", "pool_norm": True, "swiglu": True, "layer_scale": 1.0, "gelu": "erf"}),
+        ("ViT-mu/4", {**ROPE, "registers": 2, "qkv_bias": "qv", "layer_norm_eps": 1e-5}),
+        (
+            "ViT-mu/4",
+            {
+                **ROPE,
+                "registers": 3,
+                "pool": "gap",
+                "pool_norm": True,
+                "rope_side": 7,
+                "qkv_bias": "none",
+                "swiglu": True,
+            },
+        ),
+        ("ViT-mu/4", {**ROPE, "rope_side": 0, "positions": "learned", "pool": "mean"}),
         ("ViT-mu/4", {"classes": 0, "size": (16, 24)}),
         ("ViT-mu/4", {"pool": "gap", "size": (16, 24)}),
         ("R+Ti/16", {"size": 64, "depth": 1, "width": 24, "num_heads": 3, "mlp_width": 40}),
@@ -217,7 +235,8 @@ def test_out_to_timm_and_in_again_is_exact(tmp_path, name, changes):
     tensors, config = to_timm(model, None, {})
     assert same(load(folder(tmp_path, tensors, config)), model)
     if name.startswith("ViT"):
-        assert int(model.config.width * config["model_args"]["mlp_ratio"]) == model.config.mlp_width
+        widths = 2 if model.config.swiglu and model.config.rope_base is None else 1  # of the packed layer
+        assert int(model.config.width * config["model_args"]["mlp_ratio"]) == widths * model.config.mlp_width
 
 
 def test_resnets_in_timms_names_come_back(tmp_path):
@@ -289,7 +308,7 @@ def test_pickles_are_not_executed(tmp_path):
 @pytest.mark.parametrize(
     ("key", "what"),
     [
-        ("dist_token", "a distillation token"), ("fc_norm.weight", "a norm after pooling"),
+        ("dist_token", "a distillation token"), ("blocks.0.attn.lambda_q1", "differential attention"),
         ("blocks.0.attn.norm.weight", "a norm inside of the attention"), ("blocks.1.mlp.norm.weight", "a norm inside of the MLP"),
         ("blocks.0.attn.relative_position_bias_table", "BEiT's table of relative positions"),
         ("rope.freqs", "a learned rotation"),
@@ -329,6 +348,8 @@ def test_models_that_timm_does_not_have_are_refused():
         ({"representation": True}, "a representation layer"),
         ({"positions": "relative"}, "relative positions"),
         ({"stem": (1,), "patch_size": 1}, "no hybrid whose ResNet has units"),
+        ({"rope_base": 50.0}, "timm's ViT with RoPE cannot hold gelu = tanh"),
+        ({"swiglu": True, "pool": "map"}, "timm has no ViT with SwiGLU and attention pooling"),
     ):
         with pytest.raises(UserError, match=message):
             to_timm(create("ViT-mu/4", 16, 5, **changes), None, {})
@@ -617,8 +638,8 @@ def test_a_model_of_another_kind_is_named(tmp_path, timm_weights):
         with pytest.raises(UserError, match=message):
             load(folder(tmp_path, timm_weights, config))
     tensors = timm_weights | {"blocks.0.attn.odd": torch.zeros(4)}
-    with pytest.raises(UserError, match=r'architecture = "eva02_base".*"blocks.0.attn.odd"'):
-        load(folder(tmp_path, tensors, {**TIMM_CONFIG, "architecture": "eva02_base"}))
+    with pytest.raises(UserError, match=r'architecture = "vitamin_base".*"blocks.0.attn.odd"'):
+        load(folder(tmp_path, tensors, {**TIMM_CONFIG, "architecture": "vitamin_base"}))
 
 
 @pytest.mark.parametrize(

@@ -462,7 +462,7 @@ def test_another_model_or_data_cannot_continue(forge: Forge, dataset: Path, resu
 
 
 def test_a_finished_run_is_finished_on_any_ranks(forge: Forge, dataset: Path, tmp_path: Path) -> None:
-    """(The deepspeed launcher itself is in test_whole_way.py, test_stop.py and tests/multinode.)"""
+    """(The launchers themselves: torchrun in test_whole_way.py, deepspeed in test_stop.py and tests/multinode.)"""
     overrides = settings(dataset, tmp_path, "finished", "track.enabled=true")
     assert f"step {STEPS}/{STEPS}" in forge.start(2, overrides).finish()
     again = forge.start(1, overrides).finish()

@@ -32,6 +32,7 @@ def batches(config: RunConfig, step: int) -> list[Batch]:
     feed = Feed(config, make_plan(config, len(split), 1), split, ranks, stop, StepClock(ranks.device))  # type: ignore[arg-type]
     feed.go_to(step, [])
     found = list(feed._steps)
+    assert [feed.part(i) for i in range(7)] == [0, 0, 1, 1, 2, 2, 2]
     feed.loader.close()
     return [micro_batches[0] for micro_batches in found]
 

@@ -154,7 +154,7 @@ def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Call
     model, optimizer = _model_and_optimizer(config)
     engine_config = EngineConfig(zero_stage=config.zero_stage, precision=config.precision)
     engine = pipeline_engine(model, optimizer, engine_config, config.batch, ranks)
-    meter = Meter(ranks, engine.clock, flops_per_image=1.0, peak=1.0)
+    meter = Meter(ranks, engine.clock, flops_per_image=[1.0], peak=1.0)
 
     def step(number: int) -> float:
         result = training_step(engine, [batch], number, _LR)
@@ -172,7 +172,7 @@ def pipeline_engine(
 ) -> Engine:
     """The engine of a run without end on one rank, with `batch` images in a step."""
     start_ranks(ranks, timeout_minutes=10)
-    plan = Plan(steps=10**6, warmup=0, eval_every=10**6, checkpoint_every=10**6, keep_every=0, probe_every=0, accumulation=1, micro_batch=batch,
+    plan = Plan(steps=10**6, warmup=0, evaluate_every={}, checkpoint_every=10**6, keep_every=0, accumulation=1, micro_batch=batch,
                 num_samples=10**6, global_batch=batch, world_size=1)  # fmt: skip
     objective = Classification(model, "softmax")
     return Engine(objective, optimizer, config, OptimizerConfig(), plan, ranks, 0, StepClock(ranks.device))

@@ -50,6 +50,7 @@ class Names(NamedTuple):
     embedding_norm: str | None = None
     qk_norm: tuple[str, str] | None = None
     class_norm: str | None = None
+    pool_norm: str | None = None  # the last norm, where it is of the mean of the patches
     layer_scale: tuple[str, str] | None = None  # factors of the attention and of the MLP
     # Of a SwiGLU MLP: gate and value, in one tensor or two; and the last layer.
     gated: tuple[tuple[str, ...], str] | None = None
@@ -102,7 +103,7 @@ NAMES = {
         attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",
         norm="norm", representation="pre_logits.fc", head="head", registers="reg_token", embedding_norm="norm_pre",
         layer_scale=("ls1.gamma", "ls2.gamma"), gated=(("mlp.w12",), "mlp.w3"), qk_norm=("attn.q_norm", "attn.k_norm"),
-        class_norm="cls_norm",
+        class_norm="cls_norm", pool_norm="fc_norm",
         pool=PoolNames(
             "attn_pool.latent", ("attn_pool.q", "attn_pool.kv"), "attn_pool.proj", "attn_pool.norm", "attn_pool.mlp.fc1",
             "attn_pool.mlp.fc2",
@@ -142,6 +143,7 @@ class Hints:
     kernel: Kernel = "zoom"  # by which the project resamples positions
     layer_scale: float = 1.0  # its initial value, if there is LayerScale
     rope_base: float | None = None
+    rope_side: int | None = None
     pool: Pool = "token"  # of a model with a class token
 
 
@@ -170,7 +172,8 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
     for i in range(config.depth):
         _add_block(entries, config, names, names.block.format(i), f"blocks.{i}")
 
-    entries.norm(names.norm, "norm", config.width)
+    assert names.pool_norm is not None or not config.pool_norm
+    entries.norm((config.pool_norm and names.pool_norm) or names.norm, "norm", config.width)
     if config.class_norm:
         assert names.class_norm is not None
         entries.norm(names.class_norm, "class_norm", config.width)
@@ -301,6 +304,7 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
         kernel=hints.kernel,
         swiglu=bool(gate),
         rope_base=hints.rope_base,
+        rope_side=hints.rope_side,
         **({} if names.flax else _find_parts(shapes, names, hints)),
     )
 
@@ -323,6 +327,7 @@ def _find_parts(shapes: _Shapes, names: Names, hints: Hints) -> dict[str, Any]:
         or bool(names.gated and shapes.in_blocks(names.gated[1], "bias")),
         "embedding_norm": has_norm,
         "qk_norm": names.qk_norm is not None and shapes.in_blocks(names.qk_norm[0], "weight"),
+        "pool_norm": names.pool_norm is not None and shapes.has_layer(names.pool_norm),
         "class_norm": names.class_norm is not None and shapes.has_layer(names.class_norm),
     }
 
@@ -340,13 +345,20 @@ def _flax_heads(tensors: Tensors, names: Names, width: int) -> int:
     return tensors[query].shape[1]
 
 
-# (width, depth, MLP width) of DINOv2 g, DINOv3 S+, H+ and 7B, whose MLPs are gated -> number of heads.
-_GATED_HEADS = {(1536, 40, 4096): 24, (384, 12, 1536): 6, (1280, 32, 5120): 20, (4096, 40, 8192): 32}
+# (width, depth, MLP width) of published models without a name of ours -> number of heads: of DINOv2 g, DINOv3 S+, H+ and 7B, EVA-02,
+# whose MLPs are gated; of timm's and of SigLIP 2.
+_GATED_HEADS = {
+    (1536, 40, 4096): 24, (384, 12, 1536): 6, (1280, 32, 5120): 20, (4096, 40, 8192): 32, (192, 12, 512): 3, (384, 12, 1024): 6,
+}  # fmt: skip
+_OTHER_HEADS = {
+    (256, 10, 1024): 4, (256, 14, 1280): 4, (320, 14, 1792): 5, (384, 36, 1536): 6, (512, 20, 2048): 8, (640, 12, 2560): 10,
+    (832, 21, 2176): 13, (896, 12, 3584): 14, (896, 18, 2304): 14, (1536, 40, 6144): 16,
+}  # fmt: skip
 
 
 def _usual_heads(width: int, depth: int, mlp_width: int, gated: bool) -> int:
     """Number of heads of the named size with these numbers: torch's tensors do not tell it."""
-    known = {variant[:3]: variant.num_heads for variant in VARIANTS.values()}
+    known = _OTHER_HEADS | {variant[:3]: variant.num_heads for variant in VARIANTS.values()}
     if heads := (_GATED_HEADS if gated else known).get((width, depth, mlp_width)):
         return heads
     raise UserError(

@@ -21,15 +21,16 @@ from pipeline.model.convert.timm_format import TIMM_KINDS, from_timm
 _UNSUPPORTED = {
     "dist_token": "a distillation token",
     "distillation_token": "a distillation token",
-    "fc_norm.": "a norm after pooling (fc_norm)",
     "attn.norm.": "a norm inside of the attention (scale_norm)",
-    "mlp.norm.": "a norm inside of the MLP",
+    "mlp.norm.": "a norm inside of the MLP (as EVA-02 of sizes B and L)",
     "relative_position_bias": "BEiT's table of relative positions",
     "attn.rope.": "a learned rotation of queries and keys",
     "rope.freqs": "a learned rotation of queries and keys",
-    "attn.q_proj.": "EVA-02's attention, whose rotation is not DINOv3's",
-    "mlp.fc1_g.": "EVA's SwiGLU, whose rotation is not DINOv3's",
     "attn_pool.in_proj": "CoCa's attention pooling",
+    "attns.0.": "parallel attentions and MLPs",
+    "in_proj.": "attention and MLP in parallel",
+    "attn.lambda_": "differential attention",
+    "attn.rel_pos.": "timm's relative positions",
 }
 # Tensors that are no weights: counters of BatchNorm in projection heads; DINOv3's zeros of the keys' biases.
 _NO_WEIGHTS = ("num_batches_tracked", "attn.qkv.bias_mask")
@@ -113,7 +114,7 @@ def _from_timm(tensors: dict[str, Tensor], config_files: ConfigFiles, notes: lis
     except UserError as error:
         architecture = _text(config_files.config, "architecture")
         if architecture and not architecture.startswith(TIMM_KINDS):
-            known = "vit_*, deit_*, deit3_*, flexivit_*, resnetv2_*_bit"
+            known = "vit_*, deit_*, deit3_*, flexivit_*, eva_*, resnetv2_*_bit"
             raise UserError(
                 f'its config.json says architecture = "{architecture[:100]}"; of timm\'s models {known} can be read. '
                 f"The first difference: {error}"

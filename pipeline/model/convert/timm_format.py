@@ -4,17 +4,19 @@ Their defaults: erf GELU, LayerNorm eps 1e-6.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+import re
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Config, Kernel, ResNetConfig
+from pipeline.architecture.config import Config, Kernel, ResNetConfig, ViTConfig
 from pipeline.architecture.resnets import stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import Limits
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import Weights
@@ -37,7 +39,13 @@ _TIMM_HYBRIDS = {
 }  # fmt: skip
 _TIMM_BITS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")
 
-TIMM_KINDS = ("vit", "deit", "flexivit", "resnetv2", "dinov2", "eva_giant", "test_vit")
+TIMM_KINDS = ("vit_", "deit", "flexivit", "resnetv2", "dinov2", "eva", "test_vit")
+# Parts that only the names of timm's models tell -> what our ViT does not have.
+_OTHER_PARTS = {
+    "rpn_": "norms after the attention and the MLP (res-post-norm)",
+    "_enormous_": "norms after the attention and the MLP (post-norm)",
+    "_pe_": "the Perception Encoder's rotation, and another number of heads in its pooling",
+}
 
 
 # Names of facebookresearch's and of timm's other models -> those of timm's ViT.
@@ -45,9 +53,25 @@ _PUBLISHED = [
     (r"^(register|storage)_tokens$", "reg_token"), (r"\.gamma_([12])$", r".ls\1.gamma"), (r"attn\.([qv])_bias$", r"attn.\1.bias"),
 ]  # fmt: skip
 # Layers of theirs -> the layer with the rows of these.
-_JOINED = {("w1", "w2"): "w12", ("q", "v"): "qkv"}
-# Beginnings of the names of what only pre-training uses: projection heads, DINOv3's norm for small views and its table of periods.
-_LEFT_OUT = ("fc.", "local_cls_norm.", "rope_embed.")
+_JOINED = {("w1", "w2"): "w12", ("fc1_g", "fc1_x"): "w12", ("q", "v"): "qkv"}
+# Beginnings of the names of what only pre-training uses: projection heads, DINOv3's norm for small views.
+_LEFT_OUT = ("fc.", "local_cls_norm.")
+
+
+class _Rope(NamedTuple):
+    """How a model of timm rotates: by default two neighbouring channels at a time."""
+
+    base: float
+    side: int | None  # rope_side; None is DINOv3's
+    has_x_first: bool = False
+    is_half: bool = False  # channels half a head apart are rotated together, as ours and DINOv3's
+
+
+# What is in the names of timm's models with it; the last are naver-ai/rope-vit's.
+_ROPES = {
+    "dinov3|lingbot": _Rope(100.0, None, is_half=True), r"^eva02_|_rope_reg\d": _Rope(10000.0, 16),
+    r"_rope_(ape_)?\d": _Rope(100.0, 0, True),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,6 +84,11 @@ class _TimmArgs:
     act_layer: str | None = None
     pos_embed: str | None = None
     init_values: float | None = None
+    rope_type: str | None = None
+    rope_temperature: Annotated[float, Limits(above=1)] | None = None
+    rope_rotate_half: bool | None = None
+    rope_grid_indexing: str | None = None
+    ref_feat_shape: int | list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,17 +116,30 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
         check_normalisation(images)
         return Weights(bit, bit_entries(bit, flax=False).read(tensors), with_view(extra, images), notes)
 
-    kernel = _timm_kernel(tensors)
+    name = found.architecture or ""
+    if other := next((part for key, part in _OTHER_PARTS.items() if key in name), None):
+        raise UserError(f"{name[:100]} has {other}, which is not supported.")
+    kernel = _published_kernel(tensors)
     is_dinov3 = "storage_tokens" in tensors or any(key.startswith("rope_embed.") for key in tensors)
     if is_dinov3:
         _without_key_bias(tensors)
-    is_dinov3 |= "dinov3" in (found.architecture or "")
+    if is_dinov3:
+        name = name or "dinov3"
+    has_separate = "blocks.0.attn.q_bias" in tensors
     tensors = rename(tensors, _PUBLISHED)
     for parts, joined in _JOINED.items():
         join(tensors, parts, joined)
-    up, down = (tensors.get(f"blocks.0.mlp.{name}.weight") for name in ("fc1", "fc2"))
+    up, down = (tensors.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
     if up is not None and down is not None and len(up) == 2 * down.shape[-1]:  # timm's packed SwiGLU
-        tensors = rename(tensors, [(r"mlp\.fc1\.", "mlp.w12."), (r"mlp\.fc2\.", "mlp.w3.")])
+        tensors = rename(tensors, [(r"mlp\.fc1\.", "mlp.w12.")])
+    is_gated = "blocks.0.mlp.w12.weight" in tensors
+    if is_gated:
+        tensors = rename(tensors, [(r"mlp\.fc2\.", "mlp.w3.")])
+    if is_gated and has_separate and "pos_embed" in tensors:  # no other published model has these three
+        name = name or "eva02_"
+    rope = _rope_of(name, args, tensors.pop("rope_embed.periods", None))
+    if rope is not None and found.architecture:
+        kernel = "bicubic_antialias"  # it is a file of timm, though with other names than those of its ViT
 
     pool = args.global_pool or found.global_pool or "token"
     if pool not in ("token", "map", "avg") and "cls_token" in tensors:
@@ -110,20 +152,89 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     if any(key.startswith("fc.") for key in left_out) and images is None:
         images = preprocessing.IMAGENET
         notes.append("a projection head as MSN's: images taken as normalised by ImageNet's mean")
+    if size is not None:
+        _without_registers_positions(tensors, size)
     if "cls_token" in tensors and _has_no_class_row(tensors, size):
         table = tensors["pos_embed"]
         tensors["pos_embed"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
         notes.append("the class token has no position in the file: zeros")
-    name = found.architecture or ""
+    if "fc_norm.weight" in tensors and pool == "token" and "cls_token" in tensors:
+        if "token" in (args.global_pool, found.global_pool):  # of one token, so that it is the last norm as well
+            tensors = rename(tensors, [(r"^fc_norm\.", "norm.")])
+        else:
+            pool = "avg"
     activation = (
         "quick_gelu" if "quickgelu" in name else "gelu_tanh" if "so400m" in name or "giantopt" in name else "gelu"
     )
     hints = Hints(
-        gelu_of(args.act_layer or activation), 1e-5 if is_dinov3 or "norm_pre.weight" in tensors else 1e-6, args.num_heads, size,
-        "none" if is_dinov3 or args.pos_embed in ("none", "") else None, kernel, rope_base=100.0 if is_dinov3 else None,
+        gelu_of(args.act_layer or activation), 1e-5 if re.search("dinov3|lingbot", name) or "norm_pre.weight" in tensors else 1e-6,
+        args.num_heads or (16 if name == "vit_base_patch16_gap_224" else None), size,
+        "none" if rope or args.pos_embed in ("none", "") else None, kernel, rope_base=rope and rope.base, rope_side=rope and rope.side,
         layer_scale=1.0 if args.init_values is None else args.init_values, pool="mean" if pool == "avg" else "token",
     )  # fmt: skip
-    return read_vit(tensors, NAMES["timm"], hints, images, extra, notes)
+    weights = read_vit(tensors, NAMES["timm"], hints, images, extra, notes)
+    if rope is not None and not (rope.is_half and not rope.has_x_first):
+        _exchange_channels(weights.state, weights.config, rope)
+    return weights
+
+
+def _rope_of(name: str, args: _TimmArgs, periods: Tensor | None) -> _Rope | None:
+    """The rotation of timm's model of this name, with these arguments; None if it has none. periods: of DINOv3 as published."""
+    rope = next((rope for pattern, rope in _ROPES.items() if re.search(pattern, name)), None)
+    if rope is None:
+        return None
+    sides = pair("model_args.ref_feat_shape", args.ref_feat_shape)
+    if args.rope_type not in (None, "cat", "dinov3") or (sides is not None and sides[0] != sides[1]):
+        raise UserError(
+            f"its rotation is of the type {args.rope_type or 'cat'}, on a grid of {sides}, which is not supported."
+        )
+    side = (
+        None
+        if args.rope_type == "dinov3"
+        else sides[0]
+        if sides
+        else 0
+        if args.rope_type and rope.side is None
+        else rope.side
+    )
+    return _Rope(
+        args.rope_temperature or _base_of(periods) or rope.base,
+        side,
+        rope.has_x_first if args.rope_grid_indexing is None else args.rope_grid_indexing == "xy",
+        rope.is_half if args.rope_rotate_half is None else args.rope_rotate_half,
+    )
+
+
+def _base_of(periods: Tensor | None) -> float | None:
+    """RoPE's base, whose powers from 0 up to (not including) 1 are the periods; 100 in all of DINOv3's models."""
+    if periods is None or periods.numel() < 2:
+        return None
+    exponents = torch.arange(len(periods), dtype=torch.float64) / len(periods)
+    base = float(f"{float(periods[-1]) ** (1 / float(exponents[-1])):.4g}")
+    base = 100.0 if abs(base - 100) < 2 else base  # the periods may have been rounded to bfloat16
+    if base <= 1 or not torch.allclose(periods.double().flatten(), base**exponents, rtol=0.02):
+        raise UserError(
+            'its "rope_embed.periods" are not the powers of a base (min_period, max_period), which is not supported.'
+        )
+    return base
+
+
+def _exchange_channels(state: dict[str, Tensor], config: Config, rope: _Rope) -> None:
+    """Put the channels of queries and keys that are rotated together half a head apart, in place, and those of y first.
+
+    Their order does not change what the attention computes.
+    """
+    assert isinstance(config, ViTConfig)
+    pairs = torch.arange(config.head_dim // 2).roll(config.head_dim // 4 if rope.has_x_first else 0)
+    head = torch.cat([pairs, pairs + config.head_dim // 2] if rope.is_half else [2 * pairs, 2 * pairs + 1])
+    rows = (torch.arange(0, config.width, config.head_dim)[:, None] + head).flatten()
+    for name, tensor in state.items():
+        if name.endswith((".query_norm.weight", ".query_norm.bias", ".key_norm.weight", ".key_norm.bias")):
+            state[name] = tensor[head]
+        elif name.endswith((".qkv.weight", ".qkv.bias")):
+            parts = list(tensor.split(config.width))  # of the biases, two or three
+            turned = [part[rows] for part in parts[: max(1, len(parts) - 1)]]
+            state[name] = torch.cat([*turned, parts[-1]])
 
 
 def _without_key_bias(tensors: dict[str, Tensor]) -> None:
@@ -133,11 +244,24 @@ def _without_key_bias(tensors: dict[str, Tensor]) -> None:
         tensors[key] = torch.cat([q, v])
 
 
-def _timm_kernel(tensors: dict[str, Tensor]) -> Kernel:
-    """timm's kernel; or that of DINOv2 and DeiT III as published, whose files have timm's names."""
+def _published_kernel(tensors: dict[str, Tensor]) -> Kernel:
+    """The kernel of DINOv2 and DeiT III as published, whose files have timm's names; else timm's."""
     last = {key.rpartition(".")[2] for key in tensors}
-    published = "mask_token" in last or "gamma_1" in last  # timm has no mask token, and other names for LayerScale
+    published = (
+        "mask_token" in last or "gamma_1" in last
+    )  # timm's ViT has no mask token, and other names for LayerScale
     return "bicubic" if published and "register_tokens" not in last else "bicubic_antialias"
+
+
+def _without_registers_positions(tensors: dict[str, Tensor], size: tuple[int, int]) -> None:
+    """Move rows of positions that belong to registers into these, in place."""
+    table, registers, kernel = (tensors.get(key) for key in ("pos_embed", "reg_token", "patch_embed.proj.weight"))
+    if table is None or registers is None or kernel is None or table.ndim != 3 or registers.ndim != 3:
+        return
+    first, num_registers = int("cls_token" in tensors), registers.shape[1]
+    if table.shape[1] == first + num_registers + math.prod(side // kernel.shape[-1] for side in size):
+        rows = table.split([first, num_registers, table.shape[1] - first - num_registers], dim=1)
+        tensors |= {"reg_token": registers + rows[1], "pos_embed": torch.cat([rows[0], rows[2]], dim=1)}
 
 
 def _has_no_class_row(tensors: dict[str, Tensor], size: tuple[int, int] | None) -> bool:
@@ -161,16 +285,7 @@ def to_timm(
     if isinstance(model, ResNet):
         tensors = bit_entries(model.config, flax=False).write(model.state_dict())
     else:
-        config, state = as_plain(
-            model, "timm's ViT", ("token", "gap", "map", "mean"), hybrids=True, representation=False,
-            holds=frozenset({"layer_scale", "registers", "embedding_norm", "qk_norm"}),
-        )  # fmt: skip
-        if config.embedding_norm:
-            move_patch_bias(state, config.num_patches)
-        tensors = vit_entries(config, NAMES["timm"]._replace(patch_bias=not config.embedding_norm)).write(state)
-        if config.registers and config.has_class_token:  # timm adds no position to the class token of such a model
-            positions = tensors["pos_embed"]
-            tensors |= {"cls_token": tensors["cls_token"] + positions[:, :1], "pos_embed": positions[:, 1:].clone()}
+        tensors = _vit_to_timm(model)
     architecture, args = timm_architecture(model.config)
     found = {
         "architecture": architecture,
@@ -185,6 +300,43 @@ def to_timm(
     return tensors, {**found, **({"label_names": classes} if classes else {})}
 
 
+def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
+    """The state dict of timm's ViT, or of timm's Eva for a model with RoPE. Raises UserError for a model that these do not have."""
+    has_rope = model.config.rope_base is not None
+    holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu"}
+    config, state = as_plain(
+        model, "timm's ViT with RoPE" if has_rope else "timm's ViT", ("token", "gap", "mean") if has_rope else ("token", "gap", "map", "mean"),
+        hybrids=not has_rope, representation=False,
+        holds=frozenset(holds | ({"rope_base", "rope_side", "qkv_bias"} if has_rope else {"embedding_norm"})),
+    )  # fmt: skip
+    if config.swiglu and (config.pool == "map" or config.stem is not None or config.embedding_norm):
+        raise UserError("timm has no ViT with SwiGLU and attention pooling, a ResNet stem or a norm before the blocks.")
+    if has_rope and config.gelu != "erf" and not config.swiglu:
+        raise UserError(
+            f"timm's ViT with RoPE cannot hold gelu = {config.gelu}; format = safetensors, onnx or torch_export can."
+        )
+    if (config.swiglu or has_rope) and config.layer_scale is None:  # timm's models with these have it
+        config = replace(config, layer_scale=1.0)
+        layers = [f"blocks.{i}.{part}" for i in range(config.depth) for part in ("attention.out", "mlp.down")]
+        state |= {f"{layer}.scale": torch.ones(config.width) for layer in layers}
+    if config.embedding_norm:
+        move_patch_bias(state, config.num_patches)
+    tensors = vit_entries(config, NAMES["timm"]._replace(patch_bias=not config.embedding_norm)).write(state)
+    if (
+        config.registers and config.has_class_token and "pos_embed" in tensors
+    ):  # timm adds none to the class token of such a model
+        positions = tensors["pos_embed"]
+        tensors |= {"cls_token": tensors["cls_token"] + positions[:, :1], "pos_embed": positions[:, 1:].clone()}
+    if config.swiglu:
+        tensors = rename(tensors, [(r"mlp\.w12\.", "mlp.fc1."), (r"mlp\.w3\.", "mlp.fc2.")])
+    if has_rope:
+        tensors = rename(tensors, [(r"\.ls([12])\.gamma$", r".gamma_\1")])
+    for i in range(config.depth if config.qkv_bias == "qv" else 0):
+        parts = tensors.pop(f"blocks.{i}.attn.qkv.bias").chunk(2)
+        tensors |= {f"blocks.{i}.attn.{letter}_bias": part.clone() for letter, part in zip("qv", parts, strict=True)}
+    return tensors
+
+
 def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
     """(name of a timm model, arguments that change it to this model). Raises UserError if timm has none."""
     if isinstance(config, ResNetConfig):
@@ -193,32 +345,58 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
             known = ", ".join(_TIMM_BITS)
             raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
         return f"resnetv2_{name}_bit", {}
-    D, M = config.width, config.mlp_width
+    packed = 2 if config.swiglu and config.rope_base is None else 1
+    D, M = config.width, packed * config.mlp_width
     args: dict[str, Any] = {
         "img_size": list(config.image_size), "patch_size": config.patch_size, "embed_dim": D, "depth": config.depth,
         "num_heads": config.num_heads, "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
     }  # fmt: skip
-    if config.gelu != "erf":
+    if config.gelu != "erf" and not config.swiglu and config.rope_base is None:
         args["act_layer"] = "gelu_tanh" if config.gelu == "tanh" else "quick_gelu"
     if config.layer_scale is not None:
         args["init_values"] = config.layer_scale
-    if config.registers:
+    if config.registers and config.rope_base is None:
         args |= {"reg_tokens": config.registers, "no_embed_class": True}
     if config.qk_norm:
         args["qk_norm"] = True
+    if config.rope_base is not None:
+        return _timm_eva(config, args)
     if config.pool == "mean":
-        args |= {"global_pool": "avg", "fc_norm": False}
+        args |= {"global_pool": "avg", "fc_norm": config.pool_norm}
     elif config.pool != "token":
-        args |= {"class_token": False, "global_pool": "avg" if config.pool == "gap" else "map", "fc_norm": False}
+        args |= {
+            "class_token": False,
+            "global_pool": "avg" if config.pool == "gap" else "map",
+            "fc_norm": config.pool_norm,
+        }
     if config.stem is not None:
         if config.stem not in _TIMM_HYBRIDS:
             raise UserError(
                 f"timm has no hybrid whose ResNet has units {config.stem}; format = safetensors can hold it."
             )
         return _TIMM_HYBRIDS[config.stem], args
+    if config.swiglu:
+        return "vit_giant_patch14_dinov2", args
     if config.embedding_norm:
         return "vit_base_patch16_clip_224", args  # which has such a norm, and an eps of 1e-5
     for (letter, patch), size in _TIMM_NAMES.items():
         if VARIANTS[letter][:3] == (D, config.depth, M) and patch == config.patch_size:
             return f"vit_{size}_patch{patch}_224", args
     return "vit_base_patch16_224", args  # any name will do: the arguments override it
+
+
+def _timm_eva(config: ViTConfig, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The same for a model with RoPE; args: of the sizes."""
+    is_dinov3 = config.rope_side is None
+    args |= {
+        "class_token": config.has_class_token, "num_reg_tokens": config.registers, "no_embed_class": config.registers > 0,
+        "global_pool": "token" if config.pool == "token" else "avg", "use_fc_norm": config.pool_norm, "swiglu_mlp": config.swiglu,
+        "use_abs_pos_emb": config.positions != "none", "qkv_bias": config.qkv_bias != "none",
+        "attn_type": "rope" if config.qkv_bias == "qkv" else "eva", "rope_type": "dinov3" if is_dinov3 else "cat",
+        "rope_temperature": config.rope_base, "rope_rotate_half": True, "rope_grid_indexing": "ij",
+    }  # fmt: skip
+    if config.rope_side:
+        args["ref_feat_shape"] = [config.rope_side, config.rope_side]
+    if config.layer_norm_eps >= 1e-5:  # of timm's models, these have 1e-5, the others 1e-6
+        return "vit_base_patch16_dinov3", args
+    return "vit_base_patch16_rope_224" if config.rope_side == 0 else "vit_base_patch16_rope_reg1_gap_256", args
