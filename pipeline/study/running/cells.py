@@ -366,7 +366,7 @@ def _check_comparable(cells: list[StudyCell]) -> None:
 
 def score_names(config: StudyConfig, run: RunConfig) -> list[str]:
     """Names of the scores that a cell will have."""
-    names = ["top1", "top5"] if objectives.kind(run.train.loss).predicts_classes and run.data.evaluated_split else []
+    names = ["top1", "top5"] if objectives.kind(run.train.loss).predicts_classes and run.data.evaluated else []
     names += ["best_top1"] if run.checkpoint.best.endswith("top1") else []
     if run.probe.every.amount:
         names += [name.removeprefix("_") for name, metric in run.probe.metrics("").items() if metric.better]
