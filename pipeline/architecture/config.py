@@ -12,8 +12,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
 from pipeline.architecture.option import Fields, Option
+from pipeline.architecture.resnets import (
+    ResNetConfig,
+    check_small_stem,
+    check_units,
+    small_stem_reduction,
+    stem_reduction,
+)
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import Limits, quoted
+from pipeline.base.json_record import Limits
 from pipeline.base.words import counted
 
 Gelu = Literal["tanh", "erf", "quick"]
@@ -24,7 +31,7 @@ Masked = Literal["mean_color", "small_patch", "pixels"]
 Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
 
 # Far above every published model: a damaged file must not allocate more than these.
-_MAX_TOKENS, _MAX_STAGES, _MAX_UNITS = 2**17, 8, 1024
+_MAX_TOKENS = 2**17
 
 
 @dataclass(frozen=True)
@@ -183,10 +190,21 @@ class ViTConfig(Fields):
     class_norm: Annotated[
         bool, Option(doc="A final LayerNorm of its own for class token and registers, as in DINOv3 7B.")
     ] = False
+    small_stem: Annotated[
+        tuple[int, ...] | None,
+        Option(
+            16,
+            2**12,
+            doc="Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of "
+            "channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_units("stem", self.stem or (), 0)
+        check_units("stem", self.stem or (), 0)
+        if self.small_stem is not None:
+            check_small_stem(self.small_stem, self.stem)
         if self.width % self.num_heads:
             raise UserError(
                 f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}. "
@@ -203,7 +221,7 @@ class ViTConfig(Fields):
                 f"model: patch_stride = {self.stride} must be from 1 to patch_size = {self.patch_size}: a larger one "
                 "leaves pixels that no patch covers."
             )
-        if self.masked or self.stem is not None or min(self.image_size) < self.patch_size:
+        if self.masked or self.has_stem or min(self.image_size) < self.patch_size:
             self.check_covered()
         if self.num_tokens > _MAX_TOKENS:
             raise UserError(
@@ -296,7 +314,12 @@ class ViTConfig(Fields):
     @property
     def reduction(self) -> int:
         """Side of a cell in pixels: 1 without a stem, else the factor by which the stem downsamples."""
-        return stem_reduction(self.stem)
+        return small_stem_reduction(self.small_stem) if self.small_stem is not None else stem_reduction(self.stem)
+
+    @property
+    def has_stem(self) -> bool:
+        """Whether it is a hybrid: convolutions before the patch embedding."""
+        return self.stem is not None or self.small_stem is not None
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -385,33 +408,6 @@ class ViTConfig(Fields):
         return self.width // self.num_heads
 
 
-@dataclass(frozen=True)
-class ResNetConfig(Fields):
-    """The architecture of a BiT ResNet (arXiv 1912.11370). Raises UserError for values that do not fit together."""
-
-    units: tuple[int, ...]  # units of each stage; each stage but the first halves height and width
-    width: Annotated[int, Limits(1, 2**16)]  # channels after the root; stage i has 4 * 2^i times as many
-    image_size: tuple[int, int]  # height, width, in pixels
-    num_classes: Annotated[int, Limits(0, 2**24)]  # 0: no head, the model returns its features
-    head_bias: Annotated[float, Limits(-1000, 1000)] = 0.0  # initial bias of the head
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_units("units", self.units, 1)
-        if self.width % 32:
-            raise UserError(f"model: width = {self.width} must be a multiple of 32, the groups of GroupNorm.")
-
-    @property
-    def num_features(self) -> int:
-        """Channels of the features that the head reads."""
-        return 4 * self.width * 2 ** (len(self.units) - 1)
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of outputs of the head for one image: class logits."""
-        return self.num_classes
-
-
 Config = ViTConfig | ResNetConfig
 
 
@@ -421,24 +417,15 @@ def _options() -> Iterator[tuple[str, Option]]:
             hint = typing.get_type_hints(cls, include_extras=True)[field.name]
             for option in (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Option)):
                 default = field.default if option.setting is ... else option.setting
-                kind = hint.__origin__ | None if default is None else hint.__origin__
+                # Settings are lists, as YAML and checkpoints have them; a configuration has to be hashable.
+                kind = list[int] | None if hint.__origin__ == (tuple[int, ...] | None) else hint.__origin__
+                if default is None:
+                    kind |= None
                 yield field.name, replace(option, setting=default, kind=kind)
 
 
 # What a run may set of a model, in the order of `--help`.
 OPTIONS = dict(_options())
-
-
-def stem_reduction(stem: tuple[int, ...] | None) -> int:
-    """The factor by which a hybrid's stem downsamples; 1 without a stem. stem: units of each stage."""
-    return 1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0)
-
-
-def _check_units(name: str, units: tuple[int, ...], min_stages: int) -> None:
-    if not min_stages <= len(units) <= _MAX_STAGES or not all(1 <= unit <= _MAX_UNITS for unit in units):
-        raise UserError(
-            f"model: {name} = {quoted(units)} must have {min_stages} to {_MAX_STAGES} stages, each of 1 to {_MAX_UNITS} units."
-        )
 
 
 def _nearest_multiples(value: int, step: int) -> str:

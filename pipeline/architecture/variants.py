@@ -87,7 +87,7 @@ def configure(
     neutral = {field.name: field.default for kind in (ResNetConfig, ViTConfig) for field in fields(kind)}
     for field, value in changes.items():
         if field in own and value is not None:
-            values[field] = value
+            values[field] = tuple(value) if isinstance(value, list) else value
         elif field not in own and field not in neutral:
             raise UserError(f"model: unknown field {field!r}{_did_you_mean(field, sorted(own))}")
         elif field not in own and value not in (None, neutral[field]):

@@ -21,7 +21,7 @@ from pipeline.model import Config, num_parameters
 from pipeline.objectives import kind, on_meta, optimizers
 from pipeline.objectives.objective import TEACHER, Objective, constants, trained_parameters
 from pipeline.objectives.parameters.freeze import NOTHING
-from pipeline.objectives.parameters.muon import orthogonal_flops
+from pipeline.objectives.parameters.muon import kernel_shape, orthogonal_flops
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
@@ -322,7 +322,7 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
     head = sum(count for name, count in of_backbone.items() if name.startswith("backbone.head."))
     named = dict(objective.named_parameters())
     kernels = [
-        (named[name].shape[0] // count, named[name].shape[1])
+        kernel_shape(named[name], count)
         for name, count in optimizers.matrices(objective, decayed).items()
         for _ in range(count)
     ]

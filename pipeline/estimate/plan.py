@@ -21,7 +21,7 @@ class Due:
 
 @dataclass(frozen=True)
 class Plan:
-    """All lengths in optimizer steps. eval_every, keep_every, probe_every: 0 is never.
+    """All lengths in optimizer steps. keep_every: 0 is never. evaluate_every: by evaluator, without those that the run does not have.
 
     best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations; "" is none.
     balance: how often an epoch uses samples of the rarest and of the most common class; "" is once.
@@ -29,10 +29,9 @@ class Plan:
 
     steps: int
     warmup: int
-    eval_every: int
+    evaluate_every: dict[str, int]
     checkpoint_every: int
     keep_every: int
-    probe_every: int
     accumulation: int
     micro_batch: int
     num_samples: int
@@ -46,10 +45,8 @@ class Plan:
     def due(self, step: int) -> Due:
         """What is due after step `step`, counted from 1; after the last step, everything but keep."""
         is_last = step == self.steps
-        scores = self.eval_every > 0 and (step % self.eval_every == 0 or is_last)
-        probe = self.probe_every > 0 and (step % self.probe_every == 0 or is_last)
         keep = self.keep_every > 0 and step % self.keep_every == 0
-        evaluations = frozenset(name for name, is_due in (("scores", scores), ("probe", probe)) if is_due)
+        evaluations = frozenset(name for name, every in self.evaluate_every.items() if is_last or step % every == 0)
         return Due(
             log=step % self.log_every == 0 or is_last,
             save=step % self.checkpoint_every == 0 or keep or is_last or self.best_from in evaluations,
@@ -64,14 +61,18 @@ class Plan:
     @property
     def evaluations(self) -> str:
         """As "evaluation every 100"."""
-        return f"evaluation every {self.eval_every:,}" if self.eval_every else "no evaluation"
+        return (
+            f"evaluation every {self.evaluate_every['scores']:,}"
+            if "scores" in self.evaluate_every
+            else "no evaluation"
+        )
 
     def notes(self, config: RunConfig) -> list[str]:
         """A line for settings that override model.name, one for a balance of classes, one for a run without a held-out split, and one
         for each setting that was changed to fit."""
         named = list(filter(None, [overrides_of_name(config.model), self.balance]))
         if not config.data.evaluated_split:
-            probed = "only its probes measure it" if self.probe_every else "nothing measures it but its loss"
+            probed = "only its probes measure it" if self.evaluate_every else "nothing measures it but its loss"
             named.append(
                 f"no held-out split: the run is not evaluated, {probed}. To hold out images: data.dev_share=0.01, or "
                 "val_share=0.01 of launch/shard.py"
@@ -116,15 +117,16 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
             f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown = {config.schedule.cooldown} "
             f"({counted(cooldown, 'step')}) are longer than the run of {steps:,} steps. Shorten one of them."
         )
-    eval_every = max(1, config.evaluate.every.steps(num_samples, train.global_batch, steps))
-    probe_every = max(1, config.probe.every.steps(num_samples, train.global_batch, steps))
+    intervals = {"scores": config.evaluate.every} if config.data.evaluated_split else {}
+    intervals |= {name: section.every for name, section in config.evaluators.items() if section.every.amount}
     return Plan(
         steps=steps,
         warmup=warmup,
-        eval_every=eval_every if config.data.evaluated_split else 0,
+        evaluate_every={
+            name: max(1, every.steps(num_samples, train.global_batch, steps)) for name, every in intervals.items()
+        },
         checkpoint_every=max(1, config.checkpoint.every.steps(num_samples, train.global_batch, steps)),
         keep_every=config.checkpoint.keep_every.steps(num_samples, train.global_batch, steps),
-        probe_every=probe_every if config.probe.every.amount else 0,
         accumulation=accumulation,
         micro_batch=micro_batch,
         num_samples=num_samples,

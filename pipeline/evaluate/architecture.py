@@ -42,6 +42,8 @@ def name_of(config: models.Config) -> str:
         hybrid = (letter, tuple(config.stem), config.patch_size)
         named = next((name for name, found in HYBRIDS.items() if found == hybrid), None)
         return named or f"hybrid-{_sizes(config)}"
+    if config.small_stem is not None:
+        return f"hybrid-{'-'.join(map(str, config.small_stem))}+{_sizes(config)}/{config.patch_size}"
     kind = "Axial-ViT" if config.axial else "ViT"
     return f"{kind}-{letter or _sizes(config)}/{config.patch_size}"
 

@@ -14,7 +14,7 @@ from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
-from pipeline.data.loading.order import Order, batch_of_step, step_of_batch
+from pipeline.data.loading.order import Order, batch_of_step, batches_before, step_of_batch
 from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.run_data import open_run_data
@@ -26,6 +26,7 @@ from pipeline.settings import schema
 from pipeline.settings.changes import Fact, differences
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
+from pipeline.settings.run_sections import DataConfig
 
 _TILE = 96
 
@@ -38,7 +39,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     skipped_batches = state.left_out if state else []
     of_run = _settings(path, state)
     batch = of_run.train.global_batch
-    of_run = replace(of_run, data=replace(of_run.data, path=config.data or of_run.data.path))
+    of_run = replace(of_run, data=_where_it_is(of_run.data, config))
     data = open_run_data(of_run.data, of_run.seed, batch, reads_labels=_reads_labels(of_run))
     dataset, split = data.dataset, data.split
     if state:
@@ -102,6 +103,22 @@ def _settings(path: Path, state: State | None) -> RunConfig:
     return schema.load(RunConfig, path)
 
 
+def _where_it_is(data: DataConfig, config: SamplesConfig) -> DataConfig:
+    """The data of a run, in the folders that the settings give. Raises UserError for one of another set than the run's."""
+    moved = {path.rstrip("/"): to for path, to in config.mix.items()}
+    known = dict.fromkeys(path.rstrip("/") for path in (data.path, *(entry.path for entry in data.mix)))
+    if unknown := moved.keys() - known:
+        raise UserError(f"mix: {config.run} has no data set {min(unknown)}, but {', '.join(known)}.")
+    if config.data:
+        moved[data.path.rstrip("/")] = config.data
+
+    def found(path: str) -> str:
+        return moved.get(path.rstrip("/"), path)
+
+    mix = [replace(entry, path=found(entry.path)) for entry in data.mix]
+    return replace(data, path=found(data.path), mix=mix)
+
+
 def _reads_labels(config: RunConfig) -> bool:
     """Whether the labels of a mixture are brought together; of one set, its own are listed whatever the run learns."""
     if not config.data.mix:
@@ -117,12 +134,13 @@ def _refuse_other_data(state: State, dataset: Dataset, split: Split) -> None:
     known = {"fingerprint": Fact(), "excluded": Fact(NOTHING_EXCLUDED)}
     if isinstance(split, MixedSplit):
         now[MIXTURE] = mixture_facts(split)
-        then[MIXTURE], now[MIXTURE] = mixed_until(then, state.step), mixed_until(now, state.step)
+        seen = batches_before(state.step, state.left_out)
+        then[MIXTURE], now[MIXTURE] = mixed_until(then, seen), mixed_until(now, seen)
         known[MIXTURE] = Fact()
     for change in differences(then, now, known):
         raise UserError(
-            f"{dataset.path} is not what the run was trained on: {change}. Give the right folder with data=..., or put back what "
-            "was there."
+            f"{dataset.path} is not what the run was trained on: {change}. Give the right folder with data=..., those of data.mix "
+            "with mix=..., or put back what was there."
         )
 
 
@@ -157,7 +175,7 @@ def _of_sample(
 ) -> list[dict[str, Any]]:
     """Return one row for each time the sample is seen."""
     batch, table = order.global_batch, []
-    for epoch, position in order.uses(row, (batch_of_step(steps - 1, skipped_batches) + 1) * batch):
+    for epoch, position in order.uses(row, batches_before(steps, skipped_batches) * batch):
         number, place = divmod(position, batch)
         step = step_of_batch(number, skipped_batches)
         if step is not None and step < steps:

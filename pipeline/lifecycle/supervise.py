@@ -71,6 +71,7 @@ class Supervisor:
         self.hostfile = _hostfile_of(command)
         self.hosts: Hosts = read_hostfile(self.hostfile) if self.hostfile else {}
         self.host_failures = dict.fromkeys(self.hosts, 0)
+        self.needed_hosts: list[str] = []  # Failed too often, and the run cannot train without them.
         self.signals: list[int] = []
         if who := holder(self.folder):
             raise UserError(f"{self.folder} is in use by {who}. Stop that one first.")
@@ -163,11 +164,10 @@ class Supervisor:
         first = next(iter(self.hosts))
         chosen = largest_fitting(left, self._fits)
         if not chosen:
-            self.say(
-                "hosts",
-                f"not going on without {', '.join(dropped)}: {self._why_not(sum(left.values()))}",
-                dropped=dropped,
-            )
+            if dropped != self.needed_hosts:  # Otherwise each restart would repeat it.
+                self.needed_hosts = dropped
+                why = self._why_not(sum(left.values()))
+                self.say("hosts", f"not going on without {', '.join(dropped)}: {why}", dropped=dropped)
             return
         self.hosts = chosen
         idle = sum(left.values()) - sum(self.hosts.values())

@@ -5,6 +5,7 @@ Letters as in vit.py: N tokens, D width, M MLP width.
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -32,6 +33,8 @@ def forward_macs(config: Config) -> int:
     if config.stem is not None:
         stem = _resnet_macs(config.stem, 64, config.image_size)
         channels = 64 * 2 ** (len(config.stem) + 1) if config.stem else 64
+    if config.small_stem is not None:
+        stem, channels = _small_stem_macs(config.small_stem, config.image_size), config.small_stem[-1]
     N, D, M = config.num_tokens, config.width, config.mlp_width
     rows, columns = config.grid
     embedding = rows * columns * channels * config.patch_size**2 * D
@@ -73,4 +76,15 @@ def _resnet_macs(units: tuple[int, ...], width: int, image_size: tuple[int, int]
         macs += before * inputs * mid + after * (9 * mid**2 + mid * 4 * mid)
         if stride == 2 or inputs != 4 * mid:
             macs += after * inputs * 4 * mid  # the shortcut
+    return macs
+
+
+def _small_stem_macs(channels: tuple[int, ...], image_size: tuple[int, int]) -> int:
+    height, width = image_size
+    macs = height * width * 9 * 3 * channels[0]
+    for inputs, outputs in pairwise((channels[0], *channels)):
+        if outputs > inputs:
+            height, width = -(-height // 2), -(-width // 2)
+            macs += height * width * inputs * outputs  # the shortcut
+        macs += height * width * 9 * (inputs + outputs) * outputs
     return macs

@@ -8,6 +8,7 @@ google-research/vision_transformer, vit_jax/models_resnet.py.
 Shape letters: B batch, C channels, K classes, h x w cells of a feature map, s stride.
 """
 
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -183,6 +184,57 @@ class HybridStem(nn.Module):
         _initialize_kernels(self, generator)
         for unit in cast(list[PostActivationUnit], self.units):
             nn.init.zeros_(unit.norm3.weight)
+
+
+class BasicUnit(nn.Module):
+    """Two convolutions, norm and ReLU after each. (B, C, h, w) -> (B, outputs, h/s, w/s), s = 2 where channels grow, else 1.
+
+    The unit of ResNet-18 (He et al., arXiv 1512.03385, Figure 5 left), with the hybrid's norms; groups of 16 channels.
+    """
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        stride = 2 if outputs > inputs else 1
+        self.conv1 = StdConv(inputs, outputs, 3, stride)
+        self.norm1 = nn.GroupNorm(outputs // 16, outputs, eps=1e-6)
+        self.conv2 = StdConv(outputs, outputs, 3)
+        self.norm2 = nn.GroupNorm(outputs // 16, outputs, eps=1e-6)
+        self.shortcut = StdConv(inputs, outputs, 1, stride) if stride > 1 else None
+        self.shortcut_norm = nn.GroupNorm(outputs // 16, outputs, eps=1e-6) if stride > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
+        if self.shortcut is not None and self.shortcut_norm is not None:
+            x = self.shortcut_norm(self.shortcut(x))
+        return F.relu(x + y)
+
+
+class SmallStem(nn.Module):
+    """The stem of a hybrid for small images: a 3 x 3 root that keeps the size, then a `BasicUnit` for each of `channels`.
+
+    As the ResNets for CIFAR-10 (arXiv 1512.03385, section 4.2), whose map is halved where the channels grow.
+    (B, 3, height, width) -> (B, channels[-1], h, w).
+    """
+
+    def __init__(self, channels: tuple[int, ...]):
+        super().__init__()
+        self.num_channels = channels[-1]
+        self.root = StdConv(3, channels[0], 3)
+        self.norm = nn.GroupNorm(channels[0] // 16, channels[0], eps=1e-6)
+        self.units = nn.ModuleList(BasicUnit(*pair) for pair in pairwise((channels[0], *channels)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.root(images)))
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+    def initialize(self, generator: torch.Generator) -> None:
+        """As the hybrid's stem: kernels as in Flax, a new unit computes its shortcut alone."""
+        _initialize_kernels(self, generator)
+        for unit in cast(list[BasicUnit], self.units):
+            nn.init.zeros_(unit.norm2.weight)
 
 
 def _initialize_kernels(model: nn.Module, generator: torch.Generator) -> None:

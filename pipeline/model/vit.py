@@ -32,7 +32,7 @@ from pipeline.architecture.config import ViTConfig
 from pipeline.model import position, rope
 from pipeline.model.layers import Dense, check_images, initialize_head, kernel_names, lecun_normal, run_block
 from pipeline.model.parts import SwiGlu, gelu, new_output, new_query_key_value
-from pipeline.model.resnet import HybridStem
+from pipeline.model.resnet import HybridStem, SmallStem
 from pipeline.model.rope import Rotation
 
 
@@ -194,7 +194,9 @@ class VisionTransformer(nn.Module):
         self.config = config
         self.activation_checkpointing = False
 
-        self.stem = None if config.stem is None else HybridStem(config.stem)
+        self.stem: HybridStem | SmallStem | None = None if config.stem is None else HybridStem(config.stem)
+        if config.small_stem is not None:
+            self.stem = SmallStem(config.small_stem)
         self.patch_embedding = PatchEmbedding(3 if self.stem is None else self.stem.num_channels, config)
         self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if config.has_class_token else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None

@@ -39,7 +39,7 @@ def metrics(config: RunConfig) -> dict[str, dict[str, Metric]]:
     splits = [split, *config.data.evaluated_beside]
     return {
         "scores": {f"{split}_{name}": metric for split in splits for name, metric in of_split.items()},
-        "probe": config.probe.metrics(config.probe.prefix) if config.probe.every.amount else {},
+        **{name: section.measured() if section.every.amount else {} for name, section in config.evaluators.items()},
     }
 
 

@@ -127,11 +127,11 @@ class Mae(Objective):
         self.normalise, self.seed, self.num_heads = settings.normalise, seed, settings.decoder_heads
         self.mean, self.std = _PIXELS[settings.pixels]
         vit = backbone.config
-        if isinstance(vit, ViTConfig) and vit.stem is None:
+        if isinstance(vit, ViTConfig) and not vit.has_stem:
             vit.check_covered()
         if (
             not isinstance(vit, ViTConfig)
-            or (vit.stem, vit.axial, vit.positions_at, vit.stride) != (None, False, "stem", vit.patch_size)
+            or (vit.has_stem, vit.axial, vit.positions_at, vit.stride) != (False, False, "stem", vit.patch_size)
             or vit.positions == "relative"
             or vit.representation
             or vit.pool == "map"

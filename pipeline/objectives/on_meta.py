@@ -32,7 +32,7 @@ def shallow(config: Config) -> tuple[Config, Config, int] | None:
 
     All blocks but the first are alike, so what each adds to a count is the difference of the two; counting all 56 takes seconds.
     """
-    if not isinstance(config, ViTConfig) or config.stem is not None or config.depth <= 3:
+    if not isinstance(config, ViTConfig) or config.has_stem or config.depth <= 3:
         return None
     return replace(config, depth=2), replace(config, depth=3), config.depth - 2
 

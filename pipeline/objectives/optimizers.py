@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.layers import Dense
+from pipeline.model.resnet import StdConv
 from pipeline.objectives.objective import BACKBONE, Objective, stored_name, trained_parameters
 from pipeline.objectives.parameters.freeze import depths
 from pipeline.objectives.parameters.muon import Muon
@@ -60,7 +61,7 @@ def parameter_groups(
     by_muon = matrices(model, decayed) if config.name == "muon" else {}
     if config.name == "muon" and not by_muon:
         raise UserError(
-            "optimizer.name = muon is for the matrices of a ViT's blocks, and none of them is trained here. Use optimizer.name=adam."
+            "optimizer.name = muon is for the kernels of hidden layers, and none of them is trained here. Use optimizer.name=adam."
         )
     groups: dict[tuple[bool, int, float, bool], dict[str, Any]] = {}
     for name, parameter in named.items():
@@ -79,10 +80,15 @@ def parameter_groups(
 
 
 def matrices(model: nn.Module, decayed: set[str]) -> dict[str, int]:
-    """Names of the parameters that Muon would update, kernels of the dense layers of the backbone's blocks, and how many each has."""
-    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, Dense)}
-    return {name: layers[name].num_kernels for name, _ in trained_parameters(model)
-            if name.startswith(f"{BACKBONE}blocks.") and name in layers.keys() & decayed}  # fmt: skip
+    """Names of the parameters that Muon would update, and how many kernels each has: the backbone's hidden layers.
+
+    Those are the dense layers of its blocks, and the convolutions of a ResNet or of a hybrid's stem but the first.
+    """
+    named = model.named_modules()
+    layers = {f"{name}.weight": layer for name, layer in named if isinstance(layer, (Dense, StdConv))}
+    hidden = tuple(f"{BACKBONE}{part}." for part in ("blocks", "units", "stem.units"))
+    return {name: getattr(layers[name], "num_kernels", 1) for name, _ in trained_parameters(model)
+            if name.startswith(hidden) and name in layers.keys() & decayed}  # fmt: skip
 
 
 def _without_gradient(group: dict[str, Any], gradient: Tensor) -> Tensor:

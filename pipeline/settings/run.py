@@ -16,6 +16,7 @@ from pipeline.settings.run_execution import (
     CheckpointConfig,
     EngineConfig,
     EvaluateConfig,
+    EvaluatorConfig,
     HealthConfig,
     InitConfig,
     LaunchConfig,
@@ -41,6 +42,7 @@ _CROP_SETTINGS = {
     "aspect_min": ("inception", "random_resized"),
     "aspect_max": ("inception", "random_resized"),
     "resize_to": ("resize_crop", "resize_small_crop"),
+    "padding": ("resize_crop", "resize_small_crop"),
 }
 
 
@@ -69,6 +71,11 @@ class RunConfig:
     init: InitConfig = setting(InitConfig, "", on_change="run")
     track: TrackConfig = setting(TrackConfig, "", on_change="nothing")
     launch: LaunchConfig = setting(LaunchConfig, "", on_change="nothing")
+
+    @property
+    def evaluators(self) -> dict[str, EvaluatorConfig]:
+        """The section of each evaluator beside "scores", those of the held-out split, by its name in train/evaluators.py."""
+        return {"probe": self.probe}
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
@@ -101,6 +108,11 @@ class RunConfig:
                 raise UserError(
                     f"augment.{name} = {getattr(augment, name)} is smaller than model.image_size = {self.model.image_size}."
                 )
+
+        if augment.padding >= (augment.resize_to or side):
+            raise UserError(
+                f"augment.padding = {augment.padding} is a reflection, so it must be below the side of the image."
+            )
 
     def _check_model_source(self) -> None:
         if (self.model.name is None) == (self.init.weights is None):

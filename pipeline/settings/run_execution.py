@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
@@ -101,6 +101,16 @@ class ProbeConfig:
             )
 
 
+class EvaluatorConfig(Protocol):
+    """The section of an evaluator that runs during training. every: 0 is never."""
+
+    @property
+    def every(self) -> Length: ...
+
+    def measured(self) -> dict[str, Metric]:
+        """What it measures, by name in metrics.jsonl, the most telling first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunProbeConfig(ProbeConfig):
     every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
@@ -113,6 +123,9 @@ class RunProbeConfig(ProbeConfig):
         if not self.data:
             return self.split
         return self.data.rstrip("/").rpartition("/")[2] if "://" in self.data else Path(self.data).resolve().name
+
+    def measured(self) -> dict[str, Metric]:
+        return self.metrics(self.prefix)
 
 
 @dataclass(frozen=True, kw_only=True)

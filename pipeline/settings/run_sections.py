@@ -47,6 +47,11 @@ def _with_options(cls: type[T]) -> type[T]:
     return make_dataclass(cls.__name__, added, bases=(cls,), namespace=space, frozen=True, kw_only=True)
 
 
+def _named(text: str) -> list[str]:
+    """Names with commas between."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 @_with_options
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -96,7 +101,7 @@ class MixedSet:
     def evaluated(self) -> dict[str, str]:
         """Beginning of the names of metrics -> split of this set to evaluate on."""
         folder = re.sub(r"[^\w.-]", "_", self.path.rstrip("/").rpartition("/")[2])
-        return {f"{folder}_{name.strip()}": name.strip() for name in self.eval_split.split(",") if name.strip()}
+        return {f"{folder}_{name}": name for name in _named(self.eval_split)}
 
     @property
     def name(self) -> tuple[str, str]:
@@ -128,6 +133,11 @@ class DataConfig:
     train_split: str = setting("train", "Split to train on.", on_change="run")
     eval_split: str = setting(
         "val", "Split to evaluate on; empty is none, and so is val if the data set has no labels and no such split."
+    )
+    eval_also: str = setting(
+        "",
+        "Further splits of data.path to evaluate on, with commas between; their metrics begin with the split's name.",
+        on_change="comparison",
     )
     exclude: str = setting("all", "Lists of excluded samples (exclude/*.parquet): all, none, or names with commas.")
     limit: Limit = setting(
@@ -183,8 +193,13 @@ class DataConfig:
 
     @property
     def evaluated_beside(self) -> list[str]:
-        """Beginnings of the names of metrics of the other splits that the run is evaluated on."""
-        return [name for entry in self.mix for name in entry.evaluated]
+        """Beginnings of the names of metrics of the other splits that the run is evaluated on: of data.path, then of each other set."""
+        return [*self.also_evaluated, *(name for entry in self.mix for name in entry.evaluated)]
+
+    @property
+    def also_evaluated(self) -> list[str]:
+        """Splits of data.eval_also."""
+        return _named(self.eval_also)
 
     @property
     def evaluated_split(self) -> str:
@@ -209,6 +224,13 @@ class AugmentConfig:
     resize_to: int = setting(
         0,
         "resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of model.image_size (448 for 384).",
+        min=0,
+        max=MAX_SIDE,
+    )
+    padding: int = setting(
+        0,
+        "resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4 in DeiT III's "
+        "simple crop and for CIFAR-10, with resize_to=model.image_size.",
         min=0,
         max=MAX_SIDE,
     )
@@ -342,7 +364,7 @@ class TrainConfig:
 class OptimizerConfig:
     name: Literal["adam", "sgd", "muon"] = setting(
         "adam",
-        "Adam with decoupled weight decay, SGD with momentum, or Muon for the matrices of the blocks with Adam for the rest.",
+        "Adam with decoupled weight decay, SGD with momentum, or Muon for the kernels of hidden layers with Adam for the rest.",
         on_change="run",
     )
     lr: float = setting(1e-3, "Peak learning rate.", above=0)

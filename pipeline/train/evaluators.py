@@ -46,7 +46,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """An evaluation repeated during training. name: its name in `Plan.due` and `objectives.metrics`. file: of its last result."""
+    """An evaluation repeated during training. name: "scores", or in `RunConfig.evaluators`. file: of its last result."""
 
     context: RunContext
     engine: "Engine"
@@ -59,7 +59,7 @@ class Evaluator:
     @property
     def every(self) -> int:
         """Interval in steps; 0 is never."""
-        raise NotImplementedError
+        return self.context.plan.evaluate_every.get(self.name, 0)
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         """Measure the model as it is in evaluations, after `step`. Raises Stopped on all ranks when they agree to stop."""
@@ -98,16 +98,12 @@ class SplitEvaluator(Evaluator):
     name = "scores"
     file = "scores.json"
 
-    @property
-    def every(self) -> int:
-        return self.context.plan.eval_every
-
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         prepared, name = self.context.prepared, self.context.config.data.evaluated_split
         assert prepared.evaluation is not None, "objectives.metrics has no scores without a held-out split"
         scores, predictions = self._scores_on_all_ranks(step, prepared.evaluation)
         found = {name: scores}
-        for other, split in prepared.evaluation_beside.items():
+        for other, (_, split) in prepared.evaluation_beside.items():
             found[other], _ = self._scores_on_all_ranks(step, split)
         metrics = {f"{of}_{metric}": value for of, its in found.items() for metric, value in its.to_dict().items()}
         line = "; ".join(f"{of} {its}" for of, its in found.items())
@@ -140,10 +136,6 @@ class ProbeEvaluator(Evaluator):
 
     name = "probe"
     file = "probe.json"
-
-    @property
-    def every(self) -> int:
-        return self.context.plan.probe_every
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         probe = self.context.prepared.run_probe

@@ -11,7 +11,7 @@ from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import LATEST, Checkpoints, State, read_state, step_of, verify
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
-from pipeline.data.loading.order import batch_of_step
+from pipeline.data.loading.order import batches_before
 from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath
@@ -72,12 +72,13 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
     changed = changes.differences(state.identity, now, known)
 
-    seen = batch_of_step(state.step - 1, state.left_out) + 1 if state.step else 0
+    seen = batches_before(state.step, state.left_out)
     then_mixed, now_mixed = (mixed_until(identity, seen) for identity in (state.identity, now))
     if then_mixed != now_mixed and (MIXTURE in state.identity or MIXTURE in now):
+        skipped = f", of which {seen - state.step:,} skipped in a rollback," * (seen > state.step)
         raise UserError(
-            f"{path} cannot be continued: data.path and data.mix until step {state.step} were {then_mixed}, and are {now_mixed}. Set "
-            f"them back, change the weights or add a set from step {state.step} on (from_step), or start another run with name=..."
+            f"{path} cannot be continued: data.path and data.mix of its {counted(seen, 'batch')}{skipped} were {then_mixed}, and are "
+            f"{now_mixed}. Set them back, change the weights or add a set with from_step={seen} or later, or start another run with name=..."
         )
 
     def listed(least: OnChange) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,13 @@ ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.j
 
 
 def run_facts(
-    config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluation: Split | None, device: torch.device,
-    origin: WeightsOrigin | None,
+    config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluated: Sequence[tuple[Dataset, Split]],
+    device: torch.device, origin: WeightsOrigin | None,
 ) -> RunFacts:  # fmt: skip
-    """The facts of a run whose model is built and whose data is open. origin: None for new weights, and where it was not recorded."""
+    """The facts of a run whose model is built and whose data is open.
+
+    evaluated: the splits that are, data.eval_split first. origin: None for new weights, and where it was not recorded.
+    """
     flops = objectives.training_flops(config, model.config)
     exaflops = plan.steps * plan.global_batch * flops / 1e18
     kind = "finetune" if config.init.weights else "pretrain"
@@ -76,8 +79,7 @@ def run_facts(
     if config.track.parent_run:
         parents["group"] = tags["mlflow.parentRunId"] = config.track.parent_run
     datasets = list(_training_data(dataset, split))
-    if evaluation:
-        datasets.append(_data_facts(dataset, evaluation, "evaluation", {}))
+    datasets += [_data_facts(one, its, "evaluation", {}) for one, its in evaluated]
     of_steps = objectives.kind(config.train.loss).values(config)
     measured = {name: metric for of in objectives.metrics(config).values() for name, metric in of.items()}
     measured |= {name: replace(metric, group="train") for name, metric in of_steps.items()}

@@ -25,7 +25,7 @@ class Prepared:
     dataset: "Dataset"
     split: "Split"
     evaluation: "Split | None"
-    evaluation_beside: "dict[str, Split]"
+    evaluation_beside: "dict[str, tuple[Dataset, Split]]"
     run_probe: "RunProbe | None"
     plan: Plan
     draw: str | None = None

@@ -19,7 +19,7 @@ from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
 from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.data.loading.loader import Batch
-from pipeline.data.loading.order import batch_of_step, skip_batches
+from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
@@ -188,7 +188,7 @@ class TrainingRun:
         counts.gather_on_all_ranks()
         num_bad = len(counts.unreadable)
         engine.clock.add("communication", engine.communication_seconds())
-        batches_seen = batch_of_step(progress.step - 1, progress.skipped_batches) + 1
+        batches_seen = batches_before(progress.step, progress.skipped_batches)
         logged = {name: ranks.mean(value) for name, value in values.items()}
         metrics = {
             "loss": ranks.mean(loss), **logged,

@@ -79,13 +79,18 @@ def test_lengths() -> None:
     )
     assert found.keep_every == 31_201
     assert plan().keep_every == 0
-    assert (found.steps, found.warmup, found.eval_every, found.checkpoint_every) == (312_012, 10_000, 3467, 6240)
+    assert (found.steps, found.warmup, found.evaluate_every["scores"], found.checkpoint_every) == (
+        312_012,
+        10_000,
+        3467,
+        6240,
+    )
     assert found.epochs == pytest.approx(90, abs=1e-4)
 
 
 def test_intervals_are_at_least_a_step() -> None:
     found = plan("train.length=10 steps", "schedule.warmup=0 steps", "evaluate.every=1%", "checkpoint.every=1 samples")
-    assert (found.eval_every, found.checkpoint_every) == (1, 1)
+    assert (found.evaluate_every["scores"], found.checkpoint_every) == (1, 1)
 
 
 def test_one_line_for_a_person() -> None:

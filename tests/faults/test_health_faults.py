@@ -14,7 +14,10 @@ from tiny import make_dataset
 from pipeline import model as models
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import read_state
+from pipeline.lifecycle import samples
 from pipeline.lifecycle.run_folder import RESUME, read_status
+from pipeline.settings import schema
+from pipeline.settings.commands.operate import SamplesConfig
 
 STEPS = 16
 DECAY = 0.8
@@ -28,11 +31,18 @@ def of(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
     )  # fmt: skip
 
 
+def mix_of(dataset: Path, *weights: tuple[int, int]) -> str:
+    """A mixture with the split "more". weights: (step from which on, its weight)."""
+    entries = (f"{{path: {dataset}, split: more, weight: {weight}, from_step: {step}}}" for step, weight in weights)
+    return f"data.mix=[{', '.join(entries)}]"
+
+
 @pytest.fixture(scope="module")
 def out(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("health")
     # More samples than the runs take: those that make the loss jump do not come again in a second epoch.
-    dataset = make_dataset(folder / "data", {"train": 500, "val": 37})
+    dataset = make_dataset(folder / "data", {"train": 500, "val": 37, "more": 400})
+    mixed = [*of(dataset, folder, "mixed", "health.on_spike=rollback"), mix_of(dataset, (0, 1), (9, 3))]
     runs = [
         *(
             ("nan in a loss", of(dataset, folder, f"loss{stage}", f"engine.zero_stage={stage}", *EMA))
@@ -53,6 +63,9 @@ def out(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("", of(dataset, folder, "said", f"train.length={STEPS + 1} steps")),  # A second start.
         ("spike", of(dataset, folder, "skipped", "health.on_spike=skip", *EMA)),
         ("spike", of(dataset, folder, "rolled", "health.on_spike=rollback")),
+        ("spike", mixed),
+        ("", [*mixed, mix_of(dataset, (0, 1), (9, 3), (17, 2)), "train.length=17 steps"]),
+        ("", [*mixed, mix_of(dataset, (0, 1), (9, 3), (18, 0)), "train.length=17 steps"]),
         ("spike", of(dataset, folder, "tired", "health.on_spike=rollback", "health.max_rollbacks=0")),
         ("slow rank", of(dataset, folder, "slow", "train.length=4 steps", "health.straggler_ratio=1.5")),
         ("", of(dataset, folder, "missing", "train.length=4 steps", "evaluate.every=4 steps")),
@@ -153,6 +166,25 @@ def test_a_run_can_go_back_and_leave_out_the_data_that_did_it(out: Path) -> None
         status = read_status(out / name)
         assert status is not None
         assert (status.status, status.code) == ("diverged", 2)
+
+
+def test_a_mixture_goes_on_after_a_rollback_where_it_was(out: Path) -> None:
+    """Batches are skipped, in one of which the shares change: the steps after them have the batches and shares of an undisturbed run."""
+    trained = rows_of_steps(out, "mixed")
+    assert [step for step, _ in trained] == [*range(BAD_STEP), *range(8, STEPS), STEPS]
+    run = out / "mixed"
+    assert read_state(run / "checkpoints" / f"step-{STEPS:08d}").left_out == [(8, 2)]
+    for step, rows in trained[BAD_STEP:]:
+        table = samples.run(schema.load(SamplesConfig, None, [f"run={run}", f"step={step + 1}", "ranks=2", "rank=0"]))
+        assert [row["row"] + 500 * (row["set"] == "data:more") for row in table] == rows
+        batch = step + 2  # Half of each until batch 9, then three of four until batch 18.
+        assert sum(row >= 500 for row in rows) == (0 if batch == 18 else 9)
+    uses = samples.run(schema.load(SamplesConfig, None, [f"run={run}", f"sample={table[0]['key']}"]))
+    assert [(use["step"], use["place"]) for use in uses] == [(STEPS + 1, 0)]
+    refused = (out / "mixed.error").read_text()
+    assert "data.path and data.mix of its 18 batches, of which 2 skipped in a rollback, were set 0: " in refused
+    assert "split more, 1/2, then 3/4 from step 9, then 2/3 from step 17. Set them back" in refused
+    assert "with from_step=18 or later" in refused
 
 
 def test_an_evaluation_that_is_made_up_is_no_time_of_training(out: Path) -> None:

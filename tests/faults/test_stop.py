@@ -136,10 +136,11 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     until(lambda: list((folder / "checkpoints").glob(".writing-step-00000024.*")))
     begin = time.monotonic()
     run.send(1, signal.SIGUSR1)
+    seen = max(metrics(folder))  # On a busy machine, several steps after the checkpoint began.
     ends(run, begin)
     found = status()
     assert found == Status("stopped", found.step, RESUME, "SIGUSR1")
-    assert 24 <= found.step <= 27
+    assert 24 <= found.step <= seen + 3
 
     # One rank waits for data that does not come; another, in the midst of a collective, is asked.
     copy_folder(data, f"{s3[1]}/tiny")
@@ -152,7 +153,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     run.send(0, signal.SIGTERM)
     ends(run, begin)
     s3[0].reset()
-    assert stuck <= status().step <= stuck + 1 < 32
+    assert stuck <= status().step <= stuck + 1 < STEPS
 
     # A rank is killed: the other one leaves word of that.
     run = forge.start(2, overrides)

@@ -211,11 +211,12 @@ def test_a_loss_of_the_whole_batch_keeps_ranks_that_can_hold_it(tmp_path: Path, 
     batch = ["train.global_batch=24", f"train.micro_batch={micro_batch}", "data.streams=4"]
     supervisor.run, supervisor.folder = schema.load(RunConfig, None, [*needed, *batch]), tmp_path
     supervisor.hosts = {"a": 2, "gone": 2, "c": 4}
-    supervisor.host_failures = {"a": 0, "gone": 2, "c": 0}
-    supervisor._leave_out_hosts()
+    supervisor.host_failures, supervisor.needed_hosts = {"a": 0, "gone": 2, "c": 0}, []
+    for _ in range(2):  # Two restarts: what cannot be done is said once.
+        supervisor._leave_out_hosts()
     said = (tmp_path / "supervise.log").read_text()
     assert supervisor.hosts == kept, said
-    assert ("not going on without gone: train.loss = lejepa compares all samples" in said) == (micro_batch == 3)
+    assert said.count("not going on without gone: train.loss = lejepa compares all samples") == (micro_batch == 3)
 
 
 def test_options_of_the_launcher() -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.base.errors import UserError
 from pipeline.model import create
 from pipeline.model.resnet import HybridStem, PostActivationUnit, PreActivationUnit, SameStdConv, StdConv
 
@@ -30,8 +31,8 @@ def convolve(x, kernel, stride, before, after):
                      for r in rows]).transpose(2, 0, 1)  # fmt: skip
 
 
-def group_norm(x, scale, bias, eps):
-    groups = x.reshape(32, -1)
+def group_norm(x, scale, bias, eps, groups=32):
+    groups = x.reshape(groups, -1)
     normal = (groups - groups.mean(1, keepdims=True)) / np.sqrt(groups.var(1, keepdims=True) + eps)
     return normal.reshape(x.shape) * scale[:, None, None] + bias[:, None, None]
 
@@ -147,6 +148,38 @@ def test_the_hybrids_strides(name, channels, stride, grid):
         features = model.stem(torch.empty(1, 3, 224, 384))
     assert features.shape == (1, channels, 224 // stride, 384 // stride)
     assert model.config.grid == grid
+
+
+@torch.no_grad()
+def test_a_small_stem():
+    """He et al., arXiv 1512.03385, section 4.2: 3 x 3 convolutions, halved where channels grow, with BiT's kernels."""
+    model = create("ViT-Ti/1", (6, 8), 3, small_stem=(16, 16, 32), width=8, depth=1, mlp_width=8, num_heads=1)
+    assert (model.config.reduction, model.config.grid) == (2, (3, 4))
+    filled(model.stem)
+    x, w = image(3, 6, 8)[0].double().numpy(), arrays(model.stem)
+
+    def layer(x, name, stride=1):
+        y = convolve(
+            x, bit_kernel(w[f"{name[0]}.weight"]), stride, *((1, 1) if w[f"{name[0]}.weight"].shape[2] == 3 else (0, 0))
+        )
+        return group_norm(y, w[f"{name[1]}.weight"], w[f"{name[1]}.bias"], 1e-6, groups=len(y) // 16)
+
+    x = np.maximum(layer(x, ("root", "norm")), 0)
+    for unit, stride in (("units.0", 1), ("units.1", 1), ("units.2", 2)):
+        y = np.maximum(layer(x, (f"{unit}.conv1", f"{unit}.norm1"), stride), 0)
+        short = x if stride == 1 else layer(x, (f"{unit}.shortcut", f"{unit}.shortcut_norm"), stride)
+        x = np.maximum(short + layer(y, (f"{unit}.conv2", f"{unit}.norm2")), 0)
+    np.testing.assert_allclose(model.stem(image(3, 6, 8))[0], x, rtol=1e-3, atol=1e-3)
+    model.stem.initialize(torch.Generator().manual_seed(0))
+    assert all(not unit.norm2.weight.any() for unit in model.stem.units), "each unit begins as its shortcut"
+
+
+@pytest.mark.parametrize("wrong", [(), (32, 16), (24,), (8192,)])
+def test_wrong_channels_of_a_small_stem(wrong):
+    with pytest.raises(UserError, match="multiples of 16"):
+        create("ViT-Ti/1", 32, 10, small_stem=wrong)
+    with pytest.raises(UserError, match="two stems"):
+        create("R8+Ti/8", 32, 10, small_stem=(16,))
 
 
 def test_initial_values():

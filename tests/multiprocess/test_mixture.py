@@ -1,10 +1,12 @@
 """Runs on a mixture of data sets, on two ranks: exact resume, another mix from a step on, and which samples were in a step."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from forked import Forge
 from ranks import metrics, settings
 from safetensors.numpy import load_file
@@ -33,7 +35,8 @@ def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     third = f"{{path: {folder}/c, weight: 2, from_step: 3}}"
 
     def run(name: str, mix: str, *more: str) -> list[str]:
-        return settings(folder / "a", folder, name, f"data.mix=[{mix}]", "data.weight=2", "train.log_every=1", *more)
+        mixed = [f"data.mix=[{mix}]", "data.weight=2", "data.eval_also=train", "checkpoint.best=train_top1"]
+        return settings(folder / "a", folder, name, *mixed, *more)
 
     both = f"{second}, {third}"
     started = forge.start(
@@ -48,8 +51,11 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
     folder, said = runs
     assert metrics(folder / "whole") == metrics(folder / "parts")
     assert len(metrics(folder / "whole")) == 6
-    for name in ("val_top1", "b_val_top1", "b_val_loss"):
+    for name in ("val_top1", "train_top1", "b_val_top1", "b_val_loss"):
         assert len(metrics(folder / "parts", name)) == 2, name
+    page = json.loads((folder / "whole" / "page" / "facts.json").read_text())
+    evaluated = [(of["name"], of["split"]) for of in page["facts"]["datasets"] if of["context"] == "evaluation"]
+    assert evaluated == [("a", "val"), ("a", "train"), ("b", "val")]
     whole, parts = (
         load_file(folder / name / "checkpoints" / "step-00000006" / "model.safetensors") for name in ("whole", "parts")
     )
@@ -63,7 +69,7 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
 def test_what_was_trained_on_cannot_be_changed_later(runs: tuple[Path, str]) -> None:
     errors = [line for line in runs[1].splitlines() if line.startswith("error:")]
     assert len(errors) == 1
-    assert "data.path and data.mix until step 6 were set 0: " in errors[0]
+    assert "data.path and data.mix of its 6 batches were set 0: " in errors[0]
     assert "split train, 1/3, then 1/5 from step 3" in errors[0]
     assert "split train, 3/5, then 3/7 from step 3" in errors[0]
 
@@ -90,3 +96,21 @@ def test_samples_names_the_set_in_both_directions(runs: tuple[Path, str]) -> Non
     for use in uses:
         row = ask(run, f"step={use['step']}")[use["place"]]
         assert (row["key"], row["set"], row["epoch"]) == ("train00080", "a", use["epoch"])
+
+
+def test_samples_finds_sets_that_were_moved(runs: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = runs
+    expected = ask(folder / "parts", "step=5")
+    # Before its start, also of a run that gives data.path itself another weight.
+    planned = yaml.safe_load((folder / "parts" / "config.yaml").read_text())
+    planned["data"]["mix"] += [{"path": str(folder / "a"), "weight": 2, "from_step": 5}]
+    (tmp_path / "planned.yaml").write_text(yaml.safe_dump(planned))
+    for name in "ab":
+        (folder / name).rename(tmp_path / name)
+    moved = [f"data={tmp_path}/a", f"mix={{{folder}/b/: {tmp_path}/b}}"]
+    assert ask(folder / "parts", "step=5", *moved) == expected
+    assert ask(tmp_path / "planned.yaml", "step=5", *moved) == expected
+    with pytest.raises(UserError, match=r"mix: .*parts has no data set d, but .*/a, .*/b, .*/c\."):
+        ask(folder / "parts", "step=5", "mix={d: e}")
+    with pytest.raises(UserError, match="b is not what the run was trained on: fingerprint was"):
+        ask(folder / "parts", "step=5", f"data={tmp_path}/b", f"mix={{{folder}/b: {tmp_path}/a}}")

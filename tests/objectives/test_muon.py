@@ -136,7 +136,31 @@ def test_arithmetic_of_orthogonal() -> None:
         assert counter.get_total_flops() == orthogonal_flops(*shape)
 
 
-def test_a_resnet_has_no_matrices_for_it() -> None:
+@pytest.mark.parametrize("name", ["BiT-R50x1", "R26+S/32"])
+def test_a_convolution_is_a_matrix_with_a_row_for_each_output(name: str) -> None:
+    model = Classification(
+        build(configure(name, 32, 5, **({"units": (1, 1)} if "BiT" in name else {"depth": 1}))), "softmax"
+    )
+    names, named = optimizers.matrices(model, model.decayed()), dict(model.named_parameters())
+    kernels = {n for n, p in named.items() if p.dim() in (2, 4) and n in model.decayed()}
+    assert {n.removeprefix("backbone.") for n in kernels - set(names)} == (
+        {"root.weight", "head.weight"}
+        if "BiT" in name
+        else {"stem.root.weight", "patch_embedding.weight", "head.weight"}
+    )
+    conv = next(n for n in names if named[n].dim() == 4 and named[n].shape[2] == 3)
+    reference = torch.nn.Parameter(named[conv].detach().flatten(1).clone())
+    gradients(model, 0)
+    reference.grad = named[conv].grad.flatten(1).clone()
+    optimizers.build(model, model.decayed(), CONFIG).step()
+    torch.optim.Muon([reference], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
+    # torch's Newton-Schulz is in bf16.
+    torch.testing.assert_close(named[conv].detach().flatten(1), reference.detach(), rtol=0.02, atol=2e-3)
+
+
+def test_what_has_no_hidden_layer_is_refused() -> None:
     model = Classification(build(configure("BiT-R50x1", 32, 5)), "softmax")
-    with pytest.raises(UserError, match="for the matrices of a ViT's blocks"):
-        optimizers.build(model, model.decayed(), CONFIG)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.endswith("head.weight")
+    with pytest.raises(UserError, match="for the kernels of hidden layers"):
+        optimizers.build(model, {"backbone.head.weight"}, CONFIG)

@@ -35,7 +35,9 @@ FREE_IN_GRIDS_NOW = (
 )  # fmt: skip
 FACTS = facts_of(RunConfig)
 # Settings that came after these lists.
-LATER = {"objective", "data.mix", "data.weight", "data.balance", "train.freeze", "train.lora_rank", "train.lora_layers"}
+LATER = {
+    "objective", "data.eval_also", "data.mix", "data.weight", "data.balance", "augment.padding", "train.freeze", "train.lora_rank", "train.lora_layers",
+}  # fmt: skip
 RUN = {"name": "run", "data": {"path": "data"}, "train": {"length": "1 steps"}}
 
 

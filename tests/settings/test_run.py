@@ -587,6 +587,14 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
             "augment.eval_resize has no effect with augment.eval_crop = resize",
         ),
         (
+            ["augment.padding=4"],
+            "augment.padding = 4 belongs to augment.crop = resize_crop or resize_small_crop",
+        ),
+        (
+            ["augment.crop=resize_crop", "augment.padding=224"],
+            "must be below the side",
+        ),
+        (
             ["augment.crop=resize_crop", "augment.resize_to=100"],
             "augment.resize_to = 100 is smaller than model.image_size = 224",
         ),

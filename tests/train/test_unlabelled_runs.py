@@ -97,7 +97,7 @@ def test_probes_of_images_without_labels_are_refused_before_the_long_imports(pho
 def test_a_run_without_a_held_out_split_measures_what_it_can(photos: Path, dataset: Path) -> None:
     alone = prepare(load(photos, *MASKED))
     assert objectives.metrics(alone.config) == {"scores": {}, "probe": {}}
-    assert alone.plan.eval_every == 0
+    assert alone.plan.evaluate_every == {}
     assert "no evaluation, checkpoint every" in alone.plan.describe()
     assert not any(alone.plan.due(step).evaluations for step in range(1, alone.plan.steps + 1))
     (note,) = [line for line in alone.plan.notes(alone.config) if "held-out" in line]
@@ -107,7 +107,7 @@ def test_a_run_without_a_held_out_split_measures_what_it_can(photos: Path, datas
     assert "only its probes measure it" in note
     held_out = prepare(load(photos, *MASKED, "data.dev_share=0.1", "checkpoint.best=dev_loss"))
     assert "dev_loss" in objectives.metrics(held_out.config)["scores"]
-    assert make_plan(load(photos, *MASKED), 150, 1).eval_every == 3
+    assert make_plan(load(photos, *MASKED), 150, 1).evaluate_every == {"scores": 3}
 
 
 def test_the_plan_says_it(photos: Path) -> None:

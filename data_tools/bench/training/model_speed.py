@@ -73,7 +73,7 @@ def run(config: ModelBenchConfig, record: BenchRecord) -> None:
     cases = {name: models.configure(name, config.image_size, NUM_CLASSES) for name in config.models}
     for name, case in cases.items():
         # The others are written for exactly this architecture.
-        if not isinstance(case, models.ViTConfig) or case.stem is not None or case.axial:
+        if not isinstance(case, models.ViTConfig) or case.has_stem or case.axial:
             raise UserError(f"models: {name} is not a plain Vision Transformer.")
     with contextlib.suppress(
         ImportError

@@ -172,7 +172,7 @@ def pipeline_engine(
 ) -> Engine:
     """The engine of a run without end on one rank, with `batch` images in a step."""
     start_ranks(ranks, timeout_minutes=10)
-    plan = Plan(steps=10**6, warmup=0, eval_every=10**6, checkpoint_every=10**6, keep_every=0, probe_every=0, accumulation=1, micro_batch=batch,
+    plan = Plan(steps=10**6, warmup=0, evaluate_every={}, checkpoint_every=10**6, keep_every=0, accumulation=1, micro_batch=batch,
                 num_samples=10**6, global_batch=batch, world_size=1)  # fmt: skip
     objective = Classification(model, "softmax")
     return Engine(objective, optimizer, config, OptimizerConfig(), plan, ranks, 0, StepClock(ranks.device))

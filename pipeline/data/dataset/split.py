@@ -45,7 +45,8 @@ class SampleTable:
 
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         """Keys of these rows."""
-        return self.rows(rows, ["key"])["key"].to_pylist()
+        # Of none without pyarrow's `take`, which imports pandas: each run asks for the samples it could not read.
+        return self.rows(rows, ["key"])["key"].to_pylist() if len(rows) else []
 
     def find(self, key: str) -> list[int]:
         """The rows with this key. Reads all keys, which takes seconds for ten million."""

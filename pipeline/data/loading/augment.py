@@ -65,6 +65,8 @@ def write_train_view_of_region(
             image = epoch_invariant_part(image, view, config)
         else:
             image = _cover(image, _before_crop(view, config), config)
+        if pad := config.padding:
+            image = cv2.copyMakeBorder(image, pad, pad, pad, pad, cv2.BORDER_REFLECT_101)
         top, left = (
             int(draw(i) * (long - side + 1)) for i, (long, side) in enumerate(zip(image.shape[:2], view, strict=True))
         )

@@ -227,6 +227,11 @@ def batch_of_step(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:
     return step + sum(batches for at, batches in skipped_batches if at <= step)
 
 
+def batches_before(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:
+    """Number of batches that were used or skipped before step `step` (from 0) uses its own. skipped_batches: as of `batch_of_step`."""
+    return batch_of_step(step - 1, skipped_batches) + 1
+
+
 def skip_batches(skipped_batches: Sequence[tuple[int, int]], at: int, done: int) -> list[tuple[int, int]]:
     """`skipped_batches` after a rollback from step `done` to step `at` that continues with the next unused batch."""
     before = [entry for entry in skipped_batches if entry[0] <= at]

@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from pipeline.architecture.config import Gelu, Kernel, Pool, ViTConfig, stem_reduction
+from pipeline.architecture.config import Gelu, Kernel, Pool, ViTConfig
+from pipeline.architecture.resnets import stem_reduction
 from pipeline.architecture.variants import VARIANTS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted

@@ -50,7 +50,7 @@ def read_vit(
     if images is None:
         images, config = _assumed(config, state, notes)
     if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
-        if config.stem is not None:
+        if config.has_stem:
             check_normalisation(images)
         weight, bias = state["patch_embedding.weight"], state["patch_embedding.bias"]
         preprocessing.fold_normalisation(weight, bias, images.mean, images.std)

@@ -11,7 +11,8 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Config, Kernel, ResNetConfig, ViTConfig, stem_reduction
+from pipeline.architecture.config import Config, Kernel, ResNetConfig, ViTConfig
+from pipeline.architecture.resnets import stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError

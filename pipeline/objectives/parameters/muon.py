@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before each update, with AdamW for what is no matrix of a block.
+"""Muon: momentum whose matrices are made orthogonal before each update, with AdamW for what is no kernel of a hidden layer.
 
 The coefficients are Keller Jordan's ("Muon: An optimizer for hidden layers in neural networks", 2024). The scale
 0.2 sqrt(max(rows, columns)) gives updates the root mean square of AdamW's, so both use the same learning rate and weight decay
@@ -50,7 +50,7 @@ class Muon(torch.optim.AdamW):
         # Kernels of a flat tensor that a rank holds a part of, as all ranks know them: shape and first element in the sum.
         self._cut: dict[Tensor, dict[Kernel, tuple[tuple[int, int], int]]] = {}
         # Number and shape of the kernels in a parameter.
-        self._kernels = {name: (n, (p.shape[0] // n, p.shape[1])) for p, (name, n) in kernels.items()}
+        self._kernels = {name: (n, kernel_shape(p, n)) for p, (name, n) in kernels.items()}
         self.lay_out({p: [(name, 0, p.numel(), 0)] for p, (name, _) in kernels.items()}, lambda found: [found])
 
     def lay_out(self, places: Mapping[Tensor, Iterable[Place]], gather: Callable[[Any], list[Any]]) -> None:
@@ -130,6 +130,11 @@ def _pieces(place: Place, kernels: Mapping[str, tuple[int, tuple[int, int]]]) ->
         begin, end = max(start, number * size), min(start + length, (number + 1) * size)
         if begin < end:
             yield _Piece((name, number), shape, begin - number * size, end - begin, offset + begin - start)  # fmt: skip
+
+
+def kernel_shape(parameter: Tensor, count: int) -> tuple[int, int]:
+    """(rows, columns) of each of the `count` kernels of a parameter; a convolution's has a row for each output channel."""
+    return parameter.shape[0] // count, parameter[0].numel()
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

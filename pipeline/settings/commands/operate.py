@@ -70,6 +70,9 @@ class SamplesConfig:
     rank: int = setting(0, "With step: rank whose samples are listed, from 0.", min=0)
     sample: str = setting("", "List the steps of this sample of the training split, given by its key.")
     data: str = setting("", "Folder of the data set, if it is not where the run's settings say.", path=True)
+    mix: dict[str, str] = setting(
+        dict, "Sets of data.mix that are not where the run's settings say, as {datasets/b: /moved/b}."
+    )
     csv: str = setting("", "File for the table; empty prints it.", output="file")
     sheet: str = setting("", "With step: PNG file of the images, cropped and flipped as for the model.", output="file")
 

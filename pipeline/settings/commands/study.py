@@ -49,6 +49,9 @@ class StudyModel:
     settings: list[str] = setting(
         list, "Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."
     )
+    speed: float = setting(
+        0.0, "For `minutes`: its images/s in training, as a short run of it prints at its end.", min=0
+    )
     weights: str = setting(
         "",
         "question = labels: the run folder or file of weights that is fine-tuned; empty starts with a new model.",
@@ -87,6 +90,12 @@ class StudyConfig:
     budgets: list[float] = setting(
         list,
         "In place of lengths: compute of pre-training in exaFLOPs, the same for each model.",
+        above=0,
+        distinct=True,
+    )
+    minutes: list[float] = setting(
+        list,
+        "In place of lengths: time of training, the same for each model; its `speed` says how many steps that is.",
         above=0,
         distinct=True,
     )
@@ -153,6 +162,11 @@ class StudyConfig:
     mlflow: str = mlflow_of_runs("study")
     plan: bool = setting(False, "Only list the cells, their compute, hours and cost.")
 
+    @property
+    def num_lengths(self) -> int:
+        """How many lengths are compared; 0 if all cells have that of the run."""
+        return len(self.lengths or self.budgets or self.minutes)
+
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --plan only prints."""
         return ("name", "out") if self.plan else ()
@@ -166,28 +180,35 @@ class StudyConfig:
         names = [model.name for model in self.models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"models has two called {twice[0]!r}: give each its own name.")
-        if self.lengths and self.budgets:
-            raise UserError("lengths and budgets both say how long cells train: set one of them.")
+        if sum(map(bool, (self.lengths, self.budgets, self.minutes))) > 1:
+            raise UserError("lengths, budgets and minutes each say how long cells train: set one of them.")
+        for model in self.models:
+            if self.minutes and not model.speed:
+                raise UserError(
+                    f"minutes needs the speed of model {model.name}: set its images/s in training, as a short run prints."
+                )
         for listed in ("data_sizes", "lengths"):
             texts = [str(item) for item in getattr(self, listed)]
             if twice := [text for text in texts if texts.count(text) > 1]:
                 raise UserError(f"{listed} has {twice[0]} twice.")
         self._check_question()
-        if self.cooldown and len(self.lengths or self.budgets) == 0:
+        if self.cooldown and self.num_lengths == 0:
             raise UserError(
-                f"cooldown = {self.cooldown:g} shares the steps of several lengths: set lengths or budgets."
+                f"cooldown = {self.cooldown:g} shares the steps of several lengths: set lengths, budgets or minutes."
             )
         if sum([bool(self.cell), self.report, bool(self.slurm), self.plan]) > 1:
             raise UserError("cell, report, slurm and plan each do something else: set one of them.")
 
     def _check_question(self) -> None:
-        num_lengths, num_sizes = len(self.lengths or self.budgets), len(self.data_sizes)
+        num_lengths, num_sizes = self.num_lengths, len(self.data_sizes)
         if self.question == "data_size" and num_sizes < 2:
             raise UserError(
                 f"question = data_size compares data sizes, and data_sizes has {num_sizes}: give at least two."
             )
         if self.question == "scaling" and num_lengths * len(self.models) < 2:
-            raise UserError("question = scaling compares compute: give at least two models, lengths or budgets.")
+            raise UserError(
+                "question = scaling compares compute: give at least two models, lengths, budgets or minutes."
+            )
         if self.question == "ablation" and len(self.models) < 2:
             raise UserError("question = ablation compares models with the first one: give at least two.")
         weighted = [model.name for model in self.models if model.weights]

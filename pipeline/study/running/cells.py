@@ -218,6 +218,9 @@ def _cells_of(
     for budget in config.budgets:
         steps = round(budget * _EXA / (flops * first.train.global_batch))
         lengths.append((f"{budget:g}EF", f"{steps} steps"))
+    for minutes in config.minutes:
+        steps = round(minutes * 60 * model.speed / first.train.global_batch)
+        lengths.append((f"{minutes:g}min", f"{steps} steps"))
     found = []
     for label, length in lengths or [("", str(first.train.length))]:
         name = "-".join([stem, *([label] if len(lengths) > 1 else []), f"seed{seed}"])

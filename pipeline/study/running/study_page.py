@@ -45,7 +45,7 @@ def _facts(study: Study) -> RunFacts:
     parameters = {
         "question": config.question, "score": config.score, "run": config.run, "settings": " ".join(config.settings),
         "models": [model.name for model in config.models], "data_sizes": [str(size) for size in config.data_sizes],
-        "lengths": [str(length) for length in config.lengths], "budgets": config.budgets, "cooldown": config.cooldown,
+        "lengths": [str(length) for length in config.lengths], "budgets": config.budgets, "minutes": config.minutes, "cooldown": config.cooldown,
         "seeds": config.seeds, "finetune": config.finetune, "vtab": config.vtab,
     }  # fmt: skip
     tags = {"question": config.question, **tags_of_folder(study.folder, dataset)}

@@ -254,6 +254,16 @@ def test_resize_crop(resize_to: int, side: int, image: np.ndarray) -> None:
     assert {top for top, _ in found} == {left for _, left in found} == set(range(side - 31))
 
 
+def test_padding_is_a_reflection_around_the_image(image: np.ndarray) -> None:
+    """torchvision's RandomCrop(32, padding=3, padding_mode="reflect")."""
+    small = cv2.resize(image, (32, 32))
+    padded = np.pad(small, ((3, 3), (3, 3), (0, 0)), mode="reflect")
+    windows = {padded[y : y + 32, x : x + 32].tobytes(): (y, x) for y in range(7) for x in range(7)}
+    for crop in ("resize_crop", "resize_small_crop"):
+        views = [view(small, crop=crop, resize_to=32, padding=3, flip=False, sample=i) for i in range(300)]
+        assert {windows[found.tobytes()] for found in views} == set(windows.values())
+
+
 @pytest.mark.parametrize("upright", [False, True])
 def test_resize_small_crop_keeps_the_aspect(upright: bool, image: np.ndarray) -> None:
     # 160 x 120 is resized to 64 x 48 (short side 48), then cropped at random to 32 x 32.

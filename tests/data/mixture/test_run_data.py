@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny import make_dataset
 
+from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import BadBudget, Loader
@@ -113,6 +114,26 @@ def test_an_objective_without_labels_takes_any_set(sets: Path) -> None:
     assert data.split.max_labels == 1
 
 
+def test_further_splits_are_evaluated_under_their_names(sets: Path) -> None:
+    more = "data.eval_also=extra, train"
+    alone = opened(sets, "", f"data.path={sets / 'b'}", "data.eval_split=extra", "data.eval_also=train")
+    assert {name: split.name for name, (_, split) in alone.evaluation_beside.items()} == {"train": "train"}
+    mixed = config(sets, "{path: a, weight: 1, eval_split: val}", f"data.path={sets / 'b'}", "data.dev_share=0.1", more)
+    data = open_run_data(mixed.data, 0, 20)
+    beside = {name: (dataset.path.name, len(split)) for name, (dataset, split) in data.evaluation_beside.items()}
+    assert beside == {"extra": ("b", 20), "train": ("b", 50), "a_val": ("a", 10)}
+    assert list(beside) == mixed.data.evaluated_beside
+    assert {f"{name}_top1" for name in ("dev", *beside)} < objectives.metrics(mixed)["scores"].keys()
+    for settings, reason in (
+        (["data.eval_also=test"], "data.eval_also: .*/a has no split 'test'. It has: train, val"),
+        (["data.eval_also=val"], "data.eval_also: 'val' is evaluated already. Leave it out."),
+        (["data.eval_also=train,train"], "data.eval_also: 'train' is evaluated already"),
+        (["data.eval_also=val", "data.eval_split="], "data.eval_also = val is beside data.eval_split, which is empty"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            opened(sets, "", *settings)
+
+
 def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
     split = opened(sets, "{path: b, weight: 1}").split
     budget = BadBudget(0.03)  # 2 of 90, 1 of 50.
@@ -134,6 +155,7 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ("{path: bare, weight: 1}", "bare has no labels, and .*/a has"),
         ("{path: none, weight: 1}", "data.mix, .*/none: .*no such data set"),
         ("{path: b, weight: 1, split: test}", "data.mix, .*/b: .* has no split 'test'"),
+        ("{path: b, weight: 1, eval_split: test}", "data.mix, .*/b, eval_split: .* has no split 'test'"),
         ("{path: b, weight: 1, limit: 5}", "b, split 'train', has 5 samples, and a batch holds 10.0 of it"),
         ("{path: b, weight: 1, class_map: {x: y}}", "class_map of .*/b has 'x', which is no class of it"),
         ("{path: b, weight: 1}, {path: b, weight: 2, limit: 9, from_step: 4}", r"data.mix\[1\].limit = 9 differs from 100%"),

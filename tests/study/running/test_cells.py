@@ -74,6 +74,18 @@ def test_budgets_are_the_same_compute_for_each_model(base: Path) -> None:
     assert by_name["slim-1e-09EF-seed0"].steps > 2 * by_name["wide-1e-09EF-seed0"].steps
 
 
+def test_minutes_are_the_same_time_for_each_model(base: Path) -> None:
+    text = SCALING.replace("budgets: [1.0e-9, 2.0e-9]", "minutes: [0.5, 1]").replace(
+        "{name: slim}", "{name: slim, speed: 8}"
+    )
+    with pytest.raises(UserError, match="minutes needs the speed of model wide"):
+        open_study(make(base, text))
+    study = open_study(make(base, text.replace("{name: wide,", "{name: wide, speed: 4,")))
+    assert {cell.name: cell.steps for cell in study.cells} == {
+        "wide-0.5min-seed0": 5, "wide-1min-seed0": 10, "slim-0.5min-seed0": 10, "slim-1min-seed0": 20,
+    }  # fmt: skip
+
+
 def test_a_trunk_is_counted_once(base: Path) -> None:
     text = SCALING.replace("budgets: [1.0e-9, 2.0e-9]", "lengths: [10 steps, 20 steps, 40 steps]\ncooldown: 0.2")
     study = open_study(make(base, text, "models=[{name: slim}]"))
@@ -185,7 +197,7 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
         ("settings=[data.path=nowhere]", "nowhere"),
         ("score=5shot", "score = 5shot: these cells will not have it, but top1, top5"),
         ("settings=[train.loss=masked_mean_color]", "score = top1: these cells will not have it, but none at all"),
-        ("cooldown=0.5", "set lengths or budgets"),
+        ("cooldown=0.5", "set lengths, budgets or minutes"),
         (
             "settings=[schedule.warmup=9 steps]",
             "cell wide-n50-seed0: schedule.warmup = 9 steps is 9 steps, but the whole run has 8",
