@@ -74,6 +74,10 @@ _ROPES = {
 }  # fmt: skip
 
 
+# timm's SigLIP 2 models whose names say that they are not SigLIP 1, which has the exact GELU in timm.
+_BY_TANH = "base_patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt"
+
+
 @dataclass(frozen=True)
 class _TimmArgs:
     """The fields of `model_args` in timm's config.json that are read."""
@@ -163,9 +167,7 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
             tensors = rename(tensors, [(r"^fc_norm\.", "norm.")])
         else:
             pool = "avg"
-    activation = (
-        "quick_gelu" if "quickgelu" in name else "gelu_tanh" if "so400m" in name or "giantopt" in name else "gelu"
-    )
+    activation = "quick_gelu" if "quickgelu" in name else "gelu_tanh" if re.search(_BY_TANH, name) else "gelu"
     hints = Hints(
         gelu_of(args.act_layer or activation), 1e-5 if re.search("dinov3|lingbot", name) or "norm_pre.weight" in tensors else 1e-6,
         args.num_heads or (16 if name == "vit_base_patch16_gap_224" else None), size,
