@@ -94,10 +94,6 @@ def _cross(arm: float = 0.32) -> Points:
     return points
 
 
-def _half_disc() -> Points:
-    return [(math.cos(a) - 0.4, math.sin(a)) for a in np.linspace(-math.pi / 2, math.pi / 2, 30)]
-
-
 def _heart() -> Points:
     a = np.linspace(0, 2 * math.pi, 60, endpoint=False)
     across = 16 * np.sin(a) ** 3
@@ -111,7 +107,7 @@ SHAPES: dict[str, Callable[[], list[Points]]] = {
     "circle": lambda: [_polygon(60)],
     "cross": lambda: [_cross()],
     "frame": lambda: [_polygon(4), _scaled(_polygon(4), 0.6)],
-    "half_disc": lambda: [_half_disc()],
+    "half_disc": lambda: [[(math.cos(a) - 0.4, math.sin(a)) for a in np.linspace(-math.pi / 2, math.pi / 2, 30)]],
     "heart": lambda: [_heart()],
     "ring": lambda: [_polygon(60), _scaled(_polygon(60), 0.6)],
     "square": lambda: [_polygon(4)],

@@ -1,4 +1,15 @@
-"""Command: compare any number of runs. See `pipeline/review/compare.py`."""
+"""Command: compare any number of runs. See `pipeline/review/compare.py`.
+
+Compare any number of runs, also of different data, models and kinds: what can be compared and what not; curves against
+steps, images seen and FLOPs; scores at equal budgets; which differences are more than noise; settings, data and code that
+differ. Runs are read from their folders, or from MLflow alone.
+
+  python launch/compare.py runs=[runs/vit,runs/resnet]
+  python launch/compare.py runs=[runs/vit,mlflow:0f5c...] mlflow=http://mlflow:5000
+  python launch/compare.py runs=[runs/vit,runs/resnet] score=true        # precision, recall, F1 of each class
+
+Writes report.md, report.html (self-contained), figures (.png), table.csv and pairs.csv.
+"""
 
 import sys
 from pathlib import Path
@@ -13,18 +24,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.reports import CompareConfig
 
 if __name__ == "__main__":
-    main(
-        CompareConfig,
-        "pipeline.review.compare",
-        """
-        Compare any number of runs, also of different data, models and kinds: what can be compared and what not; curves against
-        steps, images seen and FLOPs; scores at equal budgets; which differences are more than noise; settings, data and code that
-        differ. Runs are read from their folders, or from MLflow alone.
-
-          python launch/compare.py runs=[runs/vit,runs/resnet]
-          python launch/compare.py runs=[runs/vit,mlflow:0f5c...] mlflow=http://mlflow:5000
-          python launch/compare.py runs=[runs/vit,runs/resnet] score=true        # precision, recall, F1 of each class
-
-        Writes report.md, report.html (self-contained), figures (.png), table.csv and pairs.csv.
-        """,
-    )
+    main(CompareConfig, "pipeline.review.compare", __doc__)

@@ -1,18 +1,5 @@
-"""Command: mark pre-training images that are copies of test images. See `data_tools/dedup/dedup.py`."""
+"""Command: mark pre-training images that are copies of test images. See `data_tools/dedup/dedup.py`.
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from pipeline.process.start import guard
-
-guard(__name__)
-
-from pipeline.settings.command import main
-from pipeline.settings.commands.data import DedupConfig
-
-ABOUT = """
 Mark images of a data set that are near copies of test images, so that training excludes them.
 
 Copies are found after JPEG re-compression, resizing, crops of up to 10 % of a side, mirroring, and small changes of
@@ -30,5 +17,17 @@ After an interruption, run the same command again. Shards are read once, also fo
 1 KB per image), and searched once, also for another max_distance (dedup/search). The data sets in against are only read.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pipeline.process.start import guard
+
+guard(__name__)
+
+from pipeline.settings.command import main
+from pipeline.settings.commands.data import DedupConfig
+
 if __name__ == "__main__":
-    main(DedupConfig, "data_tools.dedup.dedup", ABOUT)
+    main(DedupConfig, "data_tools.dedup.dedup", __doc__)

@@ -1,4 +1,9 @@
-"""Command: a demonstration on a CPU without downloads: shard, pre-train, kill, resume, fine-tune, score."""
+"""Command: a demonstration on a CPU without downloads: shard, pre-train, kill, resume, fine-tune, score.
+
+Run the whole pipeline on a CPU, in minutes, without downloads: shard generated images with Ray, pre-train a small
+ViT on them with 2 DeepSpeed ranks, kill and resume it, fine-tune it at a higher resolution on real scans, and
+score the result.
+"""
 
 import json
 import os
@@ -162,12 +167,4 @@ def title(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        DemoConfig,
-        demo,
-        """
-        Run the whole pipeline on a CPU, in minutes, without downloads: shard generated images with Ray, pre-train a small
-        ViT on them with 2 DeepSpeed ranks, kill and resume it, fine-tune it at a higher resolution on real scans, and
-        score the result.
-        """,
-    )
+    main(DemoConfig, demo, __doc__)

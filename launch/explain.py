@@ -1,4 +1,17 @@
-"""Command: draw figures that explain weights and their predictions. See `pipeline/explain/explain.py`."""
+"""Command: draw figures that explain weights and their predictions. See `pipeline/explain/explain.py`.
+
+Draw figures that explain weights. For a ViT: attention, attention rollout, attention distance of each head,
+similarity of position embeddings, the patches of an image and their features as colours, tokens and FLOPs; with MAE's
+decoder its reconstructions. Also for a ResNet: Grad-CAM, filters of the first layer, and a sheet of predictions with the most confident mistakes first. See docs/explain.md.
+
+  python launch/explain.py weights=runs/photos images=datasets/photos
+  python launch/explain.py weights=runs/photos images=[cat.jpg,dog.jpg] draw=attention layer=12 head=all
+  python launch/explain.py weights=ViT-L_32.npz draw=[filters,positions]
+  python launch/explain.py weights=mae_visualize_vit_large.pth images=photos draw=reconstruction normalise=false
+  python launch/explain.py weights=runs/photos images=datasets/photos mlflow=http://mlflow:5000
+
+Writes a PNG per figure, cost.csv, and explain.json with the numbers in the figures.
+"""
 
 import sys
 from pathlib import Path
@@ -33,20 +46,4 @@ def explain(config: ExplainConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        ExplainConfig,
-        explain,
-        """
-        Draw figures that explain weights. For a ViT: attention, attention rollout, attention distance of each head,
-        similarity of position embeddings, the patches of an image and their features as colours, tokens and FLOPs; with MAE's
-        decoder its reconstructions. Also for a ResNet: Grad-CAM, filters of the first layer, and a sheet of predictions with the most confident mistakes first. See docs/explain.md.
-
-          python launch/explain.py weights=runs/photos images=datasets/photos
-          python launch/explain.py weights=runs/photos images=[cat.jpg,dog.jpg] draw=attention layer=12 head=all
-          python launch/explain.py weights=ViT-L_32.npz draw=[filters,positions]
-          python launch/explain.py weights=mae_visualize_vit_large.pth images=photos draw=reconstruction normalise=false
-          python launch/explain.py weights=runs/photos images=datasets/photos mlflow=http://mlflow:5000
-
-        Writes a PNG per figure, cost.csv, and explain.json with the numbers in the figures.
-        """,
-    )
+    main(ExplainConfig, explain, __doc__)

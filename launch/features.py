@@ -1,4 +1,23 @@
-"""Command: write the features of images, and find similar ones. See `pipeline/explain/features.py`."""
+"""Command: write the features of images, and find similar ones. See `pipeline/explain/features.py`.
+
+Write the features of images as Parquet: the vector that the head reads, or would read, of any weights, with a head or
+without. Images are files, folders, tars or a data set, preprocessed exactly as for launch/evaluate.py. With
+like=IMAGE, the images whose features are most similar (by cosine) are listed, and drawn on a sheet. Runs in one
+process, on a GPU or a CPU.
+
+  python launch/features.py weights=runs/photos images=datasets/photos split=train out=train.parquet
+  python launch/features.py weights=facebook/dinov2-base images=holiday out=holiday.parquet image_size=224
+  python launch/features.py weights=runs/photos images=holiday out=holiday.parquet like=cat.jpg num_like=24
+
+The table has one row per image: key, label (the true class, if known), vector (float32), problem. The same images,
+weights and settings give the same bytes on the same machine. An unreadable image has no vector, and the reason in
+problem. To read it:
+
+  table = pyarrow.parquet.read_table("train.parquet")
+  vectors = numpy.stack(table["vector"].drop_null().to_numpy())           # (images, features)
+
+See docs/explain.md.
+"""
 
 import sys
 from pathlib import Path
@@ -13,26 +32,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.weights import FeaturesConfig
 
 if __name__ == "__main__":
-    main(
-        FeaturesConfig,
-        "pipeline.explain.features",
-        """
-        Write the features of images as Parquet: the vector that the head reads, or would read, of any weights, with a head or
-        without. Images are files, folders, tars or a data set, preprocessed exactly as for launch/evaluate.py. With
-        like=IMAGE, the images whose features are most similar (by cosine) are listed, and drawn on a sheet. Runs in one
-        process, on a GPU or a CPU.
-
-          python launch/features.py weights=runs/photos images=datasets/photos split=train out=train.parquet
-          python launch/features.py weights=facebook/dinov2-base images=holiday out=holiday.parquet image_size=224
-          python launch/features.py weights=runs/photos images=holiday out=holiday.parquet like=cat.jpg num_like=24
-
-        The table has one row per image: key, label (the true class, if known), vector (float32), problem. The same images,
-        weights and settings give the same bytes on the same machine. An unreadable image has no vector, and the reason in
-        problem. To read it:
-
-          table = pyarrow.parquet.read_table("train.parquet")
-          vectors = numpy.stack(table["vector"].drop_null().to_numpy())           # (images, features)
-
-        See docs/explain.md.
-        """,
-    )
+    main(FeaturesConfig, "pipeline.explain.features", __doc__)

@@ -1,4 +1,16 @@
-"""Command: fine-tune a Vision Transformer, `deepspeed launch/finetune.py --config FILE init.weights=RUN [setting=value ...]`."""
+"""Command: fine-tune a Vision Transformer, `deepspeed launch/finetune.py --config FILE init.weights=RUN [setting=value ...]`.
+
+Fine-tune pre-trained weights on another data set, usually at a higher resolution: the head is replaced by a
+zero-initialised one, and positions are resampled to the new patch grid. The same command starts, resumes and
+finishes a run.
+
+  deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=runs/vit_l16
+  deepspeed launch/finetune.py --config configs/finetune/cifar10_48px.yaml
+  deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=ViT-B_16.npz
+  deepspeed launch/finetune.py --config configs/finetune/own_images.yaml train.freeze=backbone
+
+The weights determine the architecture: leave model.name and model sizes unset.
+"""
 
 import sys
 from pathlib import Path
@@ -9,29 +21,21 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
+from pipeline.base.errors import UserError
 from pipeline.settings.command import main
 from pipeline.settings.run import RunConfig
-from pipeline.transfer.finetune import run
 
 
 def finetune(config: RunConfig) -> None:
+    if config.init.weights is None:
+        raise UserError(
+            "init.weights is not set: fine-tuning starts from a run folder, a checkpoint, our .pt or an official .npz. "
+            "Set init.weights=runs/NAME; launch/pretrain.py trains a new model."
+        )
+    from pipeline.train.start import run  # Late, so that a mistake in the settings is reported without pyarrow.
+
     run(config, draw="pipeline.review.draw")
 
 
 if __name__ == "__main__":
-    main(
-        RunConfig,
-        finetune,
-        """
-        Fine-tune pre-trained weights on another data set, usually at a higher resolution: the head is replaced by a
-        zero-initialised one, and positions are resampled to the new patch grid. The same command starts, resumes and
-        finishes a run.
-
-          deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=runs/vit_l16
-          deepspeed launch/finetune.py --config configs/finetune/cifar10_48px.yaml
-          deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=ViT-B_16.npz
-          deepspeed launch/finetune.py --config configs/finetune/own_images.yaml train.freeze=backbone
-
-        The weights determine the architecture: leave model.name and model sizes unset.
-        """,
-    )
+    main(RunConfig, finetune, __doc__)

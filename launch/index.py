@@ -1,18 +1,5 @@
-"""Command: index existing WebDataset shards in place. See `data_tools/sharding/index.py`."""
+"""Command: index existing WebDataset shards in place. See `data_tools/sharding/index.py`.
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from pipeline.process.start import guard
-
-guard(__name__)
-
-from pipeline.settings.command import main
-from pipeline.settings.commands.data import IndexConfig
-
-ABOUT = """
 Index existing WebDataset shards in place: write a manifest, so that they can be used as a data set. Tars are neither copied
 nor changed.
 
@@ -29,5 +16,17 @@ finished manifest, it checks that no tar has changed. To shuffle, resize, merge 
 launch/shard.py layout=webdataset.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pipeline.process.start import guard
+
+guard(__name__)
+
+from pipeline.settings.command import main
+from pipeline.settings.commands.data import IndexConfig
+
 if __name__ == "__main__":
-    main(IndexConfig, "data_tools.sharding.index", ABOUT)
+    main(IndexConfig, "data_tools.sharding.index", __doc__)

@@ -1,4 +1,15 @@
-"""Command: predict the most likely classes of images. See `pipeline/evaluate/predict.py`."""
+"""Command: predict the most likely classes of images. See `pipeline/evaluate/predict.py`.
+
+Predict the most likely classes of images, with probabilities, from files, folders, tars or a data set. Images are
+preprocessed exactly as for launch/evaluate.py. Runs in one process, on a GPU or a CPU.
+
+  python launch/predict.py weights=runs/photos images=holiday
+  python launch/predict.py weights=ViT-B_16.npz class_names=imagenet.txt 'images=[cat.jpg,dog.jpg]' top=3
+  python launch/predict.py weights=runs/photos images=datasets/photos split=test out=predictions.parquet
+
+The table has one row per image and class: image, label (the true class, if known), rank, class, class_number,
+probability. An unreadable image has one row, with the reason in column problem; with many of them, set max_bad_share=1.
+"""
 
 import sys
 from pathlib import Path
@@ -13,18 +24,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.weights import PredictConfig
 
 if __name__ == "__main__":
-    main(
-        PredictConfig,
-        "pipeline.evaluate.predict",
-        """
-        Predict the most likely classes of images, with probabilities, from files, folders, tars or a data set. Images are
-        preprocessed exactly as for launch/evaluate.py. Runs in one process, on a GPU or a CPU.
-
-          python launch/predict.py weights=runs/photos images=holiday
-          python launch/predict.py weights=ViT-B_16.npz class_names=imagenet.txt 'images=[cat.jpg,dog.jpg]' top=3
-          python launch/predict.py weights=runs/photos images=datasets/photos split=test out=predictions.parquet
-
-        The table has one row per image and class: image, label (the true class, if known), rank, class, class_number,
-        probability. An unreadable image has one row, with the reason in column problem; with many of them, set max_bad_share=1.
-        """,
-    )
+    main(PredictConfig, "pipeline.evaluate.predict", __doc__)

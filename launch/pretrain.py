@@ -1,4 +1,14 @@
-"""Command: pre-train a Vision Transformer, `deepspeed launch/pretrain.py --config FILE [setting=value ...]`."""
+"""Command: pre-train a Vision Transformer, `deepspeed launch/pretrain.py --config FILE [setting=value ...]`.
+
+Pre-train a Vision Transformer. The same command starts, resumes and finishes a run.
+
+  deepspeed --hostfile hosts launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml
+  deepspeed --num_gpus 8     launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml seed=1
+  torchrun --nproc_per_node 2 launch/pretrain.py --config configs/pretrain/cifar10_small.yaml
+  python launch/pretrain.py --config configs/pretrain/cifar10_small.yaml train.length="2 epochs" name=try
+
+With a value of train.loss, --help also lists the settings of what is learned.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -27,18 +37,4 @@ def settings_of_the_objective(arguments: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    main(
-        RunConfig,
-        pretrain,
-        """
-        Pre-train a Vision Transformer. The same command starts, resumes and finishes a run.
-
-          deepspeed --hostfile hosts launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml
-          deepspeed --num_gpus 8     launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml seed=1
-          torchrun --nproc_per_node 2 launch/pretrain.py --config configs/pretrain/cifar10_small.yaml
-          python launch/pretrain.py --config configs/pretrain/cifar10_small.yaml train.length="2 epochs" name=try
-
-        With a value of train.loss, --help also lists the settings of what is learned.
-        """,
-        more_help=settings_of_the_objective,
-    )
+    main(RunConfig, pretrain, __doc__, more_help=settings_of_the_objective)

@@ -1,4 +1,14 @@
-"""Command: report one run on one page. See `pipeline/review/report.py`."""
+"""Command: report one run on one page. See `pipeline/review/report.py`.
+
+Report one run on one self-contained HTML page: where it came from and what came from it; the plan beside what was measured;
+scores with 95 % intervals; curves; warnings; settings that differ from the defaults; data, code and environment; where the
+weights are. Also a grid (launch/finetune_grid.py) or a sweep (launch/vtab.py). From the folder, or from MLflow alone.
+
+  python launch/report.py runs/vit_b16
+  python launch/report.py mlflow:0f5c... mlflow=http://mlflow:5000 out=report
+
+Writes report.html (reads well on a desktop, on a phone and printed), report.md and its pictures.
+"""
 
 import sys
 from pathlib import Path
@@ -13,18 +23,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.reports import RunReportConfig
 
 if __name__ == "__main__":
-    main(
-        RunReportConfig,
-        "pipeline.review.report",
-        """
-        Report one run on one self-contained HTML page: where it came from and what came from it; the plan beside what was measured;
-        scores with 95 % intervals; curves; warnings; settings that differ from the defaults; data, code and environment; where the
-        weights are. Also a grid (launch/finetune_grid.py) or a sweep (launch/vtab.py). From the folder, or from MLflow alone.
-
-          python launch/report.py runs/vit_b16
-          python launch/report.py mlflow:0f5c... mlflow=http://mlflow:5000 out=report
-
-        Writes report.html (reads well on a desktop, on a phone and printed), report.md and its pictures.
-        """,
-        subject="run",
-    )
+    main(RunReportConfig, "pipeline.review.report", __doc__, subject="run")

@@ -1,4 +1,16 @@
-"""Command: list the samples of a training step, or the steps of a sample. See `pipeline/lifecycle/samples.py`."""
+"""Command: list the samples of a training step, or the steps of a sample. See `pipeline/lifecycle/samples.py`.
+
+List the samples of a training step, or the steps at which a sample is used. This is computed from the sample order,
+so it needs no log and works for future steps.
+
+  python launch/samples.py run=runs/vit_l16 step=100000
+  python launch/samples.py run=runs/vit_l16 step=100000 ranks=64 rank=17 csv=batch.csv sheet=batch.png
+  python launch/samples.py run=runs/vit_l16 sample=n02084071/n02084071_1365
+  python launch/samples.py run=configs/pretrain/vit_l16_imagenet21k.yaml step=1
+
+step counts from 1, as in log lines; epoch, place and rank count from 0. row is the sample's row in the manifest.
+The command fails if the data or the excluded samples differ from those of the run.
+"""
 
 import sys
 from pathlib import Path
@@ -14,19 +26,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.operate import SamplesConfig
 
 if __name__ == "__main__":
-    main(
-        SamplesConfig,
-        run,
-        """
-        List the samples of a training step, or the steps at which a sample is used. This is computed from the sample order,
-        so it needs no log and works for future steps.
-
-          python launch/samples.py run=runs/vit_l16 step=100000
-          python launch/samples.py run=runs/vit_l16 step=100000 ranks=64 rank=17 csv=batch.csv sheet=batch.png
-          python launch/samples.py run=runs/vit_l16 sample=n02084071/n02084071_1365
-          python launch/samples.py run=configs/pretrain/vit_l16_imagenet21k.yaml step=1
-
-        step counts from 1, as in log lines; epoch, place and rank count from 0. row is the sample's row in the manifest.
-        The command fails if the data or the excluded samples differ from those of the run.
-        """,
-    )
+    main(SamplesConfig, run, __doc__)

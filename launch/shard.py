@@ -1,18 +1,5 @@
-"""Command: shard raw images into a data set. See `data_tools/sharding/shard.py`."""
+"""Command: shard raw images into a data set. See `data_tools/sharding/shard.py`.
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from pipeline.process.start import guard
-
-guard(__name__)
-
-from pipeline.settings.command import main
-from pipeline.settings.commands.data import ShardConfig
-
-ABOUT = """
 Shard raw images into a data set: tars that WebDataset can read, and a manifest for random access.
 
 source has one of these layouts; layout=auto detects it:
@@ -41,5 +28,17 @@ byte. On a finished data set, it checks every shard and writes damaged or missin
 Unreadable images are skipped and listed in skipped.csv; above a share of max_bad_share the job stops.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pipeline.process.start import guard
+
+guard(__name__)
+
+from pipeline.settings.command import main
+from pipeline.settings.commands.data import ShardConfig
+
 if __name__ == "__main__":
-    main(ShardConfig, "data_tools.sharding.shard", ABOUT)
+    main(ShardConfig, "data_tools.sharding.shard", __doc__)

@@ -1,4 +1,13 @@
-"""Command: statistics and figures of a data set. See `data_tools/check/stats.py`."""
+"""Command: statistics and figures of a data set. See `data_tools/check/stats.py`.
+
+Compute and draw statistics of a data set: images per class, image sizes, aspect ratios, bytes, formats, labels per image,
+how well each shard is shuffled, and a sheet of samples. Reads only the manifest and the bytes of these samples.
+
+      python launch/stats.py data=datasets/photos
+      python launch/stats.py data=datasets/photos sheet=0 mlflow=http://mlflow:5000
+
+Writes stats.json, classes.csv, shards.csv, histograms.png and contact_sheet.png into out.
+"""
 
 import sys
 from pathlib import Path
@@ -33,15 +42,5 @@ def stats(config: StatsConfig) -> None:
         send_report(config.mlflow, folder, facts, stats.metrics(found), files, config.experiment)
 
 
-ABOUT = """
-Compute and draw statistics of a data set: images per class, image sizes, aspect ratios, bytes, formats, labels per image,
-how well each shard is shuffled, and a sheet of samples. Reads only the manifest and the bytes of these samples.
-
-      python launch/stats.py data=datasets/photos
-      python launch/stats.py data=datasets/photos sheet=0 mlflow=http://mlflow:5000
-
-Writes stats.json, classes.csv, shards.csv, histograms.png and contact_sheet.png into out.
-"""
-
 if __name__ == "__main__":
-    main(StatsConfig, stats, ABOUT)
+    main(StatsConfig, stats, __doc__)

@@ -1,4 +1,13 @@
-"""Command: restart a run until it is finished, `launch/supervise.py [setting=value ...] -- deepspeed launch/pretrain.py ...`."""
+"""Command: restart a run until it is finished, `launch/supervise.py [setting=value ...] -- deepspeed launch/pretrain.py ...`.
+
+Start a run, and restart it after a crash or preemption until it is finished, on the hosts that still work.
+
+  python launch/supervise.py -- deepspeed --hostfile hosts launch/pretrain.py --config FILE
+  python launch/supervise.py restarts=3 -- deepspeed --num_gpus 8 launch/finetune.py --config FILE name=try
+
+Exit codes: 0 finished, 75 stopped (start it again to resume), 2 the run refused its settings, 1 gave up. The run's
+folder has a log of the supervisor in supervise.log and supervise.jsonl.
+"""
 
 import sys
 from functools import partial
@@ -18,16 +27,4 @@ if __name__ == "__main__":
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     command = sys.argv[split + 1 :]
     del sys.argv[split:]
-    main(
-        SuperviseConfig,
-        partial(supervise, command),
-        """
-        Start a run, and restart it after a crash or preemption until it is finished, on the hosts that still work.
-
-          python launch/supervise.py -- deepspeed --hostfile hosts launch/pretrain.py --config FILE
-          python launch/supervise.py restarts=3 -- deepspeed --num_gpus 8 launch/finetune.py --config FILE name=try
-
-        Exit codes: 0 finished, 75 stopped (start it again to resume), 2 the run refused its settings, 1 gave up. The run's
-        folder has a log of the supervisor in supervise.log and supervise.jsonl.
-        """,
-    )
+    main(SuperviseConfig, partial(supervise, command), __doc__)

@@ -1,4 +1,14 @@
-"""Command: send run folders to MLflow afterwards. See `pipeline/review/sync.py`."""
+"""Command: send run folders to MLflow afterwards. See `pipeline/review/sync.py`.
+
+Send to MLflow what it lacks of finished, stopped or killed runs: metrics, figures, settings, logged models, how they ended.
+
+Runs send themselves; this is for those that could not (no network, track.enabled=false, a kill), and for a second store.
+
+  python launch/track_sync.py runs=[runs/vit_l16]
+  python launch/track_sync.py runs=[runs] uri=http://mlflow.example.org:5000
+
+A run that goes on is left alone. Sending twice changes nothing.
+"""
 
 import sys
 from pathlib import Path
@@ -13,17 +23,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.reports import SyncConfig
 
 if __name__ == "__main__":
-    main(
-        SyncConfig,
-        "pipeline.review.sync",
-        """
-        Send to MLflow what it lacks of finished, stopped or killed runs: metrics, figures, settings, logged models, how they ended.
-
-        Runs send themselves; this is for those that could not (no network, track.enabled=false, a kill), and for a second store.
-
-          python launch/track_sync.py runs=[runs/vit_l16]
-          python launch/track_sync.py runs=[runs] uri=http://mlflow.example.org:5000
-
-        A run that goes on is left alone. Sending twice changes nothing.
-        """,
-    )
+    main(SyncConfig, "pipeline.review.sync", __doc__)

@@ -1,4 +1,20 @@
-"""Command: check every byte of a data set against its manifest. See `data_tools/check/verify.py`."""
+"""Command: check every byte of a data set against its manifest. See `data_tools/check/verify.py`.
+
+Check every byte of a data set against its manifest, and report what is damaged.
+
+Checked for every shard: its size, its SHA-256 and each tar header. For every image: the position of its bytes, its SHA-256,
+key and label, and that it can be decoded (all images, or a share of decode_share).
+
+      python launch/verify.py data=datasets/photos
+      python launch/verify.py data=datasets/photos decode_share=0.01
+      ray job submit --working-dir . -- python launch/verify.py data=/data/imagenet21k_shards
+
+Writes report.json and damage.csv into out, and lists damaged images in exclude/damaged.parquet of the data set, so that
+training excludes them. Intact images of a damaged tar are still used.
+
+Exit code: 0 when nothing is damaged, 1 when something is, 2 when nothing could be checked (a mistake in the command, no data
+set, no list of its shards).
+"""
 
 import sys
 from pathlib import Path
@@ -20,22 +36,5 @@ def verify(config: VerifyConfig) -> None:
         sys.exit(1)
 
 
-ABOUT = """
-Check every byte of a data set against its manifest, and report what is damaged.
-
-Checked for every shard: its size, its SHA-256 and each tar header. For every image: the position of its bytes, its SHA-256,
-key and label, and that it can be decoded (all images, or a share of decode_share).
-
-      python launch/verify.py data=datasets/photos
-      python launch/verify.py data=datasets/photos decode_share=0.01
-      ray job submit --working-dir . -- python launch/verify.py data=/data/imagenet21k_shards
-
-Writes report.json and damage.csv into out, and lists damaged images in exclude/damaged.parquet of the data set, so that
-training excludes them. Intact images of a damaged tar are still used.
-
-Exit code: 0 when nothing is damaged, 1 when something is, 2 when nothing could be checked (a mistake in the command, no data
-set, no list of its shards).
-"""
-
 if __name__ == "__main__":
-    main(VerifyConfig, verify, ABOUT)
+    main(VerifyConfig, verify, __doc__)

@@ -1,22 +1,5 @@
-"""Command: score weights on VTAB-1k's tasks by a protocol, as Ray tasks. See `pipeline/transfer/vtab.py`."""
+"""Command: score weights on VTAB-1k's tasks by a protocol, as Ray tasks. See `pipeline/transfer/vtab.py`.
 
-import sys
-from collections.abc import Iterable
-from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from pipeline.process.start import guard
-
-guard(__name__)
-
-from pipeline.settings.command import main
-from pipeline.settings.commands.transfer import VtabConfig
-
-ABOUT = """
 Score weights on VTAB-1k: on each of 19 tasks, adapt them to 1,000 training images and test them, by a published protocol.
 
 If the protocol tries several settings, they are chosen on train800 and val200; then the model is trained on all 1,000 images
@@ -39,6 +22,22 @@ is retried, then reported; the others continue, and the exit code is 2.
 The result folder holds results.json, with protocol, weights and data and their checksums, and one file per cell. The sweep
 is sent to MLflow (mlflow=URI; mlflow=none sends nothing) as a run, with a run below it for each cell.
 """
+
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipeline.process.start import guard
+
+guard(__name__)
+
+from pipeline.settings.command import main
+from pipeline.settings.commands.transfer import VtabConfig
 
 
 def vtab(config: VtabConfig) -> None:
@@ -68,4 +67,4 @@ def on_ray(config: VtabConfig, *arguments: Any) -> Iterable[tuple[int, Any]]:
 
 
 if __name__ == "__main__":
-    main(VtabConfig, vtab, ABOUT, flag="plan")
+    main(VtabConfig, vtab, __doc__, flag="plan")

@@ -1,18 +1,5 @@
-"""Command: prepare VTAB-1k's 19 tasks from the original files, or prove their splits. See `data_tools/vtab/`."""
+"""Command: prepare VTAB-1k's 19 tasks from the original files, or prove their splits. See `data_tools/vtab/`.
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from pipeline.process.start import guard
-
-guard(__name__)
-
-from pipeline.settings.command import main
-from pipeline.settings.commands.data import VtabPrepareConfig
-
-ABOUT = """
 Prepare VTAB-1k's 19 tasks, as many as have their files: one data set per task, with the splits train800, val200,
 train800val200 (both) and test. TensorFlow is not needed.
 
@@ -34,5 +21,17 @@ docs/vtab.md lists the files; missing files are reported with their URL.
 After an interruption, run the same command again.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pipeline.process.start import guard
+
+guard(__name__)
+
+from pipeline.settings.command import main
+from pipeline.settings.commands.data import VtabPrepareConfig
+
 if __name__ == "__main__":
-    main(VtabPrepareConfig, "data_tools.vtab.prepare", ABOUT, flag="prove")
+    main(VtabPrepareConfig, "data_tools.vtab.prepare", __doc__, flag="prove")

@@ -1,4 +1,14 @@
-"""Command: report VTAB-1k sweeps in a table beside the paper's. See `pipeline/transfer/report.py`."""
+"""Command: report VTAB-1k sweeps in a table beside the paper's. See `pipeline/transfer/report.py`.
+
+Report a sweep of launch/vtab.py: accuracy on VTAB-1k's 19 tasks with 95 % intervals, and the means of its three groups
+and of all tasks, beside those of the ViT paper and of other sweeps.
+
+  python launch/vtab_report.py sweeps=runs/vit_b16/vtab/vit_paper-finetune
+  python launch/vtab_report.py sweeps=[runs/a/vtab/vit_paper-finetune,runs/b/vtab/vit_paper-finetune] names=[new,old]
+
+Writes report.md, report.html (self-contained), scores.csv, tasks.png and means.png. The mean of a group is left out if a
+task has no score, and the task is named.
+"""
 
 import sys
 from pathlib import Path
@@ -13,17 +23,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.reports import VtabReportConfig
 
 if __name__ == "__main__":
-    main(
-        VtabReportConfig,
-        "pipeline.transfer.report",
-        """
-        Report a sweep of launch/vtab.py: accuracy on VTAB-1k's 19 tasks with 95 % intervals, and the means of its three groups
-        and of all tasks, beside those of the ViT paper and of other sweeps.
-
-          python launch/vtab_report.py sweeps=runs/vit_b16/vtab/vit_paper-finetune
-          python launch/vtab_report.py sweeps=[runs/a/vtab/vit_paper-finetune,runs/b/vtab/vit_paper-finetune] names=[new,old]
-
-        Writes report.md, report.html (self-contained), scores.csv, tasks.png and means.png. The mean of a group is left out if a
-        task has no score, and the task is named.
-        """,
-    )
+    main(VtabReportConfig, "pipeline.transfer.report", __doc__)

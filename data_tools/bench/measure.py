@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from data_tools.bench.apart import Row, rows_apart
 from data_tools.bench.record import BenchRecord, markdown
@@ -67,7 +68,8 @@ def report(
 ) -> None:
     """Time the contestants, add them to the record, and print a table. what: was measured, for its heading. columns: heads of `about`."""
     results = race(contestants, rounds)
-    record.add_all(rows(contestants, results))
+    for row in rows(contestants, results):
+        record.add(**row)
     print(f"\n{what}; medians of {counted(rounds, 'round')}, alternating\n")
     print(table(contestants, results, columns))
 
@@ -90,9 +92,9 @@ def table(contestants: Sequence[Contestant], results: dict[str, Timing | str], c
     return markdown(["", *columns, "cores", "images/s", "images per CPU second", "first batch"], lines)
 
 
-def rows(contestants: Sequence[Contestant], results: dict[str, Timing | str]) -> list[dict[str, object]]:
+def rows(contestants: Sequence[Contestant], results: dict[str, Timing | str]) -> list[dict[str, Any]]:
     """The results as rows of a record."""
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     for contestant in contestants:
         result = results[contestant.name]
         measured = asdict(result) if isinstance(result, Timing) else {"failed": result}

@@ -41,11 +41,6 @@ class BenchRecord:
         self.rows.append({"name": name, **values})
         self.write()
 
-    def add_all(self, rows: Iterable[Row]) -> None:
-        """Add rows that have a "name"."""
-        for row in rows:
-            self.add(**row)
-
     def write(self) -> None:
         """Replace the JSON file, if one is set."""
         if self.config.json:

@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts
 from data_tools.sources.listing import printable
-from pipeline.base.page import png
+from pipeline.base.page import png, style_axes
 from pipeline.base.words import counted, of_classes
 from pipeline.data.dataset.manifest import Dataset
 
@@ -49,9 +49,7 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Seq
     sizes.set(title="Size of a file", xlabel="bytes")
     _labels_or_formats(labels_or_formats, counts, colours)
     for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="0.92")
-        axes.set_axisbelow(True)
+        style_axes(axes, "y")
     handles = [sides.plot([], [], "s", color=colour, label=split)[0] for split, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return png(figure)

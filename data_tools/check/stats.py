@@ -52,10 +52,12 @@ def run(config: StatsConfig) -> dict[str, Any]:
     for split, of_split in stats["splits"].items():
         of_split["shards"] = _shard_summary([(s, m) for s, m in zip(shards, mixes, strict=True) if s.split == split])
     stats["seconds"] = time.monotonic() - begin
-    sheet = draw_sheet(dataset, config.sheet, _total_classes(counts)) if config.sheet else None
+    of_classes = np.sum([of_split.classes for of_split in counts.values()], axis=0)
+    sheet = draw_sheet(dataset, config.sheet, of_classes) if config.sheet else None
+    of_splits = [of_split.classes.tolist() for of_split in counts.values()]
     contents = {
         STATS: (json.dumps(stats, indent=1, ensure_ascii=False) + "\n").encode(),
-        CLASSES: _class_table(counts, dataset.classes),
+        CLASSES: as_csv([("class", *counts), *zip(dataset.classes, *of_splits, strict=True)]),
         SHARDS: _shard_table(shards, mixes, dataset.classes),
         HISTOGRAMS: draw_histograms(dataset, counts, mixes),
         SHEET: sheet,
@@ -131,15 +133,6 @@ def _shard_summary(shards: Sequence[tuple[Shard, ShardMix]]) -> dict[str, Any]:
         "mix_excess_median": float(np.median([m.excess for _, m in shards])),
         "mix_excess_max": mix.excess, "mix_worst": worst.name,
     }  # fmt: skip
-
-
-def _total_classes(counts: dict[str, SplitCounts]) -> np.ndarray:
-    return np.sum([of_split.classes for of_split in counts.values()], axis=0)
-
-
-def _class_table(counts: dict[str, SplitCounts], names: Sequence[str]) -> bytes:
-    columns = [of_split.classes.tolist() for of_split in counts.values()]
-    return as_csv([("class", *counts), *zip(names, *columns, strict=True)])
 
 
 def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequence[str]) -> bytes:

@@ -95,9 +95,6 @@ class _Findings:
         # Details may quote arbitrary names from the tar.
         self.rows.append((kind, self.shard.split, self.shard.name, row, key, printable(detail), unfit))
 
-    def table(self) -> pa.Table:
-        return findings_table(self.rows)
-
 
 def findings_table(rows: list[tuple]) -> pa.Table:
     """A table with schema FINDINGS from tuples in its column order."""
@@ -128,7 +125,7 @@ def check_shard(job: VerifyJob) -> Checked:
         size = decoded = 0
         for number, key in enumerate(job.rows["key"] if job.rows else ()):
             findings.add("lost", "the tar is not there", job.first_row + number, key)
-    return Checked(size, decoded, findings.table())
+    return Checked(size, decoded, findings_table(findings.rows))
 
 
 def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -> bool:

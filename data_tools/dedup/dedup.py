@@ -24,7 +24,7 @@ from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
-from pipeline.base.words import counted
+from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.storage.atomic import write_files
@@ -294,9 +294,8 @@ def _print(report: dict[str, Any]) -> None:
     for part in report["against"]:
         counts = [part["images"], part["images_with_copies"], part["copies"], *part["histogram"]]
         rows.append([part["name"], *(f"{count:,}" for count in counts)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        print("  ".join([name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))
+    for line in aligned(rows, 1):
+        print(line)
     everything = [data, *report["against"]]
     plain, bad = sum(part["plain"] for part in everything), sum(part["unreadable"] for part in everything)
     print(

@@ -56,7 +56,7 @@ def write_tests(jobs: Sequence[ThumbnailJob], path: AnyPath) -> None:
 def search_shard(job: SearchJob) -> int:
     """Write the pairs of one shard; returns their number. Raises UserError for a damaged shard or file of thumbnails."""
     cv2.setNumThreads(1)
-    tests = _load_tests(job.tests)
+    tests = _Tests(job.tests)
     own = read_thumbnails(job.shard)
     usable = np.flatnonzero(own.states == FINE)
     likely = tests.index.find(own.thumbs[usable])
@@ -93,6 +93,7 @@ def read_pairs(job: SearchJob) -> Pairs:
     return Pairs(job.shard.first_row + rows, tests, distances)
 
 
+@lru_cache(maxsize=1)  # Per worker: building the index of 100,000 images takes half a minute.
 class _Tests:
     """Test images in a worker's memory. fine: the indexed rows."""
 
@@ -105,12 +106,6 @@ class _Tests:
 
     def read_reduced(self, row: int) -> np.ndarray:
         return _read_reduced(self._tars[self._tar[row]], int(self._offsets[row]), int(self._sizes[row]))
-
-
-@lru_cache(maxsize=1)
-def _load_tests(path: str) -> _Tests:
-    """Cached per worker: building the index of 100,000 images takes half a minute."""
-    return _Tests(path)
 
 
 @lru_cache(maxsize=4096)

@@ -52,7 +52,7 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
         return "imagenet1k"
     if cifar.is_cifar(names) and cifar.is_cifar(files(cifar.FILES)):
         return "cifar"
-    if tiny_imagenet.is_tiny_imagenet(source):
+    if (source / tiny_imagenet.ANNOTATIONS).is_file():
         return "tiny_imagenet"
     tables = itertools.chain(
         (source / name for name in names if name.endswith(".parquet")), (source / "data").glob("*.parquet")

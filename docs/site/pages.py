@@ -96,7 +96,7 @@ def _asked(name: str, word: str) -> tuple[type, str]:
     found: list[tuple[type, str]] = []
 
     def main(cls: type, function: object, about: str, *_: Any, **__: Any) -> None:
-        found.append((cls, textwrap.dedent(about).strip()))
+        found.append((cls, command.description(about)))
 
     argv, real = sys.argv, command.main
     sys.argv, command.main = [f"launch/{name}.py", *([word] if word else [])], main

@@ -127,10 +127,27 @@ _MANY_COLUMNS = 8
 _UNBROKEN = re.compile(r"\[[-+\d., ]*\]| %")
 
 
+# Colours of Okabe and Ito, which colour-blind people can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
 def png(figure: Any) -> bytes:
     """A Matplotlib figure as a PNG."""
     figure.savefig(buffer := io.BytesIO(), format="png")
     return buffer.getvalue()
+
+
+def style_axes(axes: Any, grid: str = "both") -> None:
+    """Give Matplotlib axes the look of all figures. grid: of the values of "x", "y" or "both"."""
+    axes.grid(axis=grid, color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def add_legend(to: Any, *lines: Any, **look: Any) -> None:
+    """Give Matplotlib axes, or a figure, a legend without a frame, in which names are not read as formulas."""
+    for text in to.legend(*lines, frameon=False, **look).get_texts():
+        text.set_parse_math(False)
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:

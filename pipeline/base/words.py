@@ -1,5 +1,8 @@
 """Counts in sentences: "1 rank", "2 ranks". Standard library only; every message that counts something uses it."""
 
+import math
+from collections.abc import Sequence
+
 
 def counted(count: int | float, noun: str) -> str:
     """The number and its noun, in the plural unless the number is 1: "1 class", "1,024 copies", "0.5 hours".
@@ -21,3 +24,13 @@ def plural(noun: str) -> str:
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{noun[:-1]}ies"
     return f"{noun}s"
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: float = math.inf) -> list[str]:
+    """The rows of a table as lines: the first `num_left` columns are aligned at the left, the others at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if number < num_left else str.rjust for number in range(len(widths))]
+    return [
+        "  ".join(pad(cell, width) for pad, cell, width in zip(sides, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

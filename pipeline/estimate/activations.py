@@ -143,9 +143,9 @@ def saved_by_loss(
     return Saved(found.total, plain.outside, tuple(uses))
 
 
-def _saved_by(model: Model, forward: Callable[[], Tensor], left_out: Iterable[Tensor]) -> Saved:
+def _saved_by(model: Model, forward: Callable[[], Tensor], ignored: Iterable[Tensor]) -> Saved:
     """Counts what `forward`, which calls the model, saves beside the tensors that are left out."""
-    ours = {tensor.untyped_storage()._cdata for tensor in left_out}
+    ours = {tensor.untyped_storage()._cdata for tensor in ignored}
     kept: dict[int, torch.UntypedStorage] = {}
     of_blocks: set[int] = set()
     before: set[int] = set()

@@ -169,16 +169,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
         planned = replace(config, engine=chosen.engine, train=replace(config.train, micro_batch=choice.micro_batch))
         advised = make_plan(planned, data.epoch_samples, num_gpus)  # Raises if training would refuse the advice.
     if cluster and network and is_predictable(config):
-        time = step_time(
-            planned,
-            model,
-            cluster.gpu,
-            network,
-            cluster.nodes,
-            cluster.gpus_per_node,
-            advised.micro_batch,
-            advised.accumulation,
-        )
+        time = step_time(planned, model, cluster, network, advised.micro_batch, advised.accumulation)
         rows = scaling(config, model, cluster, network)
     return Forecast(config, cluster, data, model, plan, layouts, choice, planned, network, time, rows, measured)
 

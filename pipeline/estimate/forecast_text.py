@@ -10,7 +10,7 @@ from typing import Any
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.files import as_bytes
-from pipeline.base.words import counted, of_classes
+from pipeline.base.words import aligned, counted, of_classes
 from pipeline.data.storage.atomic import replacing
 from pipeline.estimate.cluster import HEADROOM, lay_out
 from pipeline.estimate.forecast import Forecast, make_forecast
@@ -49,7 +49,7 @@ def describe(forecast: Forecast) -> list[str]:
         *_describe_run(forecast),
         *_describe_memory(forecast),
         *_describe_time(forecast),
-        *_describe_readers(forecast),
+        *["Readers", *(f"  {line}" for line in readers(forecast)), ""],
         *_describe_choice(forecast),
     ]
 
@@ -190,10 +190,6 @@ def _describe_scaling(forecast: Forecast) -> list[str]:
     ]
 
 
-def _describe_readers(forecast: Forecast) -> list[str]:
-    return ["Readers", *(f"  {line}" for line in readers(forecast)), ""]
-
-
 def readers(forecast: Forecast) -> list[str]:
     """Lines about the data that ranks read, and whether there are enough streams and shards."""
     config, data, plan = forecast.config, forecast.data, forecast.plan
@@ -246,10 +242,7 @@ def _describe_choice(forecast: Forecast) -> list[str]:
 
 
 def _table(titles: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    return [
-        "  " + "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in [titles, *rows]
-    ]
+    return [f"  {line}" for line in aligned([titles, *rows], 0)]
 
 
 def to_dict(forecast: Forecast) -> dict[str, Any]:

@@ -61,17 +61,14 @@ class Plan:
     @property
     def evaluations(self) -> str:
         """As "evaluation every 100"."""
-        return (
-            f"evaluation every {self.evaluate_every['scores']:,}"
-            if "scores" in self.evaluate_every
-            else "no evaluation"
-        )
+        every = self.evaluate_every.get("scores")
+        return f"evaluation every {every:,}" if every else "no evaluation"
 
     def notes(self, config: RunConfig) -> list[str]:
         """A line for settings that override model.name, one for a balance of classes, one for a run without a held-out split, and one
         for each setting that was changed to fit."""
         named = list(filter(None, [overrides_of_name(config.model), self.balance]))
-        if not config.data.evaluated_split:
+        if not config.data.evaluated:
             probed = "only its probes measure it" if self.evaluate_every else "nothing measures it but its loss"
             named.append(
                 f"no held-out split: the run is not evaluated, {probed}. To hold out images: data.dev_share=0.01, or "
@@ -117,7 +114,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
             f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown = {config.schedule.cooldown} "
             f"({counted(cooldown, 'step')}) are longer than the run of {steps:,} steps. Shorten one of them."
         )
-    intervals = {"scores": config.evaluate.every} if config.data.evaluated_split else {}
+    intervals = {"scores": config.evaluate.every} if config.data.evaluated else {}
     intervals |= {name: section.every for name, section in config.evaluators.items() if section.every.amount}
     return Plan(
         steps=steps,

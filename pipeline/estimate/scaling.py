@@ -52,7 +52,7 @@ def scaling(config: PlanConfig, model: Config, cluster: Cluster, network: Networ
             continue
         accumulation, micro_batch = choice.accumulation, choice.micro_batch
         chosen = lay_out(config, choice.zero_stage, choice.activation_checkpointing)
-        time = step_time(chosen, model, cluster.gpu, network, nodes, cluster.gpus_per_node, micro_batch, accumulation)
+        time = step_time(chosen, model, there, network, micro_batch, accumulation)
         rate = config.train.global_batch / time.total
         first = first or rate / there.num_gpus
         row = ScalingRow(

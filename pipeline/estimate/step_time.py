@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from pipeline import objectives
 from pipeline.estimate import memory
+from pipeline.estimate.cluster import Cluster
 from pipeline.estimate.network import Kind, Network, find_network
 from pipeline.estimate.operators import MATRICES, traffic
 from pipeline.estimate.plan import Plan
@@ -50,27 +51,24 @@ class StepTime:
 
 
 def step_time(
-    config: PlanConfig, model: Config, gpu: Gpu, network: Network, nodes: int, gpus_per_node: int, micro_batch: int,
-    accumulation: int,
-) -> StepTime:  # fmt: skip
+    config: PlanConfig, model: Config, cluster: Cluster, network: Network, micro_batch: int, accumulation: int
+) -> StepTime:
     """Returns the time of an optimizer step of `accumulation` micro-batches on every rank."""
+    gpu, num_gpus = cluster.gpu, cluster.num_gpus
     forward, backward = passes(config, model, gpu, micro_batch)
     compute = accumulation * (forward + backward)
-    optimizer = optimizer_bytes(config, model, nodes * gpus_per_node, accumulation) / (
-        gpu.bandwidth * config.efficiency
-    )
+    optimizer = optimizer_bytes(config, model, num_gpus, accumulation) / (gpu.bandwidth * config.efficiency)
     if config.optimizer.name == "muon":  # Each matrix on one rank, but for those that are cut.
         peak = (config.engine.peak_tflops or gpu.tflops) * 1e12 * config.efficiency
-        ranks = nodes * gpus_per_node if config.engine.zero_stage else 1
+        ranks = num_gpus if config.engine.zero_stage else 1
         optimizer += memory.parameters(config, model).orthogonal_flops / (ranks * peak)
     spent = dict.fromkeys(("forward", "backward", "backward's end", "step"), 0.0)
-    if nodes * gpus_per_node > 1:
+    if num_gpus > 1:
         for one in collectives(config, model, accumulation):
-            spent[one.when] += network.seconds(one.kind, one.bytes, nodes, gpus_per_node, one.calls)
+            spent[one.when] += network.seconds(one.kind, one.bytes, cluster.nodes, cluster.gpus_per_node, one.calls)
     exposed = spent["backward's end"] + spent["step"]
-    exposed += max(0.0, spent["forward"] - accumulation * forward) + max(
-        0.0, spent["backward"] - accumulation * backward
-    )
+    exposed += max(0.0, spent["forward"] - accumulation * forward)
+    exposed += max(0.0, spent["backward"] - accumulation * backward)
     return StepTime(compute, optimizer, sum(spent.values()), exposed)
 
 
@@ -80,17 +78,8 @@ def predicted_speed(config: RunConfig, plan: Plan, model: Config, gpu_name: str,
     planned = PlanConfig(**{field.name: getattr(config, field.name) for field in fields(config)})
     if gpu is None or not is_predictable(planned):
         return 0.0
-    nodes = max(1, plan.world_size // gpus_per_node)
-    time = step_time(
-        planned,
-        model,
-        gpu,
-        find_network("", gpu),
-        nodes,
-        min(gpus_per_node, plan.world_size),
-        plan.micro_batch,
-        plan.accumulation,
-    )
+    cluster = Cluster(max(1, plan.world_size // gpus_per_node), min(gpus_per_node, plan.world_size), gpu)
+    time = step_time(planned, model, cluster, find_network("", gpu), plan.micro_batch, plan.accumulation)
     return plan.global_batch / time.total
 
 

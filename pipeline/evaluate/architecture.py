@@ -3,14 +3,10 @@
 A run that starts from weights does not set `model.name` or `model.width`, so reports show the architecture as built instead.
 """
 
-from pathlib import Path
 from typing import Any
 
 from pipeline import model as models
 from pipeline.architecture.variants import HYBRIDS, RESNET_UNITS, VARIANTS
-from pipeline.base import json_record
-from pipeline.base.errors import UserError
-from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.settings.quantities import ImageSize
 
 FILE = "model.json"
@@ -52,23 +48,3 @@ def _sizes(config: models.ViTConfig) -> str:
     heads = f"h{config.num_heads}" if 64 * config.num_heads != config.width else ""
     mlp = f"m{config.mlp_width}" if config.mlp_width != 4 * config.width else ""
     return f"{config.width}x{config.depth}{heads}{mlp}"
-
-
-def of_run(folder: Path) -> dict[str, Any] | None:
-    """The architecture of a run, from its folder or (runs of earlier versions) its newest checkpoint; None if neither has it.
-
-    Raises UserError for a damaged file.
-    """
-    try:
-        content = json_record.read(folder / FILE, dict[str, Any])
-        where = str(folder / FILE)
-    except FileNotFoundError:
-        found = Checkpoints(folder / "checkpoints").candidates()
-        if not found:
-            return None
-        where = f"{found[0]}/state.json"
-        content = read_state(found[0]).model
-    try:
-        return as_settings(models.config_from_dict(content))
-    except (UserError, TypeError, ValueError) as error:
-        raise UserError(f"{where} is damaged ({error}). Remove it if the run has a checkpoint.") from None

@@ -218,10 +218,6 @@ def _class_token_and_mean(tokens: Tensor, num_patches: int) -> Tensor:
     return torch.cat([tokens[:, 0], tokens[:, -num_patches:].mean(1)], dim=1)
 
 
-def _timm(library: Any, folder: Path, config: Config) -> Forward:
-    return library.create_model(f"local-dir:{folder}", pretrained=True).eval()
-
-
 def _onnxruntime(library: Any, file: Path, config: Config) -> Forward:
     session = library.InferenceSession(file, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
@@ -229,7 +225,7 @@ def _onnxruntime(library: Any, file: Path, config: Config) -> Forward:
 
 _PROGRAMS: dict[str, tuple[str, Callable[[Any, Path, Config], Forward]]] = {
     "huggingface": ("transformers", _transformers),
-    "timm": ("timm", _timm),
+    "timm": ("timm", lambda library, folder, _: library.create_model(f"local-dir:{folder}", pretrained=True).eval()),
     "onnx": ("onnxruntime", _onnxruntime),
 }
 

@@ -20,6 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
+from pipeline.base.page import style_axes
 from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
 from pipeline.explain.parameters import Cost, Filters
@@ -262,6 +263,4 @@ def _style(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x, fontsize=_TEXT)
     axes.set_ylabel(y, fontsize=_TEXT)
     axes.tick_params(labelsize=_SMALL)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="0.92", linewidth=0.6)
-    axes.set_axisbelow(True)
+    style_axes(axes)

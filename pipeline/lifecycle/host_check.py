@@ -26,7 +26,7 @@ from typing import Any
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import replacing
-from pipeline.base.words import counted
+from pipeline.base.words import aligned, counted
 from pipeline.lifecycle.hosts import read_hostfile, ssh_options
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import HostsConfig
@@ -217,8 +217,7 @@ def table(slots: Mapping[str, int], answers: Sequence[dict[str, Any]]) -> str:
             [host, str(number), str(a["gpus"]), str(a["cores"]), a["versions"]["torch"], a["versions"]["deepspeed"],
              f"{a['free_bytes'] / 1e9:,.0f} GB", f"{a['clock_offset']:+.3f} s", f"{a['gbit_per_second']:.2f}"]
         )  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(aligned(rows))
 
 
 def _measure(addresses: Sequence[str], port: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
-from pipeline.base.words import counted
+from pipeline.base.words import aligned, counted
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
@@ -191,9 +191,8 @@ def _show(table: list[dict[str, Any]], file: str) -> None:
             out.write(table_csv(table))
         return
     lines = [list(table[0]), *(list(map(str, row.values())) for row in table)] if table else []
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    for line in aligned(lines):
+        print(line)
 
 
 def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray, file: Path) -> None:

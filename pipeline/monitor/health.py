@@ -5,7 +5,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -77,10 +76,7 @@ class SpikePolicy:
 
     def check_of(self, step: int) -> Callable[[Tensor], bool] | None:
         """A check of the loss of a step (a rank's mean) that returns False if the step must be skipped; None if none ever is."""
-        return partial(self._accepts, step) if self.config.on_spike == "skip" else None
-
-    def _accepts(self, step: int, loss: Tensor) -> bool:
-        return self._judge(step, self.ranks.mean(loss))
+        return (lambda loss: self._judge(step, self.ranks.mean(loss))) if self.config.on_spike == "skip" else None
 
     def add(self, step: int, loss: Tensor) -> None:
         """Keep a loss for `catch_up`, unless it was checked. Does not wait for the device or the other ranks."""

@@ -28,6 +28,8 @@ from pipeline.base.json_record import Count, Time
 from pipeline.monitor.run_page import RunFacts
 
 PAGE = "page"
+# Folder of the figures that MLflow shows, in a run folder or that of a sweep, grid or study.
+FIGURES = f"{PAGE}/figures"
 _FACTS, _STARTS, _END = "facts.json", "starts.jsonl", "end.json"
 _MAX_STARTS_SHOWN = 20
 # Files of the page that are not uploaded: they say the same as tags do, or are of this disk alone.

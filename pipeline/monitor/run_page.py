@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -199,10 +199,6 @@ class RunFacts:
     def metric(self, name: str) -> Metric:
         """What a metric of this run is."""
         return metric_of(name, self.metrics)
-
-    def with_source(self) -> "RunFacts":
-        """With the tags of this process: user, command, revision; for the page, and for facts.json."""
-        return replace(self, tags={**self.tags, **source_tags()})
 
     def all_tags(self) -> dict[str, str]:
         """The tags of the run when it starts; empty values are left out."""

@@ -16,7 +16,7 @@ from pipeline.monitor.metrics_file import METRICS_FILE, Record, open_to_append, 
 from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings
 from pipeline.monitor.mlflow.sender import Experiment, MlflowSender, SenderTimeouts
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
-from pipeline.monitor.run_page import ModelFacts, RunFacts
+from pipeline.monitor.run_page import RunFacts, source_tags
 from pipeline.settings.run import TrackConfig
 
 
@@ -33,7 +33,7 @@ class Tracker:
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
-        facts = facts.with_source()
+        facts = replace(facts, tags={**facts.tags, **source_tags()})
         self._page = PageFolder(folder)
         self._page.begin(config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before))
         self._sender = make_sender(config, out, folder, facts, start, timing, find_models)
@@ -112,13 +112,8 @@ def make_sender(
     artifacts = (database.resolve().parent / "mlartifacts").as_uri() if database else None
     experiment = Experiment(config.experiment, artifacts)
     settings = MirrorSettings(upload_weights=config.upload_weights, register=config.register)
-    return MlflowSender(
-        folder, uri, experiment, facts, start, timing or SenderTimeouts(), find_models or _no_models, settings
-    )
-
-
-def _no_models(ended: bool) -> list[ModelFacts]:
-    return []
+    find_models = find_models or (lambda ended: [])
+    return MlflowSender(folder, uri, experiment, facts, start, timing or SenderTimeouts(), find_models, settings)
 
 
 def default_uri(out: Path) -> str:

@@ -32,13 +32,11 @@ def kind(loss: str) -> type[Objective]:
 
 def metrics(config: RunConfig) -> dict[str, dict[str, Metric]]:
     """What each evaluator of a run measures, the most telling first: evaluator -> name in metrics.jsonl -> metric."""
-    split = config.data.evaluated_split
-    measured = kind(config.train.loss).metrics(config) if split else {}
+    measured = kind(config.train.loss).metrics(config)
     counts = dict.fromkeys(("num_samples", "num_unreadable"), Metric("count")) if measured else {}
     of_split = {name: replace(metric, group="eval") for name, metric in (measured | counts).items()}
-    splits = [split, *config.data.evaluated_beside]
     return {
-        "scores": {f"{split}_{name}": metric for split in splits for name, metric in of_split.items()},
+        "scores": {f"{split}_{name}": metric for split in config.data.evaluated for name, metric in of_split.items()},
         **{name: section.measured() if section.every.amount else {} for name, section in config.evaluators.items()},
     }
 
@@ -54,7 +52,7 @@ def best_from(config: RunConfig) -> str:
     }
     if best and best not in rankable:
         possible = f"must be one of {', '.join(rankable)}" if rankable else "must be empty: nothing is measured"
-        if not config.data.evaluated_split:
+        if not config.data.evaluated:
             possible += "; data.dev_share=0.01 would hold out images to measure it on"
         raise UserError(f"checkpoint.best = {quoted(best)} {possible}.")
     return rankable.get(best, "")

@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from pipeline.base.page import PngImage, png
+from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
 from pipeline.evaluate.render import shorten
 from pipeline.review.record import RunRecord, Score, Series, title_of
 from pipeline.review.statistics import MAX_NAMED, Records, by_loss, in_seeds, listed, seed_groups
 
-# Colours of Okabe and Ito, which colour-blind people can tell apart; more runs differ by the style of their lines.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# More runs than colours differ by the style of their lines.
 _STYLES = ("-", "--", ":", "-.")
 _MAX_NAME = 36
 # Window of the running mean of a series, as a share of the run; shorter series are drawn as they are.
@@ -177,16 +175,8 @@ def draw_curves(
 def finish(axes: Axes, x: str) -> None:
     """Give axes the look of all curves. x: what they are drawn against."""
     axes.set_xlabel(x)
-    axes.grid(color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_axes(axes)
     axes.margins(x=0.02)
-
-
-def add_legend(to: Axes | Figure, *lines: Any, **look: Any) -> None:
-    """A legend without a frame, in which names of runs are not read as formulas."""
-    for text in to.legend(*lines, frameon=False, **look).get_texts():
-        text.set_parse_math(False)
 
 
 def draw_line(

@@ -48,7 +48,7 @@ _MAX_FOLDER_NAME = 120
 # With fewer log lines the median says little, because the first ones are slow.
 _MIN_SPEEDS = 5
 # Settings that are names and places, not differences.
-_PLACES = ("name", "out", "track.uri", "launch.env")
+PLACES = ("name", "out", "track.uri", "launch.env")
 _METHODS = {
     PROPORTIONS: "Two proportions: p is of the pooled z-test, the interval Newcombe's. Scores on the same images vary together, which "
     "this test ignores: it finds too few differences rather than too many.",
@@ -337,7 +337,7 @@ def differences(values: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]
 
 def settings_of(records: Records) -> dict[str, dict[str, Any]]:
     """The settings of each run other than names and places."""
-    return {n: {k: v for k, v in r.settings.items() if k not in _PLACES} for n, r in records.items()}
+    return {n: {k: v for k, v in r.settings.items() if k not in PLACES} for n, r in records.items()}
 
 
 def _difference_table(what: str, names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:

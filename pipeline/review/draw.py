@@ -20,7 +20,7 @@ from pipeline.data.storage.cache import Storage
 from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
 from pipeline.lifecycle.run_folder import read_settings
-from pipeline.monitor.page_folder import PAGE, PageFolder
+from pipeline.monitor.page_folder import FIGURES, PAGE, PageFolder
 from pipeline.process.committed import newest_complete
 from pipeline.review.figures import draw_run, draw_sheet, draw_worst
 from pipeline.review.reader import from_folder
@@ -28,7 +28,6 @@ from pipeline.review.record import PREDICTIONS, RunRecord, parse_predictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig
 
-FIGURES = Path(PAGE) / "figures"
 _MAX_OTHERS = 20
 _NUM_EXPLAINED = 4
 _MAX_SECONDS = 300

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.base.page import png
+from pipeline.base.page import COLOURS, add_legend, png, style_axes
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
@@ -16,7 +16,7 @@ from pipeline.evaluate.probes.features import requests
 from pipeline.evaluate.render import shorten
 from pipeline.explain import galleries
 from pipeline.explain.figures import png as gallery_png
-from pipeline.review.budgets import COLOURS, SMOOTH_FROM, add_legend, draw_line, finish, finite, running_mean
+from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, running_mean
 from pipeline.review.record import LastPredictions, RunRecord, Series, title_of
 from pipeline.settings.run import RunConfig
 
@@ -32,7 +32,9 @@ _THREADS = 1
 def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | None:
     """PNG of the curves of one run; None if it has none. others: runs whose loss and accuracy are drawn in grey."""
     losses = {"training": record.metrics.get("loss"), f"split {record.split}": record.of_split("loss")}
-    accuracies = _accuracies(record)
+    accuracies = _present(
+        {f"split {record.split}": record.of_split("top1"), **{name: record.metrics[name] for name in record.probes}}
+    )
     # Without classes a probe may be alone, and then has no legend.
     alone = next(iter(accuracies)) if len(accuracies) == 1 and record.of_split("top1") is None else ""
     panels = [
@@ -63,12 +65,6 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
         _draw_shares(axes, shares)
         _finish(axes, "where the time goes, % of training time")
     return png(figure)
-
-
-def _accuracies(record: RunRecord) -> dict[str, Series]:
-    return _present(
-        {f"split {record.split}": record.of_split("top1"), **{name: record.metrics[name] for name in record.probes}}
-    )
 
 
 def _present(lines: dict[str, Series | None]) -> dict[str, Series]:
@@ -122,7 +118,7 @@ def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
     figure = Figure(figsize=(9, 1.2 + 0.27 * len(worst)), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     places = np.arange(len(worst))
-    axes.barh(places, 100 * of_class.recall[worst], color="#0072B2", height=0.7)
+    axes.barh(places, 100 * of_class.recall[worst], color=COLOURS[0], height=0.7)
     labels = [f"{shorten(names[c], 40)} ({of_class.support[c]:,})" for c in worst.tolist()]
     axes.set_yticks(places, labels, fontsize=8, parse_math=False)
     for place, c in zip(places, worst.tolist(), strict=True):
@@ -138,9 +134,7 @@ def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
         else f"The {counted(len(worst), 'class')} of {len(tested):,} with the lowest recall"
     )
     axes.set_title(f"{which} (number of images)", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="0.9")
-    axes.set_axisbelow(True)
+    style_axes(axes, "x")
     return png(figure)
 
 

@@ -16,7 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.page import SvgImage
 from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
-from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
+from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.review.reader import RunReader, from_folder, from_mlflow, is_run, run_id_in, weights_named_in
 from pipeline.review.record import RunRecord
 
@@ -223,23 +223,19 @@ def _run_box(record: RunRecord, is_subject: bool = False, used: WeightsOrigin | 
 
 def _add_data(found: Lineage, record: RunRecord) -> None:
     for data in record.datasets:
-        if data.context == "training":
-            _add_one(found, record, data)
-
-
-def _add_one(found: Lineage, record: RunRecord, data: DatasetFacts) -> None:
-    count = f"{counted(data.num_samples, 'image')}" if data.num_samples else ""
-    classes = f"{counted(data.num_classes, 'class')}" if data.num_classes else ""
-    share = data.notes.get("share", "")
-    lines = [
-        data.name,
-        f"data, split {data.split}" + f", {share}" * bool(share),
-        data.digest,
-        ", ".join(text for text in (count, classes) if text),
-    ]
-    key = f"data {data.name} {data.digest}"
-    found.add(GraphNode(key, "data", [line for line in lines if line]))
-    found.arrows.append((key, _key(record)))
+        if data.context != "training":
+            continue
+        sizes = (data.num_samples, "image"), (data.num_classes, "class")
+        share = data.notes.get("share", "")
+        lines = [
+            data.name,
+            f"data, split {data.split}" + f", {share}" * bool(share),
+            data.digest,
+            ", ".join(counted(number, thing) for number, thing in sizes if number),
+        ]
+        key = f"data {data.name} {data.digest}"
+        found.add(GraphNode(key, "data", [line for line in lines if line]))
+        found.arrows.append((key, _key(record)))
 
 
 def _place(found: Lineage) -> None:

@@ -266,10 +266,12 @@ class RunRecord:
     # ------------------------------------------------------------------ scores
     @cached_property
     def split(self) -> str:
-        """Name of the split that the run is evaluated on."""
+        """Name of the split that the run is evaluated on, as its metrics begin."""
         if "data.eval_split" in self.settings:
             held_out = as_number(self.settings.get("data.dev_share"))
-            return "dev" if held_out else str(self.settings["data.eval_split"])
+            # Without a split of data.path, it is the first one of another set.
+            others = (name.removesuffix("_num_samples") for name in self.declared if name.endswith("_num_samples"))
+            return "dev" if held_out else str(self.settings["data.eval_split"]) or next(others, "")
         evaluated = self.dataset("evaluation")
         named = (name.removesuffix("_top1") for name in self.metrics if name.endswith("_top1"))
         return evaluated.split if evaluated else next(named, "")

@@ -19,7 +19,7 @@ from pipeline.monitor.run_page import PREDICTED_SPEED
 from pipeline.process.outputs import try_output
 from pipeline.review import lineage
 from pipeline.review.budgets import FLOPS, in_units
-from pipeline.review.compare import code_facts, folder_name, median_speed, when
+from pipeline.review.compare import PLACES, code_facts, folder_name, median_speed, when
 from pipeline.review.figures import draw_run
 from pipeline.review.reader import RunReader, open_store
 from pipeline.review.record import RunRecord, Score, Series, as_number, best_of, title_of
@@ -30,8 +30,6 @@ from pipeline.transfer import grid
 from pipeline.transfer.report import caveats, origin, score_table
 
 _KINDS = {**lineage.KINDS, "study": "study", "data": "job on data", "explain": "explanation of a model"}
-# Not shown among the settings: the page names them elsewhere, or they are of one machine.
-_HIDDEN = ("name", "out", "track.uri", "launch.env")
 _COUNTS = {
     "skipped_steps": "steps skipped for a non-finite gradient or a loss spike",
     "loss_spikes": "loss spikes",
@@ -324,7 +322,7 @@ def _settings(record: RunRecord) -> Iterator[Block]:
     rows = [
         (name, str(value), str(defaults[name]) if defaults.get(name) not in ("", None) else "–")
         for name, value in record.settings.items()
-        if name not in _HIDDEN and str(value) != str(defaults.get(name))
+        if name not in PLACES and str(value) != str(defaults.get(name))
     ]
     yield Heading("Settings that differ from the defaults")
     yield Table(("setting", "value", "default"), rows)

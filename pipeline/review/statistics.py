@@ -16,6 +16,8 @@ import numpy as np
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import of_samples, quantile
 from pipeline.review.record import RunRecord, as_number
+from pipeline.settings import changes
+from pipeline.settings.run import RunConfig
 
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
@@ -138,18 +140,6 @@ def in_words(difference: ScoreDifference, corrected: float) -> str:
 # ---------------------------------------------------------------------- runs
 Records = Mapping[str, RunRecord]
 V = TypeVar("V", bound=Hashable)
-# Settings that do not change what is trained, beside the seed.
-_NOT_OF_THE_RESULT = (
-    "name",
-    "out",
-    "seed",
-    "track.",
-    "launch.",
-    "profile.",
-    "data.threads",
-    "data.prefetch",
-    "data.cache",
-)
 
 
 @dataclass(frozen=True)
@@ -237,7 +227,8 @@ def _but_the_seed(record: RunRecord) -> Hashable:
     """What runs of different seeds have in common; None for a run whose settings are unknown."""
     if not record.has_all_settings:
         return None
-    settings = {k: str(v) for k, v in record.settings.items() if not k.startswith(_NOT_OF_THE_RESULT)}
+    compared = changes.decisive(record.settings, changes.facts_of(RunConfig), "comparison")
+    settings = {name: str(value) for name, value in compared.items() if name != "seed"}
     data = tuple(facts.digest for facts in record.datasets)
     return (tuple(sorted(settings.items())), data, record.revision)
 

@@ -36,14 +36,14 @@ _SIGPIPE_CODE = 141
 
 
 def main(
-    cls: type[T], function: Callable[[T], object] | str, about: str, subject: str = "", flag: str = "",
+    cls: type[T], function: Callable[[T], object] | str, about: str | None, subject: str = "", flag: str = "",
     more_help: Callable[[Sequence[str]], str] | None = None,
 ) -> None:  # fmt: skip
     """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
 
     function: or the name of a module whose function `run` is called. It is imported only then: `--help` and mistakes in the
         settings need no torch, pyarrow or Matplotlib.
-    about: description of the command, shown by `--help` above the fields of `cls`.
+    about: description of the command, shown by `--help` above the fields of `cls`: the docstring of its file (see `description`).
     subject: a setting that may be given as the first argument without its name, as `bench.py data` for what=data.
     flag: a setting that may also be given as an option, as `--cluster 8x8xH100` for cluster=8x8xH100, or `--prove` for
         prove=true.
@@ -66,10 +66,18 @@ def main(
         gc.freeze()  # The interpreter would look for garbage among all of torch's objects before it exits, for a second.
 
 
-def read_settings(cls: type[T], arguments: Sequence[str], about: str = "", subject: str = "", flag: str = "") -> T:
+def description(about: str | None) -> str:
+    """What `--help` says of a command. about: of a docstring, what follows the title by which lists of commands name it."""
+    text = textwrap.dedent(about or "").strip()
+    return text.partition("\n\n")[2] if text.startswith("Command:") else text
+
+
+def read_settings(
+    cls: type[T], arguments: Sequence[str], about: str | None = None, subject: str = "", flag: str = ""
+) -> T:
     """Returns the settings of a command line; arguments: without the command's own name. Raises UserError."""
     parser = argparse.ArgumentParser(
-        description=textwrap.dedent(about).strip(),
+        description=description(about),
         epilog=fields_help(cls),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -48,8 +48,8 @@ def _with_options(cls: type[T]) -> type[T]:
 
 
 def _named(text: str) -> list[str]:
-    """Names with commas between."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    """The names in a text with commas between them, each once."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 @_with_options
@@ -192,19 +192,23 @@ class DataConfig:
     )
 
     @property
-    def evaluated_beside(self) -> list[str]:
-        """Beginnings of the names of metrics of the other splits that the run is evaluated on: of data.path, then of each other set."""
-        return [*self.also_evaluated, *(name for entry in self.mix for name in entry.evaluated)]
+    def evaluated(self) -> list[str]:
+        """Beginnings of the names of metrics of the splits that the run is evaluated on: of data.path, then of each other set.
+
+        The first is the main one: of its predictions are figures and scores.json.
+        """
+        own = [] if not self.evaluated_split else [self.evaluated_split]
+        return [*own, *self.also_evaluated, *(name for entry in self.mix for name in entry.evaluated)]
+
+    @property
+    def evaluated_split(self) -> str:
+        """The split that is evaluated of data.path, "" for none; those of data.eval_also are others."""
+        return "dev" if self.dev_share else self.eval_split
 
     @property
     def also_evaluated(self) -> list[str]:
         """Splits of data.eval_also."""
         return _named(self.eval_also)
-
-    @property
-    def evaluated_split(self) -> str:
-        """Name of the split that the run is evaluated on, "" for none; the prefix of its metrics."""
-        return "dev" if self.dev_share else self.eval_split
 
 
 @dataclass(frozen=True, kw_only=True)

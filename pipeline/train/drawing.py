@@ -1,4 +1,4 @@
-"""Draws the figures of a run at evaluations, in a process of low priority, which training never waits for but at its end.
+"""Draws the figures of a run at evaluations, in a process of low priority, and at its end, which waits for the last drawing.
 
 Rank 0 only. The process reads the run folder, so it needs nothing of this one. Which module draws is up to the command that
 starts the run: reports use the same figures, and their rooms are above this one.
@@ -34,7 +34,7 @@ class DrawingProcess:
 
     def __init__(self, folder: Path, module: str, every: float = 60.0, timeout: float = 60.0) -> None:
         self.folder, self.every, self.timeout = folder.resolve(), every, timeout
-        self.command = ("nice", "-n", "19", sys.executable, "-m", module, str(self.folder))
+        self.command = (sys.executable, "-m", module, str(self.folder))
         self._process: subprocess.Popen[bytes] | None = None
         self._begun = -float("inf")
 
@@ -44,7 +44,7 @@ class DrawingProcess:
             if predictions is not None and split is not None:
                 self._keep(predictions, split)
             if time.monotonic() - self._begun >= self.every and not self._is_drawing():
-                self._process = self._start()
+                self._process = self._start(("nice", "-n", "19", *self.command))
 
     def end(self, last: bool) -> None:
         """End a drawing that goes on. last: draw once more, with the figures that need the weights."""
@@ -52,7 +52,8 @@ class DrawingProcess:
         if not last:
             return
         with contextlib.suppress(OSError):
-            self._process = self._start("--final")
+            # At the priority of the run, which waits for it: at a lower one, other programs of the host would hold up its end.
+            self._process = self._start((*self.command, "--final"))
             try:
                 with waiting("the last figures to be drawn", self.timeout):
                     self._process.wait(self.timeout)
@@ -71,12 +72,12 @@ class DrawingProcess:
                 probability=predictions.probabilities[:num, 0],
             )  # fmt: skip
 
-    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def _start(self, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
         self._begun = time.monotonic()
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(_ROOT)}
         with open(self.folder / PAGE / LOG, "ab") as log:
-            command, quiet = [*self.command, *arguments], subprocess.DEVNULL
+            quiet = subprocess.DEVNULL
             return subprocess.Popen(command, cwd=_ROOT, env=environment, stdin=quiet, stdout=log, stderr=log)
 
     def _is_drawing(self) -> bool:

@@ -99,14 +99,11 @@ class SplitEvaluator(Evaluator):
     file = "scores.json"
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
-        prepared, name = self.context.prepared, self.context.config.data.evaluated_split
-        assert prepared.evaluation is not None, "objectives.metrics has no scores without a held-out split"
-        scores, predictions = self._scores_on_all_ranks(step, prepared.evaluation)
-        found = {name: scores}
-        for other, (_, split) in prepared.evaluation_beside.items():
-            found[other], _ = self._scores_on_all_ranks(step, split)
-        metrics = {f"{of}_{metric}": value for of, its in found.items() for metric, value in its.to_dict().items()}
-        line = "; ".join(f"{of} {its}" for of, its in found.items())
+        evaluated = self.context.prepared.evaluated.items()
+        found = {name: self._scores_on_all_ranks(step, split) for name, (_, split) in evaluated}
+        scores, predictions = next(iter(found.values()))  # Without a split, objectives.metrics has no scores.
+        metrics = {f"{of}_{metric}": value for of, (its, _) in found.items() for metric, value in its.to_dict().items()}
+        line = "; ".join(f"{of} {its}" for of, (its, _) in found.items())
         return Evaluation(metrics, scores.to_dict(), line, predictions)
 
     def _scores_on_all_ranks(self, step: int, split: Split) -> tuple[ClassificationScores | Means, Predictions | None]:

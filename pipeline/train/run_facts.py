@@ -39,7 +39,7 @@ def run_facts(
 ) -> RunFacts:  # fmt: skip
     """The facts of a run whose model is built and whose data is open.
 
-    evaluated: the splits that are, data.eval_split first. origin: None for new weights, and where it was not recorded.
+    evaluated: the splits that are. origin: None for new weights, and where it was not recorded.
     """
     flops = objectives.training_flops(config, model.config)
     exaflops = plan.steps * plan.global_batch * flops / 1e18

@@ -206,9 +206,7 @@ def _start_tracker(context: RunContext, start: _StartingPoint, training: Trainin
         saved = page.read_facts().facts
     # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
     origin = start.origin if start.resumed is None else saved.origin if saved else None
-    evaluated = [*prepared.evaluation_beside.values()]
-    if prepared.evaluation:
-        evaluated.insert(0, (prepared.dataset, prepared.evaluation))
+    evaluated = [*prepared.evaluated.values()]
     facts = run_facts(start.config, plan, model, prepared.dataset, prepared.split, evaluated, ranks.device, origin)
     facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.

@@ -19,16 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data and plan of a run, checked. dataset, split: see `RunData`. config: with an empty data.eval_split if there is no held-out split. draw: see `prepare`."""
+    """Data and plan of a run, checked. dataset, split, evaluated: see `RunData`. config: with an empty data.eval_split if there is no held-out split. draw: see `prepare`."""
 
     config: RunConfig
     dataset: "Dataset"
     split: "Split"
-    evaluation: "Split | None"
-    evaluation_beside: "dict[str, tuple[Dataset, Split]]"
+    evaluated: "dict[str, tuple[Dataset, Split]]"
     run_probe: "RunProbe | None"
     plan: Plan
     draw: str | None = None
+
+    @property
+    def evaluation(self) -> "Split | None":
+        """The first split that is evaluated, None without one."""
+        return next((split for _, split in self.evaluated.values()), None)
 
 
 def run(config: RunConfig, draw: str) -> None:
@@ -91,7 +95,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
         run_probe = open_run_probe(config, data.own, split.parts[0], probed)
     if config.init.weights:
         _find_weights(config, config.init.weights)
-    return Prepared(config, dataset, split, data.evaluation, data.evaluation_beside, run_probe, plan, draw)
+    return Prepared(config, dataset, split, data.evaluated, run_probe, plan, draw)
 
 
 def _find_weights(config: RunConfig, weights: str) -> None:

@@ -6,14 +6,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.base.page import png
+from pipeline.base.page import COLOURS, add_legend, png, style_axes
 from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
 from pipeline.transfer.score_table import OVERALL, Column, TableScore, members, unpublished_warning
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
-# Colours of Okabe and Ito, which colour-blind people can tell apart, for our sweeps; greys for the paper's columns.
-_OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Greys for the paper's columns.
 _PAPER = ("0.35", "0.55", "0.75")
 _MAX_NAME = 40
 
@@ -82,12 +81,8 @@ def _bars(
     axes.set_xlim(-0.6, len(titles) - 0.4)
     axes.set_ylim(0, 100)
     axes.set_ylabel("top-1 accuracy, %")
-    axes.grid(axis="y", color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    legend = axes.figure.legend(loc="outside lower center", ncols=min(3, len(table)), frameon=False)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    style_axes(axes, "y")
+    add_legend(axes.figure, loc="outside lower center", ncols=min(3, len(table)))
 
 
 def _width(num_columns: int) -> float:
@@ -100,5 +95,5 @@ def _shift(number: int, num_columns: int) -> float:
 
 def _colours(table: Sequence[Column]) -> list[str]:
     ours = [column for column in table if column.facts]
-    colours = [_OURS[i % len(_OURS)] for i in range(len(ours))]
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(ours))]
     return colours + [_PAPER[i % len(_PAPER)] for i in range(len(table) - len(ours))]

@@ -65,7 +65,9 @@ def of_nemo(kind: str, images_per_gpu: int | None, network: str = "") -> list[fl
     def time_on(nodes: int, config: PlanConfig) -> tuple[int, StepTime]:
         images = images_per_gpu or 4096 // (8 * nodes)
         micro_batch = min(64, images)  # NeMo's largest for g/14
-        return images, step_time(config, model, gpu(kind), fabric, nodes, 8, micro_batch, images // micro_batch)
+        return images, step_time(
+            config, model, Cluster(nodes, 8, gpu(kind)), fabric, micro_batch, images // micro_batch
+        )
 
     images, time = time_on(1, config)
     config = replace(config, measured=images / (8 * images / NEMO[kind][0] - time.exposed - time.optimizer))
@@ -132,7 +134,10 @@ def test_one_node_does_not_depend_on_the_network_between_nodes() -> None:
     for stage in (1, 2, 3):
         config = lay_out(load(), stage, False)
         slow, fast = (
-            [step_time(config, vit(), H100, find_network(rate, H100), nodes, 8, 64, 1).total for nodes in (1, 4)]
+            [
+                step_time(config, vit(), Cluster(nodes, 8, H100), find_network(rate, H100), 64, 1).total
+                for nodes in (1, 4)
+            ]
             for rate in ("25gbe", "3200")
         )
         assert slow[0] == fast[0]
@@ -145,7 +150,7 @@ def test_more_bandwidth_never_takes_longer(stage: int, accumulation: int) -> Non
     config = lay_out(load(), stage, False)
     for nodes in (2, 16, 128):
         seconds = [
-            step_time(config, vit(), H100, find_network(rate, H100), nodes, 8, 16, accumulation).total
+            step_time(config, vit(), Cluster(nodes, 8, H100), find_network(rate, H100), 16, accumulation).total
             for rate in ("10", "25gbe", "100gbe", "400", "1600", "3200")
         ]
         assert seconds == sorted(seconds, reverse=True)
@@ -157,13 +162,13 @@ def test_what_is_hidden() -> None:
     """Nothing below stage 3; there, what the passes leave time for, but never the last bucket of gradients."""
     network = find_network("400", H100)
     for stage in (1, 2):
-        time = step_time(lay_out(load(), stage, False), vit(), H100, network, 8, 8, 64, 1)
+        time = step_time(lay_out(load(), stage, False), vit(), Cluster(8, 8, H100), network, 64, 1)
         assert time.exposed == time.communication
     sharded = lay_out(load(), 3, False)
-    time = step_time(sharded, vit("ViT-G/14"), H100, network, 8, 8, 64, 1)
+    time = step_time(sharded, vit("ViT-G/14"), Cluster(8, 8, H100), network, 64, 1)
     of_last = next(c for c in collectives(sharded, vit("ViT-G/14"), 1) if c.when == "backward's end")
     assert network.seconds(of_last.kind, of_last.bytes, 8, 8) <= time.exposed < 0.7 * time.communication
-    slow = step_time(sharded, vit("ViT-G/14"), H100, find_network("25gbe", H100), 8, 8, 64, 1)
+    slow = step_time(sharded, vit("ViT-G/14"), Cluster(8, 8, H100), find_network("25gbe", H100), 64, 1)
     assert slow.exposed > 0.999999 * (slow.communication - slow.compute) > 0, (
         "the passes hide no more than their own time"
     )
@@ -246,7 +251,9 @@ def test_the_speed_of_a_run_is_that_of_its_plan() -> None:
     run = schema.load(RunConfig, None, [*given, "train.micro_batch=64", "engine.zero_stage=1"])
     plan = make_plan(run, 14_200_000, 64)
     speed = predicted_speed(run, plan, vit(), "NVIDIA H100 80GB HBM3", 8)
-    assert speed == pytest.approx(4096 / step_time(config, vit(), H100, find_network("", H100), 8, 8, 64, 1).total)
+    assert speed == pytest.approx(
+        4096 / step_time(config, vit(), Cluster(8, 8, H100), find_network("", H100), 64, 1).total
+    )
     assert predicted_speed(run, plan, vit(), "NVIDIA GTX 1080", 8) == 0.0
     fp32 = schema.load(RunConfig, None, [*given, "engine.precision=fp32"])
     assert predicted_speed(fp32, plan, vit(), "NVIDIA H100 80GB HBM3", 8) == 0.0

@@ -146,9 +146,7 @@ def predictions_of(split: Split) -> Predictions:
 
 def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path, tmp_path: Path) -> None:
     started = tmp_path / "started"
-    code = (
-        f"import pathlib, sys, time; open({str(started)!r}, 'a').write(' '.join(sys.argv[2:]) + '.'); time.sleep(600)"
-    )
+    code = f"import os, sys, time; open({str(started)!r}, 'a').write(' '.join([str(os.nice(0)), *sys.argv[2:]]) + '.'); time.sleep(600)"
     drawing = DrawingProcess(tmp_path, "not_used", every=0.0, timeout=0.5)
     drawing.command = (sys.executable, "-c", code, str(tmp_path))
     split = open_dataset(dataset).split("val")
@@ -160,11 +158,12 @@ def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path,
     assert first is not None
     while not (started.exists() and started.read_text()):
         time.sleep(0.01)
-    assert started.read_text() == "."  # One at a time.
+    assert started.read_text() == "19."  # One at a time, with what training leaves of the processors.
     drawing.end(last=True)
     assert first.poll() is not None
     assert drawing._process is not None
     assert drawing._process.poll() is not None
+    assert drawing._process.args == (*drawing.command, "--final"), "not of low priority: the run waits for it"
     assert "ended after" in (tmp_path / "page" / "drawing.log").read_text()
 
 

@@ -23,7 +23,6 @@ from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.run import TrackConfig
 from pipeline.transfer import report, vtab
-from pipeline.transfer.track import child_store
 from pipeline.transfer.track.children import ChildSender, NestedRun, Pace
 from pipeline.transfer.track.sweep_page import tracking_uri
 from pipeline.transfer.vtab_cell import SweepJob, VtabCell
@@ -134,7 +133,7 @@ def test_real_cells_are_runs_below_the_sweep(
 def test_more_cells_than_one_answer_lists_of_which_some_fail_or_diverge(
     prepared: list[str], uri: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_store, "_MAX_RUNS", 30)
+    monkeypatch.setattr("pipeline.transfer.track.children._MAX_RUNS", 30)
     settings = [
         *prepared, "protocol.lr=[0.1,0.03,0.01,0.003,0.001]", "protocol.weight_decay=[0,0.1,0.01,0.001,0.0001]", "tasks=[dtd,pets,svhn]",
     ]  # fmt: skip

@@ -199,7 +199,7 @@ class GpuBench:
         self, name: str, work: Callable[..., Iterator[Row]], arguments: tuple[Any, ...], seconds: float
     ) -> list[Row]:
         """Run and record one measurement; returns its rows."""
-        if not self._is_wanted(name):
+        if self.config.only and name.split()[0] not in self.config.only:
             return []
         left = self.deadline - time.monotonic()
         if left < _LEAST_SECONDS:
@@ -226,9 +226,6 @@ class GpuBench:
             f"{value:,.1f} {key}" if isinstance(value, float) else str(value) for key, value in shown.items() if value
         )
         print(f"{time.strftime('%H:%M:%S')} {name}: {told or 'done'}", flush=True)
-
-    def _is_wanted(self, name: str) -> bool:
-        return not self.config.only or name.split()[0] in self.config.only
 
     def _case(self, model: str, pixels: str) -> Case:
         case = Case(model, int(pixels), 1, self.config.candidate_seconds, self.config.device)

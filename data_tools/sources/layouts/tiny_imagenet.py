@@ -25,11 +25,6 @@ _MAX_BYTES = 2**26
 _TRAIN, _VAL = re.compile(r"train/([^/]+)/images/([^/]+)"), re.compile(r"val/images/([^/]+)")
 
 
-def is_tiny_imagenet(folder: AnyPath) -> bool:
-    """Whether a folder is Tiny-ImageNet."""
-    return (folder / ANNOTATIONS).is_file()
-
-
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every file to the collector, under the name `<split>/<class>/<name>`."""
     before, texts = _read_texts(source)

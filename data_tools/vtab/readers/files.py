@@ -121,20 +121,17 @@ class DatasetFiles:
         return MissingError(f"{self.folder}: {what} is missing. {sources_of(self.dataset)}")
 
     def _members(self, path: AnyPath) -> Iterable[FileLocation]:
-        if archive.kind(path) == "zip":
+        kind = archive.kind(path)
+        if kind == "zip":
             yield from self._members_of_zip(path)
             return
-        plain = self._plain_tar(path)
+        plain = archive.unpack(path, kind, self._staging) if kind in archive.COMPRESSED else path
         with plain.open("rb") as file:
             for member in archive.tar_members(file, 0, file_size(plain)):
                 if member.fault:
                     raise tarfile.ReadError(f"{printable(member.name)}: {member.fault}")
                 if not member.is_folder:
                     yield FileLocation(member.name.removeprefix("./"), str(plain), member.offset, member.size)
-
-    def _plain_tar(self, path: AnyPath) -> AnyPath:
-        kind = archive.kind(path)
-        return archive.unpack(path, kind, self._staging) if kind in archive.COMPRESSED else path
 
     def _members_of_zip(self, path: AnyPath) -> Iterable[FileLocation]:
         with path.open("rb") as file, zipfile.ZipFile(file) as zipped:

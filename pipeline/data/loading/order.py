@@ -73,10 +73,16 @@ class Order(ABC):
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """(rows, epochs), int64 (global_batch / world_size,) each, of one rank's part of batch `step` (from 0)."""
+        rows, epochs = self.slices(range(step, step + 1), rank, world_size)
+        return rows[0], epochs[0]
+
+    def slices(self, steps: range, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """`slice` of consecutive steps, int64 (steps, global_batch / world_size) each, in little more time than of one."""
         assert self.global_batch % world_size == 0, (self.global_batch, world_size)
         share = self.global_batch // world_size
-        first = step * self.global_batch + rank * share
-        return self.rows(np.arange(first, first + share))
+        first = np.arange(steps.start, steps.stop)[:, None] * self.global_batch + rank * share
+        rows, epochs = self.rows((first + np.arange(share)).ravel())
+        return rows.reshape(-1, share), epochs.reshape(-1, share)
 
 
 class SampleOrder(Order):
@@ -192,16 +198,20 @@ class SampleOrder(Order):
     ) -> np.ndarray:
         """Returns bounds[stream] + index, after applying `move(window order, places in the window)` within each window."""
         window, at = np.divmod(index, self.window)
-        place = self.bounds[stream] + index - at
-        moved = np.empty_like(at)
-        # Group samples by window; a batch of many streams spans thousands of windows.
+        # Group samples by window; a batch of many streams spans thousands of windows, so the loop has few operations.
         code = stream * (self.num_samples + 1) + window
         by_code = np.argsort(code, kind="stable")
-        starts = np.flatnonzero(np.diff(code[by_code], prepend=-1))
-        for chosen in np.split(by_code, starts[1:]):
-            s, w = int(stream[chosen[0]]), int(window[chosen[0]])
-            moved[chosen] = move(self._window_order(epoch, s, w), at[chosen])
-        return place + moved
+        code, sorted_at = code[by_code], at[by_code]
+        starts = np.flatnonzero(code[1:] != code[:-1]) + 1
+        ends = [*starts.tolist(), len(code)]
+        first = by_code[np.concatenate([[0], starts])]
+        start, moved = 0, np.empty_like(at)
+        for s, w, end in zip(stream[first].tolist(), window[first].tolist(), ends, strict=True):
+            moved[start:end] = move(self._window_order(epoch, s, w), sorted_at[start:end])
+            start = end
+        place = self.bounds[stream] + index - at
+        place[by_code] += moved
+        return place
 
     def _shuffle_window(self, epoch: int, stream: int, window: int) -> np.ndarray:
         """Places within a window, in shuffled order."""

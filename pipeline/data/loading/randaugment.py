@@ -154,10 +154,6 @@ def _pixels(side: int, at_224: float) -> float:
     return at_224 * side / _AT_SIDE
 
 
-def _center(image: np.ndarray, draws: np.ndarray) -> tuple[int, int]:
-    return int(draws[0] * image.shape[0]), int(draws[1] * image.shape[1])
-
-
 # Names, order and strengths: big_vision/pp/archive/autoaugment.py.
 OPERATIONS: dict[str, Operation] = {
     "AutoContrast": lambda image, level, draws: auto_contrast(image),
@@ -179,7 +175,7 @@ OPERATIONS: dict[str, Operation] = {
         image, y=_sign(draws) * _pixels(image.shape[0], _TRANSLATE * level)
     ),
     "Cutout": lambda image, level, draws: cutout(
-        image, int(_pixels(min(image.shape[:2]), _CUTOUT * level)), *_center(image, draws)
+        image, int(_pixels(min(image.shape[:2]), _CUTOUT * level)), *(draws * image.shape[:2]).astype(int).tolist()
     ),
     "SolarizeAdd": lambda image, level, draws: solarize_add(image, int(110 * level)),
 }

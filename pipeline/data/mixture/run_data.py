@@ -24,18 +24,21 @@ class RunData:
     """The data of a run.
 
     own: data.path. dataset: it, too, but in a mixture whose labels are learnt, with the classes of all sets, its own first. split: to
-    train on. evaluation: the held-out split, if there is one. evaluation_beside: the other ones, each with its data set, by the beginning
-    of the names of their metrics. eval_split: data.eval_split, "" without one. epoch_samples: samples of training in which the training split of
+    train on. evaluated: the splits that are, each with its data set, as `DataConfig.evaluated` names them. eval_split: data.eval_split, "" without one. epoch_samples: samples of training in which the training split of
     data.path is used once, by its first share.
     """
 
     own: Dataset
     dataset: Dataset
     split: Split
-    evaluation: Split | None
-    evaluation_beside: dict[str, tuple[Dataset, Split]]
+    evaluated: dict[str, tuple[Dataset, Split]]
     eval_split: str
     epoch_samples: int
+
+    @property
+    def evaluation(self) -> Split | None:
+        """The first split that is evaluated, None without one."""
+        return next((split for _, split in self.evaluated.values()), None)
 
 
 def open_run_data(
@@ -49,10 +52,12 @@ def open_run_data(
     own = dataset = open_dataset(data.path, storage)
     split, evaluation = run_splits(own, data, seed)
     eval_split = held_out_split(own, data)
-    beside = _also_evaluated(data, own, evaluation)
+    evaluated = {evaluation.name: (own, evaluation)} if evaluation else {}
+    for name in data.also_evaluated:
+        _add_evaluated(evaluated, name, own, name, data.exclude, f"data.eval_also = {data.eval_also}")
     mixture = mixture_of(data)
     if len(mixture.sets) == 1:
-        return RunData(own, own, split, evaluation, beside, eval_split, len(split))
+        return RunData(own, own, split, evaluated, eval_split, len(split))
     datasets, splits = [own], [split]
     for entry in mixture.sets[1:]:
         other, part = _open(entry, own.storage, seed)
@@ -78,21 +83,12 @@ def open_run_data(
     else:
         splits[1:] = [_without_labels(part) for part in splits[1:]]
     for entry, other, label_map in zip(mixture.sets, datasets, label_maps, strict=True):
-        _open_evaluation(beside, entry, other, label_map)
-    if beside and evaluation is None:
-        raise UserError(
-            f"data.mix: {next(iter(beside))} is evaluated beside a split of data.path, and there is none: set data.eval_split."
-        )
+        for name, of_set in entry.evaluated.items():
+            where = f"data.mix, {entry.path}, eval_split"
+            _add_evaluated(evaluated, name, other, of_set, entry.exclude, where, label_map)
     epoch_samples = round(len(split) / first_share(shares, 0))
-    return RunData(
-        own,
-        dataset,
-        mix(mixture, datasets, splits, label_maps, class_notes),
-        evaluation,
-        beside,
-        eval_split,
-        epoch_samples,
-    )
+    mixed = mix(mixture, datasets, splits, label_maps, class_notes)
+    return RunData(own, dataset, mixed, evaluated, eval_split, epoch_samples)
 
 
 def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]:
@@ -103,39 +99,22 @@ def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]
         raise UserError(f"data.mix, {entry.path}: {error}") from None
 
 
-def _also_evaluated(data: DataConfig, own: Dataset, evaluation: Split | None) -> dict[str, tuple[Dataset, Split]]:
-    """The splits of data.eval_also, by name. Raises UserError for one that does not exist or is evaluated already."""
-    found: dict[str, tuple[Dataset, Split]] = {}
-    for name in data.also_evaluated:
-        if evaluation is None:
-            raise UserError(
-                f"data.eval_also = {data.eval_also} is beside data.eval_split, which is empty: name one of them there."
-            )
-        if name in found or name == evaluation.name:
-            raise UserError(f"data.eval_also: {name!r} is evaluated already. Leave it out.")
-        try:
-            found[name] = own, own.split(name, data.exclude)
-        except UserError as error:
-            raise UserError(f"data.eval_also: {error}") from None
-    return found
-
-
-def _open_evaluation(
-    found: dict[str, tuple[Dataset, Split]], entry: MixedSet, dataset: Dataset, label_map: np.ndarray | None
-) -> None:
-    """Add the splits of a set that are evaluated, with labels of the mixture. Raises UserError for two with one name."""
-    for name, split_name in entry.evaluated.items():
-        if name in found:
-            raise UserError(
-                f"data.mix: two splits would have metrics called {name}_...: rename a folder, or evaluate one of them."
-            )
-        try:
-            split = dataset.split(split_name, entry.exclude)
-        except UserError as error:
-            raise UserError(f"data.mix, {entry.path}, eval_split: {error}") from None
-        if label_map is not None:
-            split = replace(split, index=replace(split.index, labels=label_map[split.index.labels]))
-        found[name] = dataset, split
+def _add_evaluated(
+    found: dict[str, tuple[Dataset, Split]], name: str, dataset: Dataset, split_name: str, exclude: str, where: str,
+    label_map: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """Add a split that is evaluated. label_map: as of `mix`. Raises UserError, which begins with `where`, for a missing or second one."""
+    if name in found:
+        raise UserError(
+            f"{where}: there are metrics {name}_... of another split already. Rename a folder, or leave one out."
+        )
+    try:
+        split = dataset.split(split_name, exclude)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if label_map is not None:
+        split = replace(split, index=replace(split.index, labels=label_map[split.index.labels]))
+    found[name] = dataset, split
 
 
 def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:

@@ -44,13 +44,14 @@ class MixedSplit(Split):
         return number, row - self.first_rows[number]
 
     def labels_of(self, row: int) -> np.ndarray:
-        number, own = self.place(int(row))
-        labels, label_map = self.sets[number].labels_of(own), self.label_maps[number]
+        # Not through `place`: a loader calls this for each sample.
+        number = bisect_right(self.first_rows, row) - 1
+        labels, label_map = self.sets[number].labels_of(row - self.first_rows[number]), self.label_maps[number]
         return labels if label_map is None else label_map[labels]
 
     def part_of(self, row: int) -> tuple[Split, int]:
-        number, own = self.place(row)
-        return self.sets[number], own
+        number = bisect_right(self.first_rows, row) - 1
+        return self.sets[number], row - self.first_rows[number]
 
     def set_of(self, rows: np.ndarray) -> np.ndarray:
         """The part of each row, int64."""

@@ -10,7 +10,6 @@ import hashlib
 import os
 import threading
 import time
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from pipeline.base.locks import FileLock, locked
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import BucketPath
 from pipeline.data.storage.retry import Retry, StorageError
-from pipeline.process.waits import Wait, waiting
+from pipeline.process.waits import waiting
 
 _ATTEMPTS = 2
 _READY, _COMING = ".shard", ".part"
@@ -69,7 +68,8 @@ class ShardCache:
                 os.utime(file)
                 return file
             # Of two processes one downloads, and the other waits for it.
-            with _downloading(path), locked(coming) as lock:
+            downloaded = waiting(f"{path} to be downloaded", path.retry.seconds, path.retry.setting, kind="a shard")
+            with downloaded, locked(coming) as lock:
                 # While we waited, another process may have finished the download, or removed the partial file.
                 if ready.exists() or not lock.is_current():
                     continue
@@ -139,10 +139,6 @@ class ShardCache:
             f"{path} is not the shard in the manifest (sha256 {found[:12]}, not {sha256[:12]}): it was replaced or damaged. "
             "Copy it again, or run the same launch/shard.py again to re-make it."
         )
-
-
-def _downloading(path: BucketPath) -> AbstractContextManager[Wait]:
-    return waiting(f"{path} to be downloaded", path.retry.seconds, path.retry.setting, kind="a shard")
 
 
 def _remove_abandoned(path: Path) -> bool:

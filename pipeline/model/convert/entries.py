@@ -92,7 +92,8 @@ class Entries(list[Entry]):
         """A file's tensors -> our state dict, fp32, which shares no memory with them. Raises UserError (check_tensors)."""
         shapes: dict[str, tuple[int, ...]] = {}
         for entry in self:
-            shapes[entry.key] = _longer(shapes.get(entry.key), entry.shape)
+            before = shapes.get(entry.key)  # Another entry has the tensor's first rows.
+            shapes[entry.key] = (before[0] + entry.shape[0], *entry.shape[1:]) if before else entry.shape
         check_tensors(tensors, shapes)
         parts: dict[str, list[Tensor]] = {}
         rows: dict[str, int] = {}  # number of rows read of each tensor that is in several entries
@@ -140,11 +141,6 @@ class Entries(list[Entry]):
 def part_key(key: str, part: str) -> str:
     """The key of "weight" or "bias" of a layer in torch's files."""
     return f"{key}{part}" if key.endswith("_") else f"{key}.{part}"
-
-
-def _longer(shape: tuple[int, ...] | None, more: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor with the rows of `more` after those of `shape`."""
-    return more if shape is None else (shape[0] + more[0], *more[1:])
 
 
 def check_tensors(tensors: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> None:

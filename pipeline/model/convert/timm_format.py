@@ -74,6 +74,10 @@ _ROPES = {
 }  # fmt: skip
 
 
+# timm's SigLIP 2 models whose names say that they are not SigLIP 1, which has the exact GELU in timm.
+_BY_TANH = "base_patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt"
+
+
 @dataclass(frozen=True)
 class _TimmArgs:
     """The fields of `model_args` in timm's config.json that are read."""
@@ -144,12 +148,12 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     pool = args.global_pool or found.global_pool or "token"
     if pool not in ("token", "map", "avg") and "cls_token" in tensors:
         raise UserError(f"its head reads global_pool = {pool}; only token, avg and map are supported.")
-    left_out = [key for key in tensors if key.startswith(_LEFT_OUT)]
-    for key in left_out:
+    unused = [key for key in tensors if key.startswith(_LEFT_OUT)]
+    for key in unused:
         del tensors[key]
-    if left_out:
-        notes.append(f"{counted(len(left_out), 'tensor')} that only pre-training uses left out, such as {left_out[0]}")
-    if any(key.startswith("fc.") for key in left_out) and images is None:
+    if unused:
+        notes.append(f"{counted(len(unused), 'tensor')} that only pre-training uses left out, such as {unused[0]}")
+    if any(key.startswith("fc.") for key in unused) and images is None:
         images = preprocessing.IMAGENET
         notes.append("a projection head as MSN's: images taken as normalised by ImageNet's mean")
     if size is not None:
@@ -163,9 +167,7 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
             tensors = rename(tensors, [(r"^fc_norm\.", "norm.")])
         else:
             pool = "avg"
-    activation = (
-        "quick_gelu" if "quickgelu" in name else "gelu_tanh" if "so400m" in name or "giantopt" in name else "gelu"
-    )
+    activation = "quick_gelu" if "quickgelu" in name else "gelu_tanh" if re.search(_BY_TANH, name) else "gelu"
     hints = Hints(
         gelu_of(args.act_layer or activation), 1e-5 if re.search("dinov3|lingbot", name) or "norm_pre.weight" in tensors else 1e-6,
         args.num_heads or (16 if name == "vit_base_patch16_gap_224" else None), size,

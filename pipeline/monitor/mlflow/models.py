@@ -66,13 +66,10 @@ class ModelStore(MlflowStore):
                 (Path(folder) / file.name).hardlink_to(file)
                 self.client.log_model_artifacts(model.model_id, folder)
         self.client.finalize_logged_model(model.model_id, "READY")
-        if not found or model.model_id not in self._outputs(run_id):
+        outputs = self.client.get_run(run_id).outputs.model_outputs if found else ()
+        if model.model_id not in (output.model_id for output in outputs):
             self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
         return model.model_id
-
-    def _outputs(self, run_id: str) -> set[str]:
-        """IDs of the logged models of a run."""
-        return {output.model_id for output in self.client.get_run(run_id).outputs.model_outputs}
 
     def set_model_tags(self, model_id: str, tags: dict[str, str]) -> None:
         self.client.set_logged_model_tags(model_id, tags)

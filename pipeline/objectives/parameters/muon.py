@@ -10,6 +10,7 @@ communicate at most the parameters. DeepSpeed has a Muon of its own, which repor
 gradient's, and which BF16_Optimizer (stage 1 in bf16) does not apply.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -32,10 +33,6 @@ class _Piece(NamedTuple):
     start: int
     length: int
     offset: int
-
-    @property
-    def is_cut(self) -> bool:
-        return self.length < self.shape[0] * self.shape[1]
 
 
 class Muon(torch.optim.AdamW):
@@ -61,7 +58,7 @@ class Muon(torch.optim.AdamW):
         self._pieces = {
             flat: [p for place in there for p in _pieces(place, self._kernels)] for flat, there in places.items()
         }
-        cut = [{p.kernel: p.shape for p in pieces if p.is_cut} for pieces in self._pieces.values()]
+        cut = [{p.kernel: p.shape for p in pieces if p.length < math.prod(p.shape)} for pieces in self._pieces.values()]
         for flat, *found in zip(self._pieces, *gather(cut), strict=True):
             at, self._cut[flat] = 0, {}
             for kernel, shape in sorted({kernel: shape for one in found for kernel, shape in one.items()}.items()):

@@ -131,10 +131,6 @@ class Answers:
         """Those that a figure shows: families, else models."""
         return self.families or self.models
 
-    @property
-    def unscored_families(self) -> list[str]:
-        return [name for name in self.results.families if name not in {point.family for point in self.points}]
-
     def x(self, point: Point) -> float:
         return x_of(point, self.results)
 

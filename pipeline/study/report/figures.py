@@ -1,7 +1,7 @@
 """Figures of a study: score against data size or compute with the fitted laws, differences of an ablation, the paper's own points."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,9 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from pipeline.base.page import png
+from pipeline.base.page import COLOURS, add_legend, png, style_axes
 from pipeline.evaluate.render import shorten
-from pipeline.review.budgets import COLOURS
 from pipeline.review.statistics import PAIRED
 from pipeline.study.laws.fit import Prediction
 from pipeline.study.report import published
@@ -159,25 +158,18 @@ def _draw_open(axes: Axes, x: float, found: Prediction, colour: str, marker: str
 def _law_handles(laws: Sequence[Line]) -> list[Line2D]:
     """Say in a legend what the marks of laws mean."""
     grey = "0.25"
-    found = [Line2D([], [], color=grey, label="fitted law, 95 % band")] if laws else []
+    found = [_entry("fitted law, 95 % band", grey)] if laws else []
     if any(line.prediction for line in laws):
-        found.append(
-            Line2D(
-                [],
-                [],
-                color=grey,
-                marker="o",
-                markerfacecolor="white",
-                linestyle="--",
-                label="predicted, next larger run",
-            )
-        )
+        found.append(_entry("predicted, next larger run", grey, marker="o", markerfacecolor="white", linestyle="--"))
     if any(line.holdout for line in laws):
-        found.append(
-            Line2D([], [], color=grey, marker="D", markersize=5, markerfacecolor="white", linestyle="none",
-                   label="the largest, predicted from the others")
-        )  # fmt: skip
+        label = "the largest, predicted from the others"
+        found.append(_entry(label, grey, marker="D", markersize=5, markerfacecolor="white", linestyle="none"))
     return found
+
+
+def _entry(label: str, colour: str, **look: Any) -> Line2D:
+    """An entry of a legend."""
+    return Line2D([], [], color=colour, label=label, **look)
 
 
 def _limits(points: Sequence[Point], laws: Sequence[Line]) -> tuple[float, float]:
@@ -223,7 +215,7 @@ def draw_variants(answers: Answers) -> bytes | None:
     axes.set_ylim(len(variants) - 0.5, -0.5)
     axes.set_xlabel(f"{title_of(answers.results.score)}: difference to the baseline, points", parse_math=False)
     axes.set_title("95 % interval of the difference; pale: single seeds", fontsize=9, color="0.35")
-    _finish(axes, "x")
+    style_axes(axes, "x")
     return png(figure)
 
 
@@ -261,7 +253,7 @@ def _draw_paper_runs(axes: Axes, column: int) -> None:
 
 def _paper_handles() -> list[Line2D]:
     return [
-        Line2D([], [], color=_GREYS[n], marker=_MARKERS[n], linestyle="none", label=f"paper: {family}")
+        _entry(f"paper: {family}", _GREYS[n], marker=_MARKERS[n], linestyle="none")
         for n, family in enumerate(_paper_families())
     ]
 
@@ -317,21 +309,13 @@ class _Looks:
         for family in dict.fromkeys(point.family for point in points):
             own = [point for point in of_model.values() if point.family == family]
             if self._has_families:
-                found.append(
-                    Line2D(
-                        [],
-                        [],
-                        color=self._of_family[family],
-                        linewidth=1.8,
-                        label=f"{shorten(family, _MAX_NAME)}, its best models",
-                    )
-                )
+                label = f"{shorten(family, _MAX_NAME)}, its best models"
+                found.append(_entry(label, self._of_family[family], linewidth=1.8))
             for point in own:
                 style = ":" if self._has_families else self.style(point)
-                found.append(
-                    Line2D([], [], color=self.colour(point.model), marker=self.marker(point), markersize=5.5, linestyle=style,  # type: ignore[arg-type]
-                           linewidth=0.8 if self._has_families else 1.4, label=shorten(point.model, _MAX_NAME))
-                )  # fmt: skip
+                look = {"marker": self.marker(point), "markersize": 5.5, "linestyle": style}
+                width = 0.8 if self._has_families else 1.4
+                found.append(_entry(shorten(point.model, _MAX_NAME), self.colour(point.model), linewidth=width, **look))
         return found
 
 
@@ -381,7 +365,7 @@ def _log_axis(axes: Axes, low: float, high: float, ticks: Sequence[float], apart
     else:
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < 200 else (1.0,), numticks=9))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
-    _finish(axes)
+    style_axes(axes)
 
 
 def _tick(value: float, _: object) -> str:
@@ -390,13 +374,5 @@ def _tick(value: float, _: object) -> str:
     return f"{value:.3g}" if value >= 1e-4 else f"{value:.2g}".replace("e-0", "e-")
 
 
-def _finish(axes: Axes, grid: Literal["both", "x"] = "both") -> None:
-    axes.grid(axis=grid, color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def _legend(axes: Axes, handles: list[Line2D]) -> None:
-    legend = axes.figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    add_legend(axes.figure, handles=handles, loc="outside right upper", fontsize=8)

@@ -174,8 +174,10 @@ def _about_laws(answers: Answers) -> str:
 
 
 def _laws(answers: Answers) -> Iterator[Block]:
-    lines = _all_lines(answers)
-    if not lines:
+    # Families, and models unless they are their family's only one.
+    lone = {line.name for line in answers.models if sum(one.family == line.family for one in answers.models) == 1}
+    models = [line for line in answers.models if not answers.families or line.name not in lone]
+    if not (lines := [*answers.families, *models]):
         return
     yield Heading("Laws, predictions and their check")
     rows = []
@@ -206,12 +208,6 @@ def _laws(answers: Answers) -> Iterator[Block]:
 
 def _limit(floor: Estimate) -> str:
     return f"{100 * (1 - floor.value):.1f} % [{100 * (1 - floor.high):.1f}, {100 * (1 - floor.low):.1f}]"
-
-
-def _all_lines(answers: Answers) -> list[Line]:
-    """Families, and models unless they are their family's only one."""
-    lone = {line.name for line in answers.models if sum(one.family == line.family for one in answers.models) == 1}
-    return [*answers.families, *(line for line in answers.models if not answers.families or line.name not in lone)]
 
 
 def _name(line: Line, answers: Answers) -> str:

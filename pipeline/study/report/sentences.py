@@ -42,7 +42,8 @@ def _missing(answers: Answers) -> Iterator[str]:
     scored = {cell.name for cell in usable(results, results.score)}
     if without := [cell.name for cell in results.done if cell.name not in scored]:
         yield f"Done, but without a usable {results.score}: {listed(without, _MAX_NAMED)}."
-    if answers.points and (absent := answers.unscored_families):
+    named = {point.family for point in answers.points}
+    if named and (absent := [name for name in results.families if name not in named]):
         yield f"Nothing is said of {listed(absent, _MAX_NAMED)}: no cell of {'it' if len(absent) == 1 else 'them'} has a score."
 
 

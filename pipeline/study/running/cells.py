@@ -214,7 +214,9 @@ def _cells_of(
     flops = objectives.training_flops(first, built)
     split = data.split.parts[0]
     stem = f"{model.name}-n{len(split)}" if len(config.data_sizes) > 1 else model.name
-    lengths: list[tuple[str, str]] = [(_in_a_name(length), str(length)) for length in config.lengths]
+    lengths: list[tuple[str, str]] = [
+        (str(length).replace(" ", "_").replace("%", "pc"), str(length)) for length in config.lengths
+    ]
     for budget in config.budgets:
         steps = round(budget * _EXA / (flops * first.train.global_batch))
         lengths.append((f"{budget:g}EF", f"{steps} steps"))
@@ -328,10 +330,6 @@ def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _in_a_name(quantity: object) -> str:
-    return str(quantity).replace(" ", "_").replace("%", "pc")
-
-
 # -------------------------------------------------------------------- checking them
 def _settings_of(run: ChildRun) -> dict[str, Any]:
     known = objectives.facts(run.config.train.loss)
@@ -368,7 +366,7 @@ def _check_comparable(cells: list[StudyCell]) -> None:
 
 def score_names(config: StudyConfig, run: RunConfig) -> list[str]:
     """Names of the scores that a cell will have."""
-    names = ["top1", "top5"] if objectives.kind(run.train.loss).predicts_classes and run.data.evaluated_split else []
+    names = ["top1", "top5"] if objectives.kind(run.train.loss).predicts_classes and run.data.evaluated else []
     names += ["best_top1"] if run.checkpoint.best.endswith("top1") else []
     if run.probe.every.amount:
         names += [name.removeprefix("_") for name, metric in run.probe.metrics("").items() if metric.better]

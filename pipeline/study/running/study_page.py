@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.data.storage.atomic import write_files
+from pipeline.monitor.page_folder import FIGURES
 from pipeline.monitor.run_page import RunFacts
 from pipeline.study.results import StudyResults
 from pipeline.study.running.cells import Study
-from pipeline.transfer.track.children import write_figures
 from pipeline.transfer.track.parent_page import ParentPage, facts_of_splits, tags_of_folder
 
 _BEST = "best_score"  # Of all models.
@@ -36,7 +37,8 @@ class StudyPage(ParentPage):
         if scored:
             metrics[_BEST] = max(cell.scores[results.score] for cell in scored)
         self.log(metrics)
-        write_figures(self.folder, {file.name: file.read_bytes() for file in files if file.suffix == ".png"})
+        pictures = {file.name: file.read_bytes() for file in files if file.suffix == ".png"}
+        write_files(self.folder / FIGURES, pictures)
         self.result = f"**Result**: {' '.join(sentences)}"
 
 

@@ -4,12 +4,11 @@ What MLflow has already is read from MLflow itself at each start: every child ha
 leaves neither doubles nor gaps, and the folder needs no list of what was sent.
 """
 
-import contextlib
 import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,15 @@ from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.mlflow.refusals import one_line, warn
 from pipeline.monitor.mlflow.state import sent_to
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
-from pipeline.monitor.page_folder import PAGE
+from pipeline.monitor.page_folder import FIGURES
 from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, hide_passwords, metric_name
-from pipeline.transfer.track.child_store import PARENT_TAG, ChildStore, KnownChild
 
-FIGURES = "figures"
 # Tags of a child: its key among the children of its parent, and the digest of what was sent.
 KEY_TAG, DIGEST_TAG = "cell", "cell_digest"
+# Tag by which MLflow shows a run below another.
+PARENT_TAG = "mlflow.parentRunId"
+# Runs that one request lists.
+_MAX_RUNS = 1000
 # Requests for one child: create_run, log_batch, log_inputs, update_run. MLflow has none for several runs.
 REQUESTS_PER_CHILD = 4
 # Returns file name -> PNG.
@@ -74,6 +75,15 @@ class NestedRun:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
+class _KnownChild:
+    """A child run that a store has. digest: of what was sent of it."""
+
+    run_id: str
+    status: str
+    digest: str
+
+
 class ChildSender:
     """Sends children below the MLflow run of `folder`, which another sender creates and names in mlflow.json.
 
@@ -88,9 +98,9 @@ class ChildSender:
         self._draw, self._drawn, self._changed = draw, -1e9, False
         self._queue: dict[str, NestedRun] = {}
         self._lock = threading.Lock()
-        self._store: ChildStore | None = None
+        self._store: MlflowStore | None = None
         self._parent, self._experiment = "", ""
-        self._known: dict[str, KnownChild] = {}
+        self._known: dict[str, _KnownChild] = {}
         self._next_request = 0.0
         self._warned = set[str]()
         self._stop = threading.Event()
@@ -158,7 +168,7 @@ class ChildSender:
         self._drawn, self._changed = now, False
         draw, self._draw = self._draw, None if final else self._draw
         try:
-            write_figures(self.folder, draw())
+            write_files(self.folder / FIGURES, draw())
         except Exception as error:  # A picture must not end a sweep.
             self._warn_once(
                 f"the figures of {self.folder} cannot be drawn ({type(error).__name__}: {one_line(error)})."
@@ -191,7 +201,7 @@ class ChildSender:
         parent = sent_to(self.folder, self.uri).run_id
         if not parent:
             return False
-        store = ChildStore(self.uri)
+        store = MlflowStore(self.uri)
         self._pause()
         run = store.active_run(parent)
         if run is None:  # Deleted: the other sender creates another one.
@@ -199,12 +209,22 @@ class ChildSender:
         if parent != self._parent:
             self._known = {}
         self._parent, self._experiment = parent, run.info.experiment_id
-        for found in store.find_children(self._experiment, parent, KEY_TAG, DIGEST_TAG, self._pause):
-            self._known[found.key] = found
+        self._find_children(store)
         self._store = store
         return True
 
-    def _send_child(self, store: ChildStore, child: NestedRun) -> None:
+    def _find_children(self, store: MlflowStore) -> None:
+        mine, token = f"tags.`{PARENT_TAG}` = '{self._parent}' AND tags.`{KEY_TAG}` != ''", None
+        while True:
+            self._pause()
+            page = store.client.search_runs([self._experiment], mine, max_results=_MAX_RUNS, page_token=token)
+            for run in page:
+                tags = run.data.tags
+                self._known[tags[KEY_TAG]] = _KnownChild(run.info.run_id, run.info.status, tags.get(DIGEST_TAG, ""))
+            if not (token := page.token):
+                return
+
+    def _send_child(self, store: MlflowStore, child: NestedRun) -> None:
         digest, known = child.digest(), self._known.get(child.key)
         if known and (known.status, known.digest) == (child.status, digest):
             return
@@ -213,7 +233,7 @@ class ChildSender:
             self._pause()
             below = {**tags, PARENT_TAG: self._parent}
             run_id = store.create_run(self._experiment, child.name, below, child.started)
-            known = KnownChild(child.key, run_id, "RUNNING", "")
+            known = _KnownChild(run_id, "RUNNING", "")
             self._known[child.key] = known
         self._pause()
         # The tags may have changed: a cell that failed before has an outcome now.
@@ -227,7 +247,7 @@ class ChildSender:
             store.log_datasets(known.run_id, child.datasets)
         self._pause()
         store.end_run(known.run_id, child.status, child.ended)
-        self._known[child.key] = KnownChild(child.key, known.run_id, child.status, digest)
+        self._known[child.key] = _KnownChild(known.run_id, child.status, digest)
         self.num_sent += 1
 
     def _pause(self) -> None:
@@ -268,13 +288,7 @@ def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Pa
 
 def link_below(uri: str, folders: Iterable[Path], parent: str) -> None:
     """Show the MLflow runs of these run folders below a parent. Runs of folders that were not sent are left out."""
-    store = ChildStore(uri)
+    store = MlflowStore(uri)
     for folder in folders:
-        if run_id := sent_to(folder, uri).run_id:
-            with contextlib.suppress(LookupError):
-                store.nest(run_id, parent)
-
-
-def write_figures(folder: Path, pictures: Mapping[str, bytes]) -> None:
-    """Replace figures of a sweep, grid or study, which its sender uploads. pictures: file name -> PNG."""
-    write_files(folder / PAGE / FIGURES, pictures)
+        if (run_id := sent_to(folder, uri).run_id) and store.is_active(run_id):
+            store.client.set_tag(run_id, PARENT_TAG, parent)

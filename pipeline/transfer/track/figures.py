@@ -7,13 +7,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.base.page import png
+from pipeline.base.page import COLOURS, png, style_axes
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import of_seeds
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
-# Colours of Okabe and Ito, which colour-blind people can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73")
 _DIVERGED = "#CC3311"
 
 
@@ -25,7 +23,7 @@ def draw_rates_of_groups(tried: dict[str, dict[float, tuple[float, int, int]]]) 
     """
     figure = Figure(figsize=(13, 4.6), dpi=110, layout="constrained")
     rates = sorted({rate for of_task in tried.values() for rate in of_task})
-    for number, (group, colour) in enumerate(zip(GROUPS, _COLOURS, strict=True)):
+    for number, (group, colour) in enumerate(zip(GROUPS, COLOURS, strict=False)):
         axes = figure.add_subplot(1, 3, number + 1)
         members = [task for task in TASKS if task.group == group and tried.get(task.name)]
         for task in members:
@@ -64,11 +62,11 @@ def draw_rates_of_grid(tried: Sequence[dict[str, Any]], chosen: float | None) ->
     figure = Figure(figsize=(8, 4.6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     scored = sorted((trial["lr"], 100 * trial["top1"]) for trial in tried if "diverged" not in trial)
-    axes.plot([lr for lr, _ in scored], [top1 for _, top1 in scored], color=_COLOURS[0], marker="o")
+    axes.plot([lr for lr, _ in scored], [top1 for _, top1 in scored], color=COLOURS[0], marker="o")
     for lr, top1 in scored:
         axes.annotate(f"{top1:.1f}", (lr, top1), textcoords="offset points", xytext=(0, 8), ha="center")
         if lr == chosen:
-            axes.plot([lr], [top1], marker="o", markersize=13, fillstyle="none", color=_COLOURS[1], linestyle="none",
+            axes.plot([lr], [top1], marker="o", markersize=13, fillstyle="none", color=COLOURS[1], linestyle="none",
                       label=f"chosen: {lr:g}")  # fmt: skip
     low = min((top1 for _, top1 in scored), default=0.0)
     high = max((top1 for _, top1 in scored), default=100.0)
@@ -95,10 +93,10 @@ def draw_finals(runs: Sequence[dict[str, Any]], split: str) -> bytes:
     if len(runs) > 1:
         interval = of_seeds(accuracies)
         axes.axhspan(
-            100 * interval.low, 100 * interval.high, color=_COLOURS[0], alpha=0.15, label="95 % interval of the mean"
+            100 * interval.low, 100 * interval.high, color=COLOURS[0], alpha=0.15, label="95 % interval of the mean"
         )
-        axes.axhline(100 * mean, color=_COLOURS[0], label=f"mean {100 * mean:.2f}")
-    axes.plot(places, [100 * accuracy for accuracy in accuracies], "o", color=_COLOURS[1])
+        axes.axhline(100 * mean, color=COLOURS[0], label=f"mean {100 * mean:.2f}")
+    axes.plot(places, [100 * accuracy for accuracy in accuracies], "o", color=COLOURS[1])
     for place, accuracy in zip(places, accuracies, strict=True):
         axes.annotate(
             f"{100 * accuracy:.2f}", (float(place), 100 * accuracy), textcoords="offset points", xytext=(9, -3)
@@ -108,7 +106,7 @@ def draw_finals(runs: Sequence[dict[str, Any]], split: str) -> bytes:
     axes.margins(y=0.25)
     axes.set_xlabel("seed")
     axes.set_ylabel(f"top-1 on {split}, %")
-    axes.spines[["top", "right"]].set_visible(False)
+    style_axes(axes)
     if len(runs) > 1:
         axes.legend(frameon=False)
     axes.set_title("Final runs")
@@ -126,6 +124,4 @@ def _style(axes: Axes, rates: Sequence[float], label: str, zoomed: bool = False)
         axes.set_ylim(0, 100)
     axes.set_xlabel("learning rate")
     axes.set_ylabel(label)
-    axes.grid(color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_axes(axes)

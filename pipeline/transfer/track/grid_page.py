@@ -7,14 +7,14 @@ from typing import Any
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.storage.atomic import write_files
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
-from pipeline.monitor.page_folder import PageFolder
+from pipeline.monitor.page_folder import FIGURES, PageFolder
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.run import RunConfig
-from pipeline.transfer.track.children import write_figures
 from pipeline.transfer.track.figures import draw_finals, draw_rates_of_grid
 from pipeline.transfer.track.parent_page import ParentPage, facts_of_splits, tags_of_folder
 
@@ -37,7 +37,7 @@ class GridPage(ParentPage):
         pictures = {"accuracy_by_learning_rate.png": draw_rates_of_grid(self.tried, self.chosen)}
         if self.runs:
             pictures["final_accuracy.png"] = draw_finals(self.runs, self._split)
-        write_figures(self.folder, pictures)
+        write_files(self.folder / FIGURES, pictures)
 
     def scored(self, result: dict[str, Any]) -> None:
         """results.json and report.md are written. result: content of results.json."""

@@ -87,7 +87,9 @@ class SweepPage:
 
     def gave_up(self, cell: VtabCell, reason: str) -> None:
         """A cell failed and is not retried."""
-        self._children.add([failed_child(self.sweep, cell, reason)])
+        self._children.add(
+            [_child(self.sweep, cell, "FAILED", f"failed: {reason}"[:500], time.time(), 0.0, {}, {}, {})]
+        )
         self._log_now_and_then()
 
     def scored(self, results: dict[str, Any]) -> None:
@@ -161,11 +163,6 @@ def child_of(sweep: Sweep, cell: VtabCell, outcome: Outcome) -> NestedRun:
     )  # fmt: skip
 
 
-def failed_child(sweep: Sweep, cell: VtabCell, reason: str) -> NestedRun:
-    """The child run of a cell that failed."""
-    return _child(sweep, cell, "FAILED", f"failed: {reason}"[:500], time.time(), 0.0, {}, {}, {})
-
-
 def _child(
     sweep: Sweep, cell: VtabCell, status: str, outcome: str, ended: float, seconds: float, more: dict[str, Any],
     metrics: dict[str, float], tags: dict[str, str],
@@ -235,14 +232,10 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
     if sweep.missing:
         description.append(f"Not prepared, so without a score: {', '.join(sweep.missing)}.")
     return RunFacts(
-        f"{_weights_name(config.weights, run)} {sweep.config.protocol.name}-{config.method}", "vtab", settings, tags,
+        f"{run.name if run else Path(config.weights).stem} {sweep.config.protocol.name}-{config.method}", "vtab", settings, tags,
         tuple(datasets), "\n\n".join(description), {"parent": str(parent)} if parent else {},
         artifacts=("results.json", SWEEP_FILE), score="vtab_mean", scored_on="VTAB-1k", origin=find_origin(Path(config.weights)),
     )  # fmt: skip
-
-
-def _weights_name(weights: str, run: Path | None) -> str:
-    return run.name if run else Path(weights).stem
 
 
 def _tried(outcomes: dict[VtabCell, Outcome]) -> dict[str, dict[float, tuple[float, int, int]]]:

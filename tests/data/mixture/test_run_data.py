@@ -117,18 +117,18 @@ def test_an_objective_without_labels_takes_any_set(sets: Path) -> None:
 def test_further_splits_are_evaluated_under_their_names(sets: Path) -> None:
     more = "data.eval_also=extra, train"
     alone = opened(sets, "", f"data.path={sets / 'b'}", "data.eval_split=extra", "data.eval_also=train")
-    assert {name: split.name for name, (_, split) in alone.evaluation_beside.items()} == {"train": "train"}
+    assert {name: split.name for name, (_, split) in alone.evaluated.items()} == {"extra": "extra", "train": "train"}
     mixed = config(sets, "{path: a, weight: 1, eval_split: val}", f"data.path={sets / 'b'}", "data.dev_share=0.1", more)
     data = open_run_data(mixed.data, 0, 20)
-    beside = {name: (dataset.path.name, len(split)) for name, (dataset, split) in data.evaluation_beside.items()}
-    assert beside == {"extra": ("b", 20), "train": ("b", 50), "a_val": ("a", 10)}
-    assert list(beside) == mixed.data.evaluated_beside
-    assert {f"{name}_top1" for name in ("dev", *beside)} < objectives.metrics(mixed)["scores"].keys()
+    evaluated = {name: (dataset.path.name, len(split)) for name, (dataset, split) in data.evaluated.items()}
+    assert evaluated == {"dev": ("b", 5), "extra": ("b", 20), "train": ("b", 50), "a_val": ("a", 10)}
+    assert list(evaluated) == mixed.data.evaluated
+    assert {f"{name}_top1" for name in evaluated} < objectives.metrics(mixed)["scores"].keys()
+    other = opened(sets, "{path: b, weight: 1, eval_split: extra}", "data.eval_split=")
+    assert other.evaluation is other.evaluated["b_extra"][1]
     for settings, reason in (
-        (["data.eval_also=test"], "data.eval_also: .*/a has no split 'test'. It has: train, val"),
-        (["data.eval_also=val"], "data.eval_also: 'val' is evaluated already. Leave it out."),
-        (["data.eval_also=train,train"], "data.eval_also: 'train' is evaluated already"),
-        (["data.eval_also=val", "data.eval_split="], "data.eval_also = val is beside data.eval_split, which is empty"),
+        (["data.eval_also=test"], "data.eval_also = test: .*/a has no split 'test'. It has: train, val"),
+        (["data.eval_also=val"], "data.eval_also = val: there are metrics val_... of another split already."),
     ):
         with pytest.raises(UserError, match=reason):
             opened(sets, "", *settings)
