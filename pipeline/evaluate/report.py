@@ -55,8 +55,10 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
     origin = find_origin(file) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)))
+    own, own_split = dataset, split
     if config.classify:
-        _check_classes(config, loaded.model.config.num_classes, loaded.extra.get("classes"), dataset)
+        names = loaded.extra.get("classes")
+        dataset, split = _in_classes_of_weights(config, loaded.model.config.num_classes, names, own, own_split)
     folder = _folder(config)
     for line in split.notes() + (train.notes() if train else []):
         print(line)
@@ -84,7 +86,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
         picture = render.draw_confusion(true, predicted, dataset.class_names)
     if features is not None and train is not None:
-        scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
+        scores |= _probe(config, loaded, features, own_split, train, own.num_classes)
     if features is not None and config.rankme_images:
         rows = spread_rows(config, len(split))
         scores["spread"] = spread(Features(features.values[rows], features.readable[rows], {}))
@@ -131,6 +133,31 @@ def _send(
         description, {"parent": origin.run_id} if origin.run_id else {}, score=score, scored_on=scored_on, origin=origin,
     )  # fmt: skip
     send_report(config.mlflow, files[0].parent, facts, metrics | probed, files, config.experiment)
+
+
+def _in_classes_of_weights(
+    config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset, split: Split
+) -> tuple[Dataset, Split]:
+    """(the data set with the classes of the weights, the split with their numbers). names: of these classes, None if unknown.
+
+    Raises UserError where the classes of the data are not among those of the weights, as those of each set of a mixture are.
+    """
+    if names and config.match_classes and names != dataset.classes and set(dataset.classes) <= set(names):
+        print(
+            f"classes by name: the {len(dataset.classes):,} of {config.data} are among the {len(names):,} of the weights"
+        )
+        number = {name: place for place, name in enumerate(names)}
+        label_map = np.array([number[name] for name in dataset.classes], np.int32)
+        shown = dict(zip(dataset.classes, dataset.class_names, strict=True))
+        info = {
+            **dataset.info,
+            "classes": names,
+            "num_classes": len(names),
+            "class_names": [shown.get(name, name) for name in names],
+        }
+        return replace(dataset, info=info), split.relabelled(label_map)
+    _check_classes(config, num_classes, names, dataset)
+    return dataset, split
 
 
 def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset) -> None:

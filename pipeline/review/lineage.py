@@ -233,7 +233,7 @@ def _add_data(found: Lineage, record: RunRecord) -> None:
             data.digest,
             ", ".join(counted(number, thing) for number, thing in sizes if number),
         ]
-        key = f"data {data.name} {data.digest}"
+        key = f"data {data.name} {data.split} {data.digest}"  # A mixture may have several splits of a set.
         found.add(GraphNode(key, "data", [line for line in lines if line]))
         found.arrows.append((key, _key(record)))
 

@@ -194,7 +194,7 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
 
     refused(r"nine.pt has 9 classes, .*photos has 6 classes\. .*classify=false", save(tmp_path / "nine.pt", 9))
     refused("headless.pt has no head", save_headless(tmp_path / "headless.pt"))
-    other = save(tmp_path / "other.pt", K, classes=["ant", "cat|dog", "bee", *CLASSES[3:]])
+    other = save(tmp_path / "other.pt", K, classes=["ant", "cat|dog", "wasp", *CLASSES[3:]])
     refused(r"class 1 is 'cat\|dog' in .*other.pt, but 'bee' in .*match_classes=false", other)
     refused("has no split 'extra' to choose shots from. It has: train, val", weights, "train_split=extra")
     refused("eval_resize = 6 is smaller than image_size = 8", weights, "eval_resize=6", "eval_crop=center")
@@ -209,6 +209,32 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
         torch.nn.init.constant_(broken.norm.weight, 3e38)  # finite, but its outputs are not
         models.save(broken, tmp_path / "inf.pt")
         refused("gives NaN or infinity for 64 of 70 images, the first val0", tmp_path / "inf.pt", f"shots={shots}")
+
+
+def test_weights_of_a_mixture_score_a_set_by_the_names_of_its_classes(
+    weights: Path, data: Dataset, tmp_path: Path
+) -> None:
+    """The set has six of seven classes, in another order: the scores are those of a head of these six."""
+    mixed = save(tmp_path / "mixed.pt", K + 1, classes=[*reversed(CLASSES), "wasp"])
+    model, alone = models.load(mixed), models.load(weights)
+    state = alone.state_dict()
+    for name, never in (
+        ("head.weight", torch.zeros(1, state["head.weight"].shape[1])),
+        ("head.bias", torch.tensor([-1e4])),
+    ):
+        state[name] = torch.cat([state[name].flip(0), never])
+    model.load_state_dict(state)
+    extra = {"preprocessing": {"image_size": SIDE, "eval_crop": "resize", "eval_resize": 0}, "loss": "sigmoid"}
+    models.save(model, mixed, {**extra, "classes": [*reversed(CLASSES), "wasp"]})
+    one, other = (
+        report.run(config(path, data, "shots=2", "neighbours=3", f"out={tmp_path / path.stem}"))
+        for path in (weights, mixed)
+    )
+    assert other["loss"] == pytest.approx(one["loss"])
+    for name in ("top1", "top5", "macro_f1", "fewshot", "knn"):
+        assert other[name] == one[name], name
+    assert [row | {"class": row["class"]} for row in other["per_class"][:K]] == one["per_class"][::-1]
+    assert other["per_class"][K]["support"] == 0
 
 
 def save_headless(path: Path) -> Path:

@@ -12,7 +12,7 @@ from test_objective import after_3, begin_again, tensors
 from pipeline import model as models
 
 STAGES = [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32")]
-BY_MUON = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (1, "bf16")]
+BY_MUON = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp16")]
 
 
 @pytest.fixture(scope="module")

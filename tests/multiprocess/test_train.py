@@ -1,6 +1,7 @@
 """Training on several real ranks: the same numbers as plain PyTorch, and exact resume after SIGKILL."""
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -461,8 +462,9 @@ def test_another_model_or_data_cannot_continue(forge: Forge, dataset: Path, resu
     assert "Traceback" not in run.said(0) + run.said(1)
 
 
-def test_a_finished_run_is_finished_on_any_ranks(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_finished_on_any_ranks(forge: Forge, dataset: Path, database: Path, tmp_path: Path) -> None:
     """(The launchers themselves: torchrun in test_whole_way.py, deepspeed in test_stop.py and tests/multinode.)"""
+    shutil.copy(database, tmp_path / "mlflow.db")
     overrides = settings(dataset, tmp_path, "finished", "track.enabled=true")
     assert f"step {STEPS}/{STEPS}" in forge.start(2, overrides).finish()
     again = forge.start(1, overrides).finish()

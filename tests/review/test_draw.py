@@ -44,9 +44,10 @@ def images_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 # ---------------------------------------------------------------------- a whole run
 @pytest.fixture(scope="module")
-def trained(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(forge: Forge, dataset: Path, database: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks, tracked, with figures."""
     out = tmp_path_factory.mktemp("figures")
+    shutil.copy(database, out / "mlflow.db")
     more = ["track.enabled=true", "track.figures=true", "evaluate.batch=5"]
     forge.start(2, settings(dataset, out, "small", *more)).finish()
     return out / "small"

@@ -5,6 +5,7 @@ import csv
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,9 +196,10 @@ def test_scores_of_other_files_than_the_published_ones_are_marked_everywhere(
 
 
 @pytest.mark.slow
-def test_settings_to_folder_and_mlflow(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_settings_to_folder_and_mlflow(database: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from mlflow.tracking import MlflowClient
 
+    shutil.copy(database, tmp_path / "mlflow.db")
     new, old = write(tmp_path / "new", whole(seeds=2)), write(tmp_path / "old", whole(0.05))
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     config = [f"sweeps=[{new},{old}]", "names=[new,old|$x_]", f"out={tmp_path / 'out'}", f"mlflow={uri}"]

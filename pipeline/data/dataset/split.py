@@ -190,6 +190,12 @@ class Split:
         starts = np.concatenate([[0], np.cumsum(kept)])
         return replace(self, shard_sizes=kept, shard_starts=starts, excluded_rows=excluded_rows)
 
+    def relabelled(self, label_map: np.ndarray) -> "Split":
+        """The same samples with label_map[label], int32, in place of each label, which copies the labels."""
+        return replace(
+            self, index=replace(self.index, labels=label_map[self.index.labels], max_label=int(label_map.max()))
+        )
+
     def shard_of(self, rows: np.ndarray) -> np.ndarray:
         """Index into shard_paths of each sample, int64, the shape of rows."""
         return np.searchsorted(self.shard_starts, rows, side="right") - 1

@@ -87,7 +87,8 @@ def open_run_data(
             where = f"data.mix, {entry.path}, eval_split"
             _add_evaluated(evaluated, name, other, of_set, entry.exclude, where, label_map)
     epoch_samples = round(len(split) / first_share(shares, 0))
-    mixed = mix(mixture, datasets, splits, label_maps, class_notes)
+    epoch_note = f"an epoch is one of {own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
+    mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes])
     return RunData(own, dataset, mixed, evaluated, eval_split, epoch_samples)
 
 
@@ -112,9 +113,7 @@ def _add_evaluated(
         split = dataset.split(split_name, exclude)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    if label_map is not None:
-        split = replace(split, index=replace(split.index, labels=label_map[split.index.labels]))
-    found[name] = dataset, split
+    found[name] = dataset, split if label_map is None else split.relabelled(label_map)
 
 
 def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:

@@ -20,7 +20,7 @@ class MixedSplit(Split):
     """What training needs of the splits of several data sets; made by `mix`. The fields that it inherits are those of all shards.
 
     mixture: its settings. datasets: the data set of each part. label_maps: class of each -> class of the mixture, int32; None where
-    they are the same. first_rows: of each part, and the number of all rows. class_notes: lines about the classes.
+    they are the same. first_rows: of each part, and the number of all rows. lines: more of what `notes` says.
     """
 
     mixture: Mixture
@@ -28,7 +28,7 @@ class MixedSplit(Split):
     datasets: tuple[Dataset, ...]
     label_maps: tuple[np.ndarray | None, ...]
     first_rows: list[int]
-    class_notes: tuple[str, ...]
+    lines: tuple[str, ...]
 
     @property
     def parts(self) -> tuple[Split, ...]:
@@ -119,13 +119,13 @@ class MixedSplit(Split):
 
     def notes(self) -> list[str]:
         names = self.set_names
-        lines = [f"{name}: {line}" for name, part in zip(names, self.sets, strict=True) for line in part.notes()]
-        return [self.describe(), *lines, *self.class_notes]
+        of_sets = [f"{name}: {line}" for name, part in zip(names, self.sets, strict=True) for line in part.notes()]
+        return [self.describe(), *of_sets, *self.lines]
 
 
 def mix(
     mixture: Mixture, datasets: Sequence[Dataset], splits: Sequence[Split], label_maps: Sequence[np.ndarray | None],
-    class_notes: Sequence[str],
+    lines: Sequence[str],
 ) -> MixedSplit:  # fmt: skip
     """One split of these splits, in this order. The first one's index, table and excluded samples stand for it elsewhere."""
     main = splits[0]
@@ -148,5 +148,5 @@ def mix(
         datasets=tuple(datasets),
         label_maps=tuple(label_maps),
         first_rows=rows.tolist(),
-        class_notes=tuple(class_notes),
+        lines=tuple(lines),
     )

@@ -60,6 +60,7 @@ def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
     assert isinstance(split, MixedSplit)
     assert len(split) == 90 + 40 + 20
     assert data.epoch_samples == 135  # Two thirds of the samples are of the 90.
+    assert "an epoch is one of a: 135 samples of the mixture" in split.notes()
     rows = np.arange(len(split))
     assert split.keys(rows) == [key for part in split.parts for key in part.keys(np.arange(len(part)))]
     assert [split.row_of(key) for key in split.keys([120, 140])[1:]] == [140]

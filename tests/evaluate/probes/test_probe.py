@@ -1,6 +1,7 @@
 """Probes during a run: once per due step, the same on any number of ranks and after a stop."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -94,8 +95,11 @@ def test_a_model_of_masked_patches_is_probed_on_whole_images(forge: Forge, data:
     assert scored["knn"] == last["knn"]
 
 
-def test_a_collapse_is_said_once_in_log_and_description(forge: Forge, data: Path, tmp_path: Path) -> None:
+def test_a_collapse_is_said_once_in_log_and_description(
+    forge: Forge, data: Path, database: Path, tmp_path: Path
+) -> None:
     """Without labels: SGD whose decay takes all kernels to zero, so that every image has the same features."""
+    shutil.copy(database, tmp_path / "mlflow.db")
     flat = (
         "train.loss=masked_pixels", "model.representation=false", "optimizer.name=sgd", "optimizer.momentum=0", "optimizer.lr=1",
         "optimizer.weight_decay=1", "optimizer.clip=1e-6", "schedule.decay=constant", "schedule.warmup=0 steps",

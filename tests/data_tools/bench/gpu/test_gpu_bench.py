@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -240,9 +241,10 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_numbers_of_a_record_go_to_mlflow(tmp_path: Path) -> None:
+def test_numbers_of_a_record_go_to_mlflow(database: Path, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
+    shutil.copy(database, tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     record = BenchRecord("gpu", RecordConfig(mlflow=uri))
     record.add("step ViT-L/16@224, eager", ms=2.5, repeats=True, note="text")
