@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import readme_commands
@@ -90,19 +91,27 @@ def test_every_command_is_in_the_readme() -> None:
 
 
 def test_the_commands_for_own_images_use_what_the_ones_before_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As written in the README, from sharding to the score."""
+    """As written in the README: from sharding to the score, from published weights, from scratch, and without labels."""
     monkeypatch.chdir(ROOT)
-    section = (ROOT / "README.md").read_text().partition("\n## Your own images\n")[2].partition("\n## ")[0]
-    lines = [line.strip() for line in section.splitlines() if line.startswith("    ") and "launch/" in line]
-    words = [shlex.split(line, comments=True) for line in lines]
-    commands = [[word for word in line if word.startswith("launch/")] for line in words]
-    assert commands == [["launch/shard.py"], ["launch/pretrain.py"], ["launch/finetune.py"], ["launch/evaluate.py"]]
-    classes = (ShardConfig, RunConfig, RunConfig, ScoreConfig)
-    given = [line[line.index(name) + 1 :] for line, (name,) in zip(words, commands, strict=True)]
-    shards, scratch, tuned, score = (read_settings(cls, line) for cls, line in zip(classes, given, strict=True))
-    assert shards.out == scratch.data.path == tuned.data.path == score.data
+    classes = {"shard": ShardConfig, "pretrain": RunConfig, "finetune": RunConfig, "evaluate": ScoreConfig}
+
+    def commands(heading: str) -> tuple[list[str], list[Any]]:
+        section = (ROOT / "README.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        lines = [line.strip() for line in section.replace("\\\n", "").splitlines() if line.startswith("    ")]
+        words = [shlex.split(line, comments=True) for line in lines if "launch/" in line]
+        at = [next(i for i, word in enumerate(line) if word.startswith("launch/")) for line in words]
+        names = [Path(line[i]).stem for line, i in zip(words, at, strict=True)]
+        return names, [read_settings(classes[n], w[i + 1 :]) for n, w, i in zip(names, words, at, strict=True)]
+
+    names, (shards, tuned, tuned_score, scratch, score) = commands("Your own images")
+    assert names == ["shard", "finetune", "evaluate", "pretrain", "evaluate"]
+    assert shards.out == scratch.data.path == tuned.data.path == score.data == tuned_score.data
     assert score.weights == f"{scratch.out}/{scratch.name}"
-    assert tuned.name != scratch.name
+    assert tuned_score.weights == f"{tuned.out}/{tuned.name}"
+    names, (unlabelled, run, continued) = commands("Your own images without labels")
+    assert names == ["shard", "pretrain", "finetune"]
+    assert (run.data.path, run.probe.data, continued.data.path) == (unlabelled.out, shards.out, shards.out)
+    assert continued.init.weights == f"{run.out}/{run.name}"
 
 
 def test_each_cluster_command_of_the_readme_uses_what_the_one_before_it_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_settings_that_override_the_name_are_said() -> None:
         config = schema.load(RunConfig, None, [*REQUIRED, *overrides])
         return make_plan(config, 14_200_000, 8).notes(config)
 
-    recipe = ["model.width=128", "model.depth=4", "model.mlp_width=256", "model.num_heads=4"]  # cifar10_small's
+    recipe = ["model.width=128", "model.depth=4", "model.mlp_width=256", "model.num_heads=4"]  # cifar10_vit's
     assert notes("model.name=ViT-Ti/8", *recipe) == [
         "not as model.name = ViT-Ti/8: model.width = 128 instead of 192, model.depth = 4 instead of 12, model.mlp_width = 256 "
         "instead of 768, model.num_heads = 4 instead of 3"
