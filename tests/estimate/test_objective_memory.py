@@ -23,8 +23,6 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
 IMAGES = 16
-# LeJEPA's local views have 96 px by default, which is counted by the same code and takes twice as long.
-SMALL_VIEWS = {"dino": SETTINGS, "lejepa": ("objective.local_size=64",)}
 EXTENDING = Path(__file__).resolve().parents[2] / "docs/extending.md"
 
 
@@ -49,7 +47,7 @@ def run_of(loss: str, *more: str) -> tuple[RunConfig, Config]:
     config = schema.load(RunConfig, None, [
         "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps",
         "model.name=ViT-Ti/8", "model.image_size=32", "model.representation=false", "model.depth=5", f"train.loss={loss}",
-        f"train.micro_batch={IMAGES}", f"train.global_batch={2 * IMAGES}", "engine.precision=fp32", "engine.zero_stage=0", *SMALL_VIEWS.get(loss, ()), *more,
+        f"train.micro_batch={IMAGES}", f"train.global_batch={2 * IMAGES}", "engine.precision=fp32", "engine.zero_stage=0", *(SETTINGS if loss == "dino" else ()), *more,
     ])  # fmt: skip
     return config, objectives.new_backbone(config, 4)
 
