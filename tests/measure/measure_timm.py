@@ -21,13 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import torch
 from families import randomised
+from torch import library
 
 from pipeline.base.errors import UserError
 from pipeline.model import load, read_weights, to_timm
 from pipeline.model.files import write_folder
 
 # torchvision's wheel is built for CUDA; without its operators, a CPU's torch can import it only if these are declared.
-operators = torch.library.Library("torchvision", "DEF")
+operators = library.Library("torchvision", "DEF")
 for operator in ("nms", "qnms"):
     operators.define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
 timm: Any = importlib.import_module("timm")

@@ -79,7 +79,9 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
         holds="evaluation",
     )
     classify: bool = setting(True, "Score the weights' own head; false scores only features (for other classes).")
-    match_classes: bool = setting(True, "Refuse data whose class names differ from those of the weights.")
+    match_classes: bool = setting(
+        True, "Match classes by name, and refuse data with one that the weights do not have; false: by number."
+    )
     mlflow: str = mlflow_uri("MLflow tracking URI for the scores and the report; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")
 
