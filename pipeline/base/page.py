@@ -74,9 +74,9 @@ _UNBROKEN = re.compile(r"\[[-+\d., ]*\]| %")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
-def png(figure: Any) -> bytes:
-    """A Matplotlib figure as a PNG."""
-    figure.savefig(buffer := io.BytesIO(), format="png")
+def png(figure: Any, dpi: int | str = "figure") -> bytes:
+    """A Matplotlib figure as a PNG. dpi: pixels an inch; "figure" is what the figure was made with."""
+    figure.savefig(buffer := io.BytesIO(), format="png", dpi=dpi)
     return buffer.getvalue()
 
 
@@ -91,6 +91,13 @@ def add_legend(to: Any, *lines: Any, **look: Any) -> None:
     """Give Matplotlib axes, or a figure, a legend without a frame, in which names are not read as formulas."""
     for text in to.legend(*lines, frameon=False, **look).get_texts():
         text.set_parse_math(False)
+
+
+def report(title: str, blocks: Sequence[Block]) -> dict[str, bytes | str | None]:
+    """The files of a report by name: as Markdown, as HTML, and the pictures."""
+    pictures = {block.name: block.png for block in blocks if isinstance(block, PngImage)}
+    pictures |= {block.name: block.svg.encode() for block in blocks if isinstance(block, SvgImage)}
+    return {**pictures, "report.md": markdown(title, blocks), "report.html": single_file(title, blocks)}
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:
