@@ -55,7 +55,6 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
 
     The first round is a warm-up and is ignored. The last log line precedes the evaluation at the end of the run.
     """
-    engine = ("zero_stage", "precision", "peak_tflops", "compile", "deterministic")
     with tempfile.TemporaryDirectory() as folder:
         given = {
             "name": "bench",
@@ -67,7 +66,10 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
                 "global_batch": config.batch, "micro_batch": config.batch, "loss": "softmax",
             },
             "schedule": {"warmup": "0 steps"},
-            "engine": {name: getattr(config, name) for name in engine},
+            "engine": {
+                "zero_stage": config.zero_stage, "precision": config.precision, "peak_tflops": config.peak_tflops,
+                "compile": config.compile, "deterministic": config.deterministic,
+            },
             "evaluate": {"every": "100%", "batch": config.batch},
             "checkpoint": {"every": f"{config.steps} steps", "keep": 1},
             "track": {"enabled": False, "figures": False},
