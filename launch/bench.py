@@ -2,6 +2,8 @@
 
 import sys
 import tempfile
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -11,24 +13,26 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.commands.bench import GpuBenchConfig, ModelBenchConfig
+from pipeline.settings.commands.bench import GpuBenchConfig, ModelBenchConfig, RecordConfig
 from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.commands.operate import TrackingBenchConfig, TrainBenchConfig
 from pipeline.settings.run import DataConfig
 
+_DATA = {"data": "data.loaders", "views": "data.multi_crop", "shard": "data.shards", "augment": "data.augment"}
+
+
+def measure(what: str, module: str, config: RecordConfig, *more: Path) -> None:
+    """Run a benchmark, `run(config, record, *more)` of a module of data_tools.bench, and keep its record."""
+    from data_tools.bench.record import BenchRecord  # Late, as the module: --help needs no torch.
+
+    record = BenchRecord(what, config)
+    import_module(f"data_tools.bench.{module}").run(config, record, *more)
+    record.finish()
+
 
 def bench(config: BenchConfig) -> None:
-    # Late: --help needs no torch.
-    from data_tools.bench.data import augment, loaders, multi_crop, shards
-    from data_tools.bench.record import BenchRecord
-
-    record = BenchRecord(config.what, config)
-    if config.what == "augment":
-        augment.run(config, record)
-    else:
-        with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
-            {"data": loaders, "views": multi_crop, "shard": shards}[config.what].run(config, Path(folder), record)
-    record.finish()
+    with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
+        measure(config.what, _DATA[config.what], config, Path(folder))
 
 
 def bench_train(config: TrainBenchConfig) -> None:
@@ -37,29 +41,12 @@ def bench_train(config: TrainBenchConfig) -> None:
         from pipeline.data.dataset.subset import run_splits
 
         run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
-    from data_tools.bench.record import BenchRecord
-    from data_tools.bench.training.training_step import run  # Late: imports DeepSpeed.
-
-    run(config, record := BenchRecord("train", config))
-    record.finish()
+    measure("train", "training.training_step", config)
 
 
 def bench_tracking(config: TrackingBenchConfig) -> None:
-    from data_tools.bench.record import BenchRecord
-    from data_tools.bench.training.tracking import run  # Late: imports torch.
-
-    record = BenchRecord("tracking", config)
     with tempfile.TemporaryDirectory() as folder:
-        run(config, Path(folder), record)
-    record.finish()
-
-
-def bench_model(config: ModelBenchConfig) -> None:
-    from data_tools.bench.record import BenchRecord
-    from data_tools.bench.training.model_speed import run  # Late: imports torch.
-
-    run(config, record := BenchRecord("model", config))
-    record.finish()
+        measure("tracking", "training.tracking", config, Path(folder))
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:
@@ -97,7 +84,7 @@ elif __name__ == "__main__" and sys.argv[1:2] == ["model"]:
     del sys.argv[1]
     main(
         ModelBenchConfig,
-        bench_model,
+        partial(measure, "model", "training.model_speed"),
         """
         Measure the ViT on this CPU, in CPU seconds: training (forward and backward) and inference, beside a minimal ViT in
         plain PyTorch and that of `transformers`, if installed, in turn; each with both forms of GELU, and as a share of

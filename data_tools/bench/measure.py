@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from data_tools.bench.apart import Row, rows_apart
 from data_tools.bench.record import BenchRecord, markdown
@@ -32,6 +31,27 @@ class Contestant:
     run: Callable[[], Iterable[int]]
     module: str = "sys"
     prepare: Callable[[], object] = lambda: None
+
+
+def stepping(
+    name: str, about: Sequence[str], cores: int, counts: Sequence[int], make: Callable[[], Callable[[], object]]
+) -> Contestant:
+    """A contestant that calls what `make` returns for each batch. counts: images of each.
+
+    It is made, and called once, in the process in which it is timed, before timing starts.
+    """
+    made: list[Callable[[], object]] = []
+
+    def prepare() -> None:
+        made.append(make())
+        made[0]()
+
+    def steps() -> Iterator[int]:
+        for count in counts:
+            made[0]()
+            yield count
+
+    return Contestant(name, about, cores, steps, prepare=prepare)
 
 
 @dataclass(frozen=True)
@@ -67,39 +87,21 @@ def report(
     contestants: Sequence[Contestant], rounds: int, record: BenchRecord, what: str, columns: Sequence[str] = _COLUMNS
 ) -> None:
     """Time the contestants, add them to the record, and print a table. what: was measured, for its heading. columns: heads of `about`."""
-    results = race(contestants, rounds)
-    for row in rows(contestants, results):
-        record.add(**row)
+    results, lines = race(contestants, rounds), []
+    for contestant in contestants:
+        result, about = results[contestant.name], list(contestant.about)
+        if isinstance(result, Timing):
+            values, said = asdict(result), [f"{result.rate:,.0f}", f"{result.per_cpu:,.0f}", f"{result.first:.2f} s"]
+        else:
+            values, said = {"failed": result}, [f"not measured: {result}", "", ""]
+        record.add(contestant.name, about=about, cores=contestant.cores, **values)
+        lines.append([contestant.name, *about, str(contestant.cores), *said])
     print(f"\n{what}; medians of {counted(rounds, 'round')}, alternating\n")
-    print(table(contestants, results, columns))
+    print(markdown(["", *columns, "cores", "images/s", "images per CPU second", "first batch"], lines))
 
 
 def _median(timings: Sequence[Timing]) -> Timing:
     return Timing(*(statistics.median(getattr(t, field) for t in timings) for field in ("rate", "per_cpu", "first")))
-
-
-def table(contestants: Sequence[Contestant], results: dict[str, Timing | str], columns: Sequence[str]) -> str:
-    """Returns a Markdown table. columns: heads of `about`."""
-    lines = []
-    for contestant in contestants:
-        result = results[contestant.name]
-        said = (
-            [f"{result.rate:,.0f}", f"{result.per_cpu:,.0f}", f"{result.first:.2f} s"]
-            if isinstance(result, Timing)
-            else [f"not measured: {result}", "", ""]
-        )
-        lines.append([contestant.name, *contestant.about, str(contestant.cores), *said])
-    return markdown(["", *columns, "cores", "images/s", "images per CPU second", "first batch"], lines)
-
-
-def rows(contestants: Sequence[Contestant], results: dict[str, Timing | str]) -> list[dict[str, Any]]:
-    """The results as rows of a record."""
-    found: list[dict[str, Any]] = []
-    for contestant in contestants:
-        result = results[contestant.name]
-        measured = asdict(result) if isinstance(result, Timing) else {"failed": result}
-        found.append({"name": contestant.name, "about": list(contestant.about), "cores": contestant.cores, **measured})
-    return found
 
 
 def _say(result: Timing | str) -> str:

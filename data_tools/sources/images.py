@@ -27,10 +27,8 @@ def shrink(data: bytes, short: int, method: Literal["area", "antialias"], qualit
     if method == "area":
         small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
     else:
-        from pipeline.data.loading.augment import (
-            ANTIALIAS,
-            resize,
-        )  # Imported here because it imports torch, which takes seconds.
+        # Imported here because it imports torch, which takes seconds.
+        from pipeline.data.loading.augment import ANTIALIAS, resize
 
         small = resize(pixels, size, ANTIALIAS)
     return simplejpeg.encode_jpeg(np.ascontiguousarray(small), quality=quality, colorsubsampling="420"), *size

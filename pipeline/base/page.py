@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -59,65 +60,7 @@ class Code:
 
 Block = Heading | Paragraph | Table | PngImage | SvgImage | Code
 
-# Cells break their lines where a table is wider than the window, never within a number and its unit. A table that is still wider,
-# and a picture, scroll in their own box, so that the page itself never scrolls sideways; a shadow at an edge says that there is more.
-# On paper nothing can scroll: there, long cells break anywhere and pictures shrink.
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1a1a1a;
-  background: #fff; overflow-wrap: anywhere; -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
-h1 { line-height: 1.25; }
-h2 { margin-top: 2rem; }
-.box { overflow-x: auto; margin: 1rem 0; }
-.box:has(table) { background:
-  linear-gradient(to left, #fff 60%, #fff0) right / 3rem 100% no-repeat local,
-  linear-gradient(to left, #0004, #0000) right / 1rem 100% no-repeat scroll; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
-th { border-bottom: 2px solid #888; }
-td.short { white-space: nowrap; }
-th.text, td.text { text-align: left; }
-td.text { min-width: 14rem; overflow-wrap: anywhere; }
-tr.bold td, tr.bold td:first-child { font-weight: 600; background: #f4f6f8; }
-img { max-width: 100%; height: auto; }
-svg { display: block; height: auto; max-width: 100%; }
-.narrow { display: none; }
-pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size: 13px; }
-@media (max-width: 640px) {
-  body { font-size: 16px; margin: 1rem auto; }
-  h1 { font-size: 1.5rem; }
-  h2 { font-size: 1.2rem; }
-  table { font-size: 14px; }
-  th, td { padding: .3rem .5rem; }
-  th:first-child, td:first-child { min-width: 6rem; max-width: 42vw; white-space: normal; overflow-wrap: break-word; }
-  th:only-child, td:only-child { max-width: none; }
-  td.text { min-width: 11rem; }
-  .box img { max-width: none; width: max(100%, 46rem); }
-  .wide.has-narrow { display: none; }
-  .narrow { display: block; }
-}
-@media print {
-  @page { margin: 14mm; }
-  body { font-size: 10pt; color: #000; margin: 0; max-width: none; padding: 0; }
-  h1, h2, p:has(+ .box) { break-after: avoid; }
-  h2 { margin-top: 1.2rem; }
-  p { orphans: 3; widows: 3; }
-  .box, .box:has(table) { overflow: visible; background: none; }
-  table { font-size: 8.5pt; width: 100%; overflow-wrap: anywhere; }
-  table.many { font-size: 6.5pt; }
-  th, td { padding: .15rem .35rem; }
-  th.short, td.short { overflow-wrap: normal; }
-  table.many th, table.many td { padding: .1rem .15rem; white-space: normal; overflow-wrap: anywhere; }
-  table.many th:first-child, table.many td:first-child { min-width: 4.5rem; }
-  td.text { min-width: 0; }
-  thead { display: table-header-group; }
-  tr, img, svg, pre { break-inside: avoid; }
-  .box img { max-width: 100%; width: auto; max-height: 24cm; }
-  tr.bold td, pre { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-  .wide.has-narrow { display: block; }
-  .narrow { display: none; }
-}
-"""
+_STYLE = Path(__file__).with_suffix(".css").read_text("utf-8")
 # Columns with a cell of more characters are prose; those without one of more than _SHORT_CELL are never broken on screens.
 _LONG_CELL = 40
 _SHORT_CELL = 14
@@ -131,9 +74,9 @@ _UNBROKEN = re.compile(r"\[[-+\d., ]*\]| %")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
-def png(figure: Any) -> bytes:
-    """A Matplotlib figure as a PNG."""
-    figure.savefig(buffer := io.BytesIO(), format="png")
+def png(figure: Any, dpi: int | str = "figure") -> bytes:
+    """A Matplotlib figure as a PNG. dpi: pixels an inch; "figure" is what the figure was made with."""
+    figure.savefig(buffer := io.BytesIO(), format="png", dpi=dpi)
     return buffer.getvalue()
 
 
@@ -148,6 +91,13 @@ def add_legend(to: Any, *lines: Any, **look: Any) -> None:
     """Give Matplotlib axes, or a figure, a legend without a frame, in which names are not read as formulas."""
     for text in to.legend(*lines, frameon=False, **look).get_texts():
         text.set_parse_math(False)
+
+
+def report(title: str, blocks: Sequence[Block]) -> dict[str, bytes | str | None]:
+    """The files of a report by name: as Markdown, as HTML, and the pictures."""
+    pictures = {block.name: block.png for block in blocks if isinstance(block, PngImage)}
+    pictures |= {block.name: block.svg.encode() for block in blocks if isinstance(block, SvgImage)}
+    return {**pictures, "report.md": markdown(title, blocks), "report.html": single_file(title, blocks)}
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:

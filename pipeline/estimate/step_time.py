@@ -130,9 +130,8 @@ def collectives(config: RunConfig, model: Config, accumulation: int) -> list[Col
     if stage < 3:
         # Stage 1 reduces once a step, stage 2 after every micro-batch; both by all-reduce, though a rank keeps only its part.
         times = accumulation if stage == 2 else 1
-        cut = (
-            4 * found.matrices if config.optimizer.name == "muon" else 0
-        )  # At most: on many ranks every matrix is cut.
+        # At most: on many ranks every matrix is cut.
+        cut = 4 * found.matrices if config.optimizer.name == "muon" else 0
         return [
             Collective("all-reduce", times * e * P, times * buckets, "backward's end"),
             Collective("all-gather", e * P, 2, "step"),  # one call for each parameter group

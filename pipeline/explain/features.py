@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.base.errors import UserError
+from pipeline.base.page import png
 from pipeline.base.words import counted
 from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.data.storage.atomic import replacing
@@ -133,7 +134,7 @@ def _draw_neighbours(
     figure = galleries.draw_neighbours(image.numpy(), Path(config.like).stem, pixels.numpy(), captions)
     sheet = Path(config.sheet) if config.sheet else Path(config.out).with_suffix(".png")
     with replacing(sheet) as file:
-        file.write(figures.png(figure))
+        file.write(png(figure, figures.DPI))
     found = list(zip(keys, similarities.tolist(), strict=True))
     for (key, similarity), label in zip(found, labels, strict=True):
         print(f"{similarity:.4f}  {key}" + (f"  {label}" if label else ""))

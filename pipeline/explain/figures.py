@@ -1,9 +1,8 @@
-"""Draws figures with Matplotlib; `png` encodes them.
+"""Draws figures with Matplotlib.
 
 Colour maps are perceptually uniform (viridis). Pixels are uint8 (S, S, 3), maps float32 (h, w), at least 0.
 """
 
-import io
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from pipeline.evaluate.render import shorten
 from pipeline.explain.parameters import Cost, Filters
 from pipeline.model import ViTConfig
 
-_DPI = 150
+DPI = 150  # of the PNGs
 _SMALL, _TEXT, _TITLE = 7, 8, 10  # points
 _TILE, _GAP, _LINE, _MARGIN, _MIN_WIDTH = 1.2, 0.08, 0.16, 0.2, 3.2  # inches
 _MAX_CHARACTERS = 17  # of a line over a tile
@@ -41,13 +40,6 @@ class Tile:
     pixels: np.ndarray
     lines: Sequence[str] = ()
     colour: str = ""
-
-
-def png(figure: Figure) -> bytes:
-    """The figure as a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI)
-    return buffer.getvalue()
 
 
 def gallery(rows: Sequence[Sequence[Tile | None]], title: str, note: str = "", bar: str = "") -> Figure:

@@ -281,10 +281,11 @@ def _num_gpus() -> int:
 
 
 def _revision() -> str:
-    """Hash of this project's Python files; works without git."""
+    """Hash of the library's files, also of its tables; works without git."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(file.read_bytes())
+    for file in sorted(Path(__file__).parents[1].rglob("*")):
+        if file.suffix in (".py", ".yaml", ".css"):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -8,6 +8,7 @@ google-research/vision_transformer, vit_jax/models_resnet.py.
 Shape letters: B batch, C channels, K classes, h x w cells of a feature map, s stride.
 """
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import cast
 
@@ -170,19 +171,17 @@ class HybridStem(nn.Module):
         self.num_channels = 4 * width * 2 ** (len(units) - 1) if units else width
         self.root = SameStdConv(3, width, 7, stride=2)
         self.norm = nn.GroupNorm(GROUPS, width, eps=1e-6)
-        self.units = nn.ModuleList(PostActivationUnit(*shape) for shape in unit_shapes(units, width))
+        self.units = nn.Sequential(*(PostActivationUnit(*shape) for shape in unit_shapes(units, width)))
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.norm(self.root(images)))
-        x = F.max_pool2d(_pad_same(x, 3, 2), kernel_size=3, stride=2)  # zero padding: after ReLU nothing is below it
-        for unit in self.units:
-            x = unit(x)
-        return x
+        # zero padding: after ReLU nothing is below it
+        return self.units(F.max_pool2d(_pad_same(x, 3, 2), kernel_size=3, stride=2))
 
     def initialize(self, generator: torch.Generator) -> None:
         """Kernels as in Flax; the last norm's scale of each unit is 0, so that a new unit computes its shortcut alone."""
         _initialize_kernels(self, generator)
-        for unit in cast(list[PostActivationUnit], self.units):
+        for unit in cast(Iterable[PostActivationUnit], self.units):
             nn.init.zeros_(unit.norm3.weight)
 
 
@@ -222,18 +221,15 @@ class SmallStem(nn.Module):
         self.num_channels = channels[-1]
         self.root = StdConv(3, channels[0], 3)
         self.norm = nn.GroupNorm(channels[0] // 16, channels[0], eps=1e-6)
-        self.units = nn.ModuleList(BasicUnit(*pair) for pair in pairwise((channels[0], *channels)))
+        self.units = nn.Sequential(*(BasicUnit(*pair) for pair in pairwise((channels[0], *channels))))
 
     def forward(self, images: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.root(images)))
-        for unit in self.units:
-            x = unit(x)
-        return x
+        return self.units(F.relu(self.norm(self.root(images))))
 
     def initialize(self, generator: torch.Generator) -> None:
         """As the hybrid's stem: kernels as in Flax, a new unit computes its shortcut alone."""
         _initialize_kernels(self, generator)
-        for unit in cast(list[BasicUnit], self.units):
+        for unit in cast(Iterable[BasicUnit], self.units):
             nn.init.zeros_(unit.norm2.weight)
 
 

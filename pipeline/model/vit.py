@@ -333,7 +333,9 @@ class VisionTransformer(nn.Module):
         if self.positions is None or (block > 0 and self.config.positions_at == "stem"):
             return x
         tables = position.per_token(self.positions, self.config, grid)  # one, or one for each block
-        return x + tables[block % len(tables)]
+        return x + tables[block % len(tables)].to(
+            x.dtype
+        )  # DeepSpeed leaves buffers, such as fixed positions, in float32
 
     def weight_decay_mask(self) -> set[str]:
         """Names of the parameters with weight decay: the kernels of dense layers and convolutions."""

@@ -57,18 +57,16 @@ def remembered(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def make(cls: type["Objective"], config: RunConfig, model: Config, dtype: torch.dtype) -> "Objective":
-    """The objective on the meta device, in training mode, with parameters of `dtype`; its small state stays as it is."""
+    """The objective on the meta device, in training mode, with parameters of `dtype`; buffers stay as they are."""
     with META:
         objective = cls.of(config, build(model))
     return cast(objective, dtype)
 
 
 def cast(objective: "Objective", dtype: torch.dtype) -> "Objective":
-    """The objective with parameters of `dtype`, as the engine has it: its small state stays as it is. In training mode."""
-    state = dict(objective.named_buffers(recurse=False))
-    objective.to(dtype)
-    for name, buffer in state.items():
-        setattr(objective, name, buffer)
+    """The objective with parameters of `dtype`, as the engine has it: buffers stay as they are. In training mode."""
+    for parameter in objective.parameters():
+        parameter.data = parameter.data.to(dtype)
     return objective.train()
 
 

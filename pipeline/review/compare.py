@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
-from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, report
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate import render
@@ -78,9 +78,7 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
     blocks = [*page(records, groups, pictures), *(rescore.page(scores) if scores else [])]
     pairs = [_pair_row(pair) for group in groups for pair in group.pairs]
     files = {
-        **{picture.name: picture.png for picture in pictures},
-        "report.md": markdown(title, blocks).encode(),
-        "report.html": single_file(title, blocks).encode(),
+        **report(title, blocks),
         "table.csv": table_csv([table_row(name, record) for name, record in records.items()]),
         "pairs.csv": table_csv(pairs) if pairs else None,
         "per_class.csv": table_csv(rescore.class_rows(scores)) if scores else None,

@@ -15,7 +15,7 @@ from pipeline.evaluate.classify import per_class
 from pipeline.evaluate.probes.features import requests
 from pipeline.evaluate.render import shorten
 from pipeline.explain import galleries
-from pipeline.explain.figures import png as gallery_png
+from pipeline.explain.figures import DPI
 from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, running_mean
 from pipeline.review.record import LastPredictions, RunRecord, Series, title_of
 from pipeline.settings.run import RunConfig
@@ -161,7 +161,7 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
         np.stack([pixels[row] for row in found.rows[chosen].tolist()]), [names[c] for c in found.true[chosen].tolist()],
         [names[c] for c in found.predicted[chosen].tolist()], found.probability[chosen], note,
     )  # fmt: skip
-    return gallery_png(figure)
+    return png(figure, DPI)
 
 
 def _read(split: Split, rows: np.ndarray, config: RunConfig) -> dict[int, np.ndarray]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, SvgImage, Table, markdown, single_file
+from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, Table, report
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.atomic import write_files
@@ -36,10 +36,8 @@ _COUNTS = {
     "bad_samples": "training images that could not be read",
     "storage_retries": "storage requests that were tried again",
 }
-_COLLAPSES = {
-    "collapse": "the objective's values",
-    "probe_collapse": "the probe's features",
-}  # Logged only where there is one.
+# Logged only where there is one.
+_COLLAPSES = {"collapse": "the objective's values", "probe_collapse": "the probe's features"}
 _MAX_IGNORED = 4  # Damaged runs that are named.
 _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
@@ -65,10 +63,7 @@ def run(config: RunReportConfig) -> Path:
     score = record.last_score
     title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome or record.status}"
     blocks = list(page(record, reader))
-    files = {block.name: block.png for block in blocks if isinstance(block, PngImage)}
-    files |= {block.name: block.svg.encode() for block in blocks if isinstance(block, SvgImage)}
-    files |= {"report.md": markdown(title, blocks).encode(), "report.html": single_file(title, blocks).encode()}
-    write_files(folder, files)
+    write_files(folder, report(title, blocks))
     print(title)
     print(f"report: {folder / 'report.html'}")
     return folder / "report.html"

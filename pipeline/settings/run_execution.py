@@ -7,9 +7,9 @@ from typing import Literal, Protocol
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD, Metric
-from pipeline.settings.quantities import MAX_BATCH, Length
+from pipeline.settings.quantities import Length
 from pipeline.settings.schema import setting
-from pipeline.settings.shared import kernel_setting, minutes, mlflow_uri
+from pipeline.settings.shared import batch_size, kernel_setting, minutes, mlflow_uri
 
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
 
@@ -47,7 +47,7 @@ class EngineConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     every: Length = setting(Length.parse("5%"), "Interval between evaluations; the last step always has one.", above=0)
-    batch: int = setting(64, "Images per forward pass of one rank.", min=1, max=MAX_BATCH)
+    batch: int = batch_size(64, "Images per forward pass of one rank.")
 
 
 @dataclass(frozen=True, kw_only=True)

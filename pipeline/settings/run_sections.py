@@ -7,16 +7,9 @@ from typing import Any, Literal, TypeVar
 from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.settings.quantities import (
-    MAX_BATCH,
-    MAX_SIDE,
-    MAX_THREADS,
-    ImageSize,
-    Length,
-    Limit,
-)
+from pipeline.settings.quantities import MAX_BATCH, ImageSize, Length, Limit
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import minutes
+from pipeline.settings.shared import batch_size, cpu_threads, minutes, pixels, share
 
 T = TypeVar("T")
 
@@ -173,21 +166,17 @@ class DataConfig:
     window: int = setting(
         4096, "Number of consecutive samples of a stream that are shuffled together.", min=1, on_change="run"
     )
-    balance: float = setting(
+    balance: float = share(
         1.0,
         "Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once an epoch, 0 all "
         "classes equally often, 0.5 is between. A sample's class is its first label.",
-        min=0,
-        max=1,
         on_change="run",
     )
-    threads: int = setting(2, "Decoding threads of each rank.", min=1, max=MAX_THREADS, on_change="nothing")
+    threads: int = cpu_threads(2, "Decoding threads of each rank.", on_change="nothing")
     prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000, on_change="nothing")
-    max_bad_share: float = setting(
+    max_bad_share: float = share(
         0.001,
         "Share of unreadable images, of those trained on or of those scored, above which the run stops.",
-        min=0,
-        max=1,
         on_change="comparison",
     )
 
@@ -225,18 +214,13 @@ class AugmentConfig:
     area_max: float = setting(1.0, "inception, random_resized: largest share of the image's area.", above=0, max=1)
     aspect_min: float = setting(3 / 4, "inception, random_resized: smallest width / height.", above=0)
     aspect_max: float = setting(4 / 3, "inception, random_resized: largest width / height.", above=0)
-    resize_to: int = setting(
-        0,
-        "resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of model.image_size (448 for 384).",
-        min=0,
-        max=MAX_SIDE,
+    resize_to: int = pixels(
+        0, "resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of model.image_size (448 for 384)."
     )
-    padding: int = setting(
+    padding: int = pixels(
         0,
         "resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4 in DeiT III's "
         "simple crop and for CIFAR-10, with resize_to=model.image_size.",
-        min=0,
-        max=MAX_SIDE,
     )
     flip: bool = setting(True, "Flip horizontally with probability 0.5.")
     resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] = setting(
@@ -244,31 +228,22 @@ class AugmentConfig:
         "linear: bilinear without antialias in training, as the papers' code, and area in evaluation; antialias: Pillow's "
         "bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's bicubic, with antialias.",
     )
-    color_jitter: float = setting(
-        0.0,
-        "Multiply brightness, contrast and saturation by random factors from 1 - color_jitter to 1 + color_jitter.",
-        min=0,
-        max=1,
+    color_jitter: float = share(
+        0.0, "Multiply brightness, contrast and saturation by random factors from 1 - color_jitter to 1 + color_jitter."
     )
-    saturation: float = setting(
-        0.0, "Colour jitter: another strength for saturation (0.2 in DINO); 0 is color_jitter.", min=0, max=1
-    )
+    saturation: float = share(0.0, "Colour jitter: another strength for saturation (0.2 in DINO); 0 is color_jitter.")
     hue: float = setting(
         0.0, "Colour jitter: turn hues by a random share of the circle, at most this (0.1 in DINO).", min=0, max=0.5
     )
-    color_jitter_probability: float = setting(1.0, "Probability of colour jitter (0.8 in DINO).", min=0, max=1)
-    three_augment: float = setting(
+    color_jitter_probability: float = share(1.0, "Probability of colour jitter (0.8 in DINO).")
+    three_augment: float = share(
         0.0,
         "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third of it, before the "
         "colour jitter.",
-        min=0,
-        max=1,
     )
-    grey: float = setting(0.0, "Probability of making a view grey.", min=0, max=1)
-    blur: float = setting(
-        0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.", min=0, max=1
-    )
-    solarise: float = setting(0.0, "Probability of inverting values of 128 and above.", min=0, max=1)
+    grey: float = share(0.0, "Probability of making a view grey.")
+    blur: float = share(0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.")
+    solarise: float = share(0.0, "Probability of inverting values of 128 and above.")
     randaugment_layers: int = setting(
         0, "RandAugment's N: random operations per image (2 in the recipes).", min=0, max=100
     )
@@ -278,21 +253,15 @@ class AugmentConfig:
         "Grey value that RandAugment's Contrast blends with: the image's mean, or height x width / 256 (196 at 224 px), as "
         "in the published AugReg and big_vision runs.",
     )
-    erase: float = setting(
-        0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.", min=0, max=1
-    )
-    mixup: float = setting(
-        0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.", min=0, max=1
-    )
-    cutmix: float = setting(
+    erase: float = share(0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.")
+    mixup: float = share(0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.")
+    cutmix: float = share(
         0.0,
         "CutMix: swap a box between pairs, its area from Beta(cutmix, cutmix); if mixup is set too, each step uses one of "
         "the two.",
-        min=0,
-        max=1,
     )
-    eval_resize: int = setting(
-        0, "Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224).", min=0, max=MAX_SIDE
+    eval_resize: int = pixels(
+        0, "Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224)."
     )
     eval_crop: Literal["center", "resize", "resize_center"] = setting(
         "center",
@@ -308,15 +277,9 @@ class AugmentConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'", above=0, on_change="comparison")
-    global_batch: int = setting(
-        4096, "Samples per optimizer step, over all ranks.", min=1, max=MAX_BATCH, on_change="run"
-    )
-    micro_batch: int = setting(
-        64,
-        "Samples per forward pass of one rank; determines accumulation.",
-        min=1,
-        max=MAX_BATCH,
-        on_change="comparison",
+    global_batch: int = batch_size(4096, "Samples per optimizer step, over all ranks.", on_change="run")
+    micro_batch: int = batch_size(
+        64, "Samples per forward pass of one rank; determines accumulation.", on_change="comparison"
     )
     loss: str = setting(
         "sigmoid",
@@ -353,7 +316,7 @@ class TrainConfig:
         distinct=True,
         on_change="run",
     )
-    label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)
+    label_smoothing: float = share(0.0, "Softmax only: share of the target spread over all classes.")
     log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
     max_skipped_steps: int = setting(
         20, "Steps skipped for non-finite gradients above which the run stops.", min=0, on_change="comparison"
@@ -419,7 +382,7 @@ class ScheduleConfig:
         list, "With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9].", above=0, below=1
     )
     warmup: Length = setting(Length.parse("10000 steps"), "Linear warm-up from 0.")
-    final: float = setting(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1)
+    final: float = share(0.0, "Learning rate at the end, as a share of the peak.")
 
     def check(self, prefix: str) -> None:
         """Raise UserError unless drops are set if and only if decay=drops. prefix: of the settings' names."""

@@ -338,9 +338,8 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
         if not rest:
             value = _override_value(kind, text)
             (rule,) = (field.metadata["rule"] for field in dataclasses.fields(cls) if field.name == part)
-            _SettingsConverter("the command line").convert(
-                value, kind, name, rule
-            )  # So that errors do not blame the file.
+            # So that errors do not blame the file.
+            _SettingsConverter("the command line").convert(value, kind, name, rule)
             tree[part] = value
             return
         is_mapping = typing.get_origin(kind) is dict

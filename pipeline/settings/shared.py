@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline.base.errors import UserError
 from pipeline.process.outputs import Holds
-from pipeline.settings.quantities import MAX_SEED, MAX_SIDE, MINUTES_PER_YEAR
+from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, MINUTES_PER_YEAR
 from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
 
 
@@ -45,9 +45,22 @@ def seeds(default: list[int], doc: str) -> Any:
     return setting(default, doc, min=0, max=MAX_SEED, min_items=1, distinct=True)
 
 
-def pixels(default: Any, doc: str, least: int = 0) -> Any:
+def share(default: Any, doc: str, **rule: Any) -> Any:
+    """A number from 0 to 1: a share or a probability."""
+    return setting(default, doc, min=0, max=1, **rule)
+
+
+def pixels(default: Any, doc: str, least: int = 0, **rule: Any) -> Any:
     """The side of an image."""
-    return setting(default, doc, min=least, max=MAX_SIDE)
+    return setting(default, doc, min=least, max=MAX_SIDE, **rule)
+
+
+def batch_size(default: Any, doc: str, **rule: Any) -> Any:
+    return setting(default, doc, min=1, max=MAX_BATCH, **rule)
+
+
+def cpu_threads(default: Any, doc: str, **rule: Any) -> Any:
+    return setting(default, doc, min=1, max=MAX_THREADS, **rule)
 
 
 def minutes(default: float, doc: str, **rule: Any) -> Any:

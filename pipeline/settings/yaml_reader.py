@@ -1,15 +1,20 @@
-"""Reads YAML text as plain values, within limits of size; every mistake is a one-line error. Knows no settings class."""
+"""Reads YAML text as plain values, within limits of size; every mistake is a one-line error. Knows no settings class.
+
+`read_table` reads the tables of facts that stand beside the modules which explain their fields.
+"""
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
-from pipeline.base.json_record import MAX_QUOTED, quoted, shortened
+from pipeline.base.json_record import MAX_QUOTED, convert, quoted, shortened
 from pipeline.process.installed import shipped
+
+T = TypeVar("T")
 
 # A file of settings has some KB; PyYAML reads about 100 KB in a second.
 _MAX_BYTES = 1 << 20
@@ -94,6 +99,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UserError(f"{path} must hold a mapping of settings, not {as_typed(tree)}.")
     return tree
+
+
+def read_table(module: str, kind: type[T]) -> T:
+    """Returns the YAML file beside a module, of the same name, as `kind` (`json_record.convert`). module: `__file__`."""
+    path = Path(module).with_suffix(".yaml")
+    return convert(yaml.safe_load(path.read_text("utf-8")), kind, path.name)
 
 
 def as_typed(value: Any) -> str:

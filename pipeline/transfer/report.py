@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import as_csv
-from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, report
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import OVER_SEEDS
@@ -44,12 +44,7 @@ def run(config: VtabReportConfig) -> list[Column]:
     title = f"VTAB-1k: {table[0].name}"
     pictures = {"tasks.png": charts.draw_tasks(table), "means.png": charts.draw_means(table)}
     blocks = list(page(table, pictures))
-    files: dict[str, bytes | str | None] = {
-        **pictures,
-        "report.md": markdown(title, blocks),
-        "report.html": single_file(title, blocks),
-        "scores.csv": as_csv(_scores(table)),
-    }
+    files = {**report(title, blocks), "scores.csv": as_csv(_scores(table))}
     write_files(folder, files)
     for line in summary(table[0]):
         print(line)

@@ -1,7 +1,9 @@
-"""VTAB-1k's 19 tasks as data (arXiv 1910.04867; its public code, google-research/task_adaptation, @ d7630d3)."""
+"""VTAB-1k's 19 tasks (vtab_tasks.yaml; arXiv 1910.04867; its public code, google-research/task_adaptation, @ d7630d3)."""
 
 from dataclasses import dataclass
 from typing import Literal
+
+from pipeline.settings.yaml_reader import read_table
 
 Group = Literal["natural", "specialized", "structured"]
 GROUPS: tuple[Group, ...] = ("natural", "specialized", "structured")
@@ -28,25 +30,4 @@ class Task:
     small: bool = False
 
 
-# In the order of the ViT paper's Table 9.
-TASKS: tuple[Task, ...] = (
-    Task("caltech101", "Caltech101", "natural", "caltech101", 102, 6084),
-    Task("cifar100", "CIFAR-100", "natural", "cifar100", 100, 10_000, small=True),
-    Task("dtd", "DTD", "natural", "dtd", 47, 1880),
-    Task("flowers102", "Flowers102", "natural", "flowers102", 102, 6149),
-    Task("pets", "Pets", "natural", "pets", 37, 3669),
-    Task("sun397", "Sun397", "natural", "sun397", 397, 21_750),
-    Task("svhn", "SVHN", "natural", "svhn", 10, 26_032, small=True),
-    Task("patch_camelyon", "Camelyon", "specialized", "patch_camelyon", 2, 32_768),
-    Task("eurosat", "EuroSAT", "specialized", "eurosat", 10, 5400, small=True),
-    Task("resisc45", "Resisc45", "specialized", "resisc45", 45, 6300),
-    Task("retinopathy", "Retinopathy", "specialized", "retinopathy", 5, 42_670),
-    Task("clevr_count", "Clevr-Count", "structured", "clevr", 8, 15_000, crop=False),
-    Task("clevr_distance", "Clevr-Dist", "structured", "clevr", 6, 15_000, crop=False),
-    Task("dmlab", "DMLab", "structured", "dmlab", 6, 22_735, crop=False),
-    Task("dsprites_location", "dSpr-Loc", "structured", "dsprites", 16, 73_728, flip=False, crop=False, small=True),
-    Task("dsprites_orientation", "dSpr-Ori", "structured", "dsprites", 16, 73_728, flip=False, small=True),
-    Task("kitti_distance", "KITTI-Dist", "structured", "kitti", 4, 711, crop=False),
-    Task("smallnorb_azimuth", "sNORB-Azim", "structured", "smallnorb", 18, 12_150, flip=False),
-    Task("smallnorb_elevation", "sNORB-Elev", "structured", "smallnorb", 9, 12_150),
-)
+TASKS = read_table(__file__, tuple[Task, ...])

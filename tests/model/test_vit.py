@@ -178,3 +178,24 @@ def test_a_config_survives_plain_data():
     del incomplete["depth"]
     with pytest.raises(UserError, match="depth"):
         config_from_dict(incomplete)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"positions": name} for name in ("learned", "learned2d", "sincos2d", "sincos2d_mae", "relative", "none")),
+        {"positions": "sincos2d", "positions_at": "blocks"},
+        {"positions": "none", "rope_base": 100.0, "width": 48, "rope_shift": 0.5},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_16_bits_beside_buffers_of_32(changes, dtype):
+    """As DeepSpeed casts a model: parameters only."""
+    model = tiny(**changes).train()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    logits = model(random_images(2, 3, 8, 12).to(dtype))
+    assert logits.dtype == dtype
+    logits.float().square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)

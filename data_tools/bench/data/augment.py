@@ -37,7 +37,7 @@ SETTINGS = {
 }
 
 
-def run(config: BenchConfig, record: BenchRecord) -> None:
+def run(config: BenchConfig, record: BenchRecord, _: Path) -> None:
     """Print the CPU time of each setting over all images, and of mixing before and after normalisation."""
     torch.set_num_threads(1)
     files = read_raw(Path(config.source), config.images)

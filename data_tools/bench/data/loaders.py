@@ -39,7 +39,7 @@ _MODULES = {
 _WHOLE, _REGION, _PILLOW = "libjpeg-turbo", "libjpeg-turbo, region", "Pillow"
 
 
-def run(config: BenchConfig, folder: Path, record: BenchRecord) -> None:
+def run(config: BenchConfig, record: BenchRecord, folder: Path) -> None:
     """Measure and print. folder: the images are written there in every layout."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     splits = {name: write_shards(folder, short) for name, short in (("full size", 0), (f"{_SHORT} px", _SHORT))}

@@ -31,7 +31,7 @@ _BLUR, _SOLARISE = (1.0, 0.1, 0.5), (0.0, 0.2, 0.0)  # of the first large view, 
 _ALL, _CROPS = "DINO's views", "crops and flips alone"
 
 
-def run(config: BenchConfig, folder: Path, record: BenchRecord) -> None:
+def run(config: BenchConfig, record: BenchRecord, folder: Path) -> None:
     """Measure and print images per second, each with LARGE + SMALL views."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     split = write_shards(folder, 0)

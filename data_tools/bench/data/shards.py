@@ -30,7 +30,7 @@ Files = Sequence[tuple[Path, int]]
 Write = Callable[[Files, Path, int], None]
 
 
-def run(config: BenchConfig, folder: Path, record: BenchRecord) -> None:
+def run(config: BenchConfig, record: BenchRecord, folder: Path) -> None:
     """Measure and print. Tasks are plain processes, without Ray, whose start takes a few seconds."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     torch.set_num_threads(1)

@@ -8,13 +8,14 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_tools.bench.corpus import NUM_CLASSES, noise_batch
-from data_tools.bench.measure import Contestant, Timing, race
+from data_tools.bench.measure import Contestant, Timing, race, stepping
 from data_tools.bench.record import BenchRecord, markdown
 from data_tools.bench.training import objective_speed
 from pipeline import model as models
@@ -75,9 +76,8 @@ def run(config: ModelBenchConfig, record: BenchRecord) -> None:
         # The others are written for exactly this architecture.
         if not isinstance(case, models.ViTConfig) or case.has_stem or case.axial:
             raise UserError(f"models: {name} is not a plain Vision Transformer.")
-    with contextlib.suppress(
-        ImportError
-    ):  # Here once, not in each process; without it, they say that it is not installed.
+    # Here once, not in each process; without it, they say that it is not installed.
+    with contextlib.suppress(ImportError):
         importlib.import_module("transformers")
     for name, case in cases.items():
         assert isinstance(case, models.ViTConfig)
@@ -152,21 +152,15 @@ def _contestant(
 ) -> Contestant:
     step = _train if work == "training" else _infer
     batch = noise_batch(config.batch, config.image_size)
-    ready: list[nn.Module] = []  # Of the process in which this is timed.
 
-    def prepare() -> None:
+    def make() -> Callable[[], object]:
         torch.set_num_threads(config.threads)
         if name == _OURS and work == "inference":
             keep_freed_memory()  # As `loaded_model.load_model` does.
-        ready.append(_MAKERS[name](model_config).to(dtype))
-        step(ready[0], batch)
+        return partial(step, _MAKERS[name](model_config).to(dtype), batch)
 
-    def steps() -> Iterator[int]:
-        for _ in range(config.steps):
-            step(ready[0], batch)
-            yield config.batch
-
-    return Contestant(_named(name, model_config.gelu), [model_config.gelu], config.threads, steps, prepare=prepare)
+    counts = [config.batch] * config.steps
+    return stepping(_named(name, model_config.gelu), [model_config.gelu], config.threads, counts, make)
 
 
 def _product(config: ModelBenchConfig, model: models.ViTConfig, dtype: torch.dtype, work: str) -> Contestant:

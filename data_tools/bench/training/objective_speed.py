@@ -1,7 +1,7 @@
 """Speed of an objective's step on a CPU, beside the same ViT's step of classification: forward pass, loss and backward pass."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data_tools.bench.corpus import NUM_CLASSES, noise_views
-from data_tools.bench.measure import Contestant, Timing, race
+from data_tools.bench.measure import Contestant, Timing, race, stepping
 from data_tools.bench.record import BenchRecord, markdown
 from pipeline import model as models
 from pipeline import objectives
@@ -31,7 +31,9 @@ def measure(config: ModelBenchConfig, name: str, precision: str, dtype: torch.dt
     runs = {step: _run(config, name, loss) for step, loss in _STEPS.items()}
     contestants = [_contestant(config, step, run, dtype) for step, run in runs.items()]
     results = race(contestants, config.rounds)
-    flops = {step: on_meta.training_flops(type_of(run), run, _model(run)) for step, run in runs.items()}
+    flops = {
+        step: on_meta.training_flops(objectives.kind(run.train.loss), run, _model(run)) for step, run in runs.items()
+    }
     plain, lines = results[_PLAIN], []
     for step, found in results.items():
         if not (isinstance(found, Timing) and isinstance(plain, Timing)):
@@ -43,10 +45,6 @@ def measure(config: ModelBenchConfig, name: str, precision: str, dtype: torch.dt
         lines.append([step, f"{1e3 / found.per_cpu:,.1f}", f"{share:.0%}", "" if math.isnan(arithmetic) else f"{arithmetic:.0%}"])  # fmt: skip
     print(f"\n{name} {precision}, batch {config.batch}, {config.image_size} px, {counted(config.threads, 'thread')}\n")
     print(markdown(("", "CPU ms per image", "of the ViT's step", "of its arithmetic"), lines), flush=True)
-
-
-def type_of(run: RunConfig) -> type[objectives.Objective]:
-    return objectives.kind(run.train.loss)
 
 
 def _model(run: RunConfig) -> models.Config:
@@ -62,12 +60,10 @@ def _run(config: ModelBenchConfig, name: str, loss: str) -> RunConfig:
 
 
 def _contestant(config: ModelBenchConfig, name: str, run: RunConfig, dtype: torch.dtype) -> Contestant:
-    ready: list[Callable[[], None]] = []  # Of the process in which this is timed.
-
-    def prepare() -> None:
+    def make() -> Callable[[], None]:
         torch.set_num_threads(config.threads)
         objective = on_meta.cast(objectives.create(run, models.build(_model(run))), dtype)
-        shapes = [(group.count, *ImageSize.parse(group.size)) for group in type_of(run).views(run)]
+        shapes = [(group.count, *ImageSize.parse(group.size)) for group in objectives.kind(run.train.loss).views(run)]
         read = objective.inputs(noise_views(shapes, config.batch), torch.device("cpu"), None)
         read = read._replace(views=tuple(view.to(dtype) for view in read.views))
         objective.before_step(0, 100)
@@ -77,15 +73,9 @@ def _contestant(config: ModelBenchConfig, name: str, run: RunConfig, dtype: torc
                 return cast(Mae, objective).encode(read.views[0], read.facts["kept"]).float().mean()
             return objective(*read)[0]
 
-        ready.append(partial(_step, objective, loss))
-        ready[0]()
+        return partial(_step, objective, loss)
 
-    def steps() -> Iterator[int]:
-        for _ in range(config.steps):
-            ready[0]()
-            yield config.batch
-
-    return Contestant(name, [], config.threads, steps, prepare=prepare)
+    return stepping(name, [], config.threads, [config.batch] * config.steps, make)
 
 
 def _step(objective: objectives.Objective, loss: Callable[[], Tensor]) -> None:

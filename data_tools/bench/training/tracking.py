@@ -24,7 +24,7 @@ _NUM_METRICS = 30
 _START_SECONDS = 120.0
 
 
-def run(config: TrackingBenchConfig, folder: Path, record: BenchRecord) -> None:
+def run(config: TrackingBenchConfig, record: BenchRecord, folder: Path) -> None:
     """Measure a database, a server, and a server that answers late; print a table."""
     rows = [_measure("sqlite", "", config, folder / "database")]
     with _server(folder) as url:

@@ -24,20 +24,9 @@ from pipeline.monitor.profile import Meter, StepClock, peak_flops, peak_memory
 from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
 from pipeline.process.distributed import Ranks, from_environment
+from pipeline.settings import schema
 from pipeline.settings.commands.operate import TrainBenchConfig
-from pipeline.settings.quantities import ImageSize, Length
-from pipeline.settings.run import (
-    CheckpointConfig,
-    DataConfig,
-    EngineConfig,
-    EvaluateConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    RunScheduleConfig,
-    TrackConfig,
-    TrainConfig,
-)
+from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig
 from pipeline.train.loop import training_step
 from pipeline.train.run import run_training
 from pipeline.train.zero.engine import Engine, start_ranks
@@ -66,26 +55,26 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
 
     The first round is a warm-up and is ignored. The last log line precedes the evaluation at the end of the run.
     """
-    steps = Length.parse(f"{config.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
-        settings = RunConfig(
-            name="bench",
-            out=folder,
-            model=ModelConfig(name=config.model, image_size=ImageSize(config.image_size, config.image_size)),
-            data=DataConfig(path=config.data, threads=config.decoders, streams=math.gcd(config.batch, 16)),
-            train=TrainConfig(
-                length=Length.parse(f"{config.steps * (config.rounds + 1)} steps"), log_every=config.log_every or config.steps,
-                global_batch=config.batch, micro_batch=config.batch, loss="softmax",
-            ),
-            schedule=RunScheduleConfig(warmup=Length.parse("0 steps")),
-            engine=EngineConfig(
-                zero_stage=config.zero_stage, precision=config.precision, peak_tflops=config.peak_tflops,
-                compile=config.compile, deterministic=config.deterministic,
-            ),
-            evaluate=EvaluateConfig(every=Length.parse("100%"), batch=config.batch),
-            checkpoint=CheckpointConfig(every=steps, keep=1),
-            track=TrackConfig(enabled=False, figures=False),
-        )  # fmt: skip
+        given = {
+            "name": "bench",
+            "out": folder,
+            "model": {"name": config.model, "image_size": config.image_size},
+            "data": {"path": config.data, "threads": config.decoders, "streams": math.gcd(config.batch, 16)},
+            "train": {
+                "length": f"{config.steps * (config.rounds + 1)} steps", "log_every": config.log_every or config.steps,
+                "global_batch": config.batch, "micro_batch": config.batch, "loss": "softmax",
+            },
+            "schedule": {"warmup": "0 steps"},
+            "engine": {
+                "zero_stage": config.zero_stage, "precision": config.precision, "peak_tflops": config.peak_tflops,
+                "compile": config.compile, "deterministic": config.deterministic,
+            },
+            "evaluate": {"every": "100%", "batch": config.batch},
+            "checkpoint": {"every": f"{config.steps} steps", "keep": 1},
+            "track": {"enabled": False, "figures": False},
+        }  # fmt: skip
+        settings = schema.build(RunConfig, given, "the benchmark")
         settings.check()
         run_training(settings)
         records, _ = read_metrics(Path(folder) / "bench/metrics.jsonl")
@@ -135,7 +124,7 @@ def against_a_bare_loop(config: TrainBenchConfig, record: BenchRecord) -> float:
         statistics.median(ours / bare - 1 for ours, bare in zip(*taken.values(), strict=True))
         for taken in (seconds, cpu_seconds)
     )
-    per_image = _flops(config)
+    per_image = models.training_flops_per_image(models.configure(config.model, config.image_size, NUM_CLASSES))
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     peak, source = peak_flops(ranks.device, dtype, config.peak_tflops)
     for name, taken in seconds.items():
@@ -202,7 +191,3 @@ def _model_and_optimizer(config: TrainBenchConfig) -> tuple[models.Model, torch.
     model = models.create(config.model, config.image_size, NUM_CLASSES, seed=0)
     model.train()
     return model, optimizers.build(model, model.weight_decay_mask(), OptimizerConfig())
-
-
-def _flops(config: TrainBenchConfig) -> float:
-    return models.training_flops_per_image(models.configure(config.model, config.image_size, NUM_CLASSES))

@@ -90,10 +90,8 @@ def _files(source: AnyPath) -> Iterator[_BatchFile]:
         return
     with source.open("rb") as file:
         for name, is_folder, offset, size, fault in tar_members(file, 0, file_size(source)):
-            if fault:
-                raise tarfile.ReadError(
-                    f"{printable(name)}: {fault}"
-                )  # One file holds thousands of images: not an item to skip.
+            if fault:  # One file holds thousands of images: not an item to skip.
+                raise tarfile.ReadError(f"{printable(name)}: {fault}")
             if not is_folder:
                 yield _BatchFile(name.rpartition("/")[2], source, offset, size)
 

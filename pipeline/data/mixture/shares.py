@@ -98,9 +98,8 @@ def _pattern(counts: np.ndarray) -> np.ndarray:
     for number in used:
         size = int(counts[number])
         for j in range(size):
-            deadline = (parts * (j + 1) - 1) * (
-                common // size
-            )  # In units that all sets share, so that whole numbers suffice.
+            # In units that all sets share, so that whole numbers suffice.
+            deadline = (parts * (j + 1) - 1) * (common // size)
             beginning[-(-(parts * j + 1) * period // (parts * size)) - 1].append((deadline, number))
     pattern, due = np.empty(period, np.uint16), list[tuple[int, int]]()
     for slot in range(period):

@@ -43,13 +43,8 @@ _OTHER_TYPES = {
 }
 # Beginnings of the keys of a model with towers for images and text, where the one for images is read.
 _TOWERS = ("vision_model.", "visual.trunk.", "visual.")
-_PROJECTS = (
-    "timm",
-    "huggingface",
-    "dinov3",
-    "siglip",
-    "open_clip",
-)  # Kinds of names whose patch embeddings have different names.
+# Kinds of names whose patch embeddings have different names.
+_PROJECTS = ("timm", "huggingface", "dinov3", "siglip", "open_clip")
 
 
 def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) -> Weights:

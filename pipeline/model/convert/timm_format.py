@@ -127,7 +127,6 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     is_dinov3 = "storage_tokens" in tensors or any(key.startswith("rope_embed.") for key in tensors)
     if is_dinov3:
         _without_key_bias(tensors)
-    if is_dinov3:
         name = name or "dinov3"
     has_separate = "blocks.0.attn.q_bias" in tensors
     tensors = rename(tensors, _PUBLISHED)
@@ -190,18 +189,10 @@ def _rope_of(name: str, args: _TimmArgs, periods: Tensor | None) -> _Rope | None
         raise UserError(
             f"its rotation is of the type {args.rope_type or 'cat'}, on a grid of {sides}, which is not supported."
         )
-    side = (
-        None
-        if args.rope_type == "dinov3"
-        else sides[0]
-        if sides
-        else 0
-        if args.rope_type and rope.side is None
-        else rope.side
-    )
+    side = sides[0] if sides else 0 if args.rope_type and rope.side is None else rope.side
     return _Rope(
         args.rope_temperature or _base_of(periods) or rope.base,
-        side,
+        None if args.rope_type == "dinov3" else side,
         rope.has_x_first if args.rope_grid_indexing is None else args.rope_grid_indexing == "xy",
         rope.is_half if args.rope_rotate_half is None else args.rope_rotate_half,
     )
@@ -249,9 +240,8 @@ def _without_key_bias(tensors: dict[str, Tensor]) -> None:
 def _published_kernel(tensors: dict[str, Tensor]) -> Kernel:
     """The kernel of DINOv2 and DeiT III as published, whose files have timm's names; else timm's."""
     last = {key.rpartition(".")[2] for key in tensors}
-    published = (
-        "mask_token" in last or "gamma_1" in last
-    )  # timm's ViT has no mask token, and other names for LayerScale
+    # timm's ViT has no mask token, and other names for LayerScale
+    published = "mask_token" in last or "gamma_1" in last
     return "bicubic" if published and "register_tokens" not in last else "bicubic_antialias"
 
 
@@ -324,9 +314,8 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
     if config.embedding_norm:
         move_patch_bias(state, config.num_patches)
     tensors = vit_entries(config, NAMES["timm"]._replace(patch_bias=not config.embedding_norm)).write(state)
-    if (
-        config.registers and config.has_class_token and "pos_embed" in tensors
-    ):  # timm adds none to the class token of such a model
+    # timm adds none to the class token of such a model
+    if config.registers and config.has_class_token and "pos_embed" in tensors:
         positions = tensors["pos_embed"]
         tensors |= {"cls_token": tensors["cls_token"] + positions[:, :1], "pos_embed": positions[:, 1:].clone()}
     if config.swiglu:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, MAX_THREADS, whole_number
+from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, whole_number
 from pipeline.settings.schema import TRACKING_URI, setting
+from pipeline.settings.shared import batch_size, cpu_threads, pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class GpuBenchConfig(RecordConfig):
         above=0,
         max=1,
     )
-    decoders: int = setting(14, "Decoding threads of the run from shards.", min=1, max=MAX_THREADS)
+    decoders: int = cpu_threads(14, "Decoding threads of the run from shards.")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -64,10 +65,8 @@ class ModelBenchConfig(RecordConfig):
         "training is forward and backward, without an optimizer; objectives: the same of MAE, DINO and LeJEPA beside classification, ours alone.",
         min_items=1,
     )
-    image_size: int = setting(224, "Side of the images in pixels.", min=1, max=MAX_SIDE)
-    batch: int = setting(32, "Images per step.", min=1, max=MAX_BATCH)
+    image_size: int = pixels(224, "Side of the images in pixels.", least=1)
+    batch: int = batch_size(32, "Images per step.")
     steps: int = setting(1, "Steps of each contestant in a round, after one that is not counted.", min=1)
     rounds: int = setting(5, "Number of rounds; each measures everything once, and medians are reported.", min=1)
-    threads: int = setting(
-        1, "Threads of torch. CPU seconds are reliable beside other load only with one.", min=1, max=MAX_THREADS
-    )
+    threads: int = cpu_threads(1, "Threads of torch. CPU seconds are reliable beside other load only with one.")

@@ -8,9 +8,9 @@ from typing import Literal
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.commands.bench import RecordConfig
-from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_TASKS, MAX_THREADS
+from pipeline.settings.quantities import MAX_SEED, MAX_TASKS
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import mlflow_uri
+from pipeline.settings.shared import batch_size, cpu_threads, mlflow_uri, pixels, share
 
 _URL = "Folder or URL (s3://, gs://)"
 _INSPECT = "decode: decode every image; header: read its header and, for JPEG and PNG, look for the end marker."
@@ -84,14 +84,14 @@ class ShardConfig:
     merge_copies: bool = setting(False, "Merge samples of equal bytes and their labels; reads all of source twice.")
     seed: int = setting(0, "Seed of the order of samples.", min=0, max=MAX_SEED)
     samples_per_shard: int = setting(4096, "Samples per tar, except a split's last.", min=1)
-    resize_short: int = setting(0, "Resize larger images to this short side; 0 copies the bytes.", min=0, max=MAX_SIDE)
+    resize_short: int = pixels(0, "Resize larger images to this short side; 0 copies the bytes.")
     resize_filter: Literal["area", "antialias"] = setting(
         "area",
         "With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is faster.",
     )
     jpeg_quality: int = setting(95, "With resize_short: JPEG quality of re-encoded images.", min=1, max=100)
     inspect: Inspect = setting("decode", _INSPECT)
-    max_bad_share: float = setting(0.001, "Share of unreadable images above which the job stops.", min=0, max=1)
+    max_bad_share: float = share(0.001, "Share of unreadable images above which the job stops.")
     num_tasks: int = _num_tasks("Number of shards written")
 
     def check(self) -> None:
@@ -164,7 +164,7 @@ class IndexConfig:
         "", "File of class names, one per line, by label; empty names classes by number.", path=True
     )
     inspect: Inspect = setting("decode", _INSPECT)
-    max_bad_share: float = setting(0.001, "Share of unreadable samples above which the job fails.", min=0, max=1)
+    max_bad_share: float = share(0.001, "Share of unreadable samples above which the job fails.")
     num_tasks: int = _num_tasks("Number of tars read")
 
     def check(self) -> None:
@@ -180,11 +180,9 @@ class VerifyConfig:
     out: str = setting(
         "", "Folder of report.json and damage.csv; empty is <data>/verify.", output="folder", holds="verification"
     )
-    decode_share: float = setting(
+    decode_share: float = share(
         1.0,
         "Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always are.",
-        min=0,
-        max=1,
     )
     num_tasks: int = _num_tasks("Number of shards read")
 
@@ -213,14 +211,12 @@ class BenchConfig(RecordConfig):
     )
     source: str = setting(REQUIRED, "Folder or tar of JPEGs", path=True)
     images: int = setting(4000, "Number of images; those of source are repeated.", min=1)
-    batch: int = setting(64, "Images per batch.", min=1, max=MAX_BATCH)
-    image_size: int = setting(224, "Side of a decoded image in pixels.", min=1, max=MAX_SIDE)
-    max_threads: int = setting(
+    batch: int = batch_size(64, "Images per batch.")
+    image_size: int = pixels(224, "Side of a decoded image in pixels.", least=1)
+    max_threads: int = cpu_threads(
         16,
         "With data: largest number of threads; our loader is measured with one thread per core, then twice, four times ... "
         "as many.",
-        min=1,
-        max=MAX_THREADS,
     )
     rounds: int = setting(3, "Number of rounds; each measures everything once, and medians are reported.", min=1)
     folder: str = setting("", "Folder for temporary images; it must exist. Empty is the system's.", output="folder")
@@ -254,6 +250,6 @@ class DedupConfig:
         min=0,
         max=0.5,
     )
-    max_bad_share: float = setting(0.001, "Share of unreadable images above which the job stops.", min=0, max=1)
+    max_bad_share: float = share(0.001, "Share of unreadable images above which the job stops.")
     num_tasks: int = _num_tasks("Number of shards read")
     dry_run: bool = setting(False, "Write only the report and the sheet of pairs; mark no image.")

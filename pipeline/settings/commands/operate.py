@@ -5,10 +5,11 @@ from typing import Literal
 
 from pipeline.base.errors import UserError
 from pipeline.settings.commands.bench import RecordConfig
-from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, MAX_THREADS
+from pipeline.settings.quantities import MAX_THREADS
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import Precision
 from pipeline.settings.schema import REQUIRED, setting
+from pipeline.settings.shared import batch_size, cpu_threads, pixels, share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class PlanConfig(RunConfig):
         "JSON file of launch/bench.py gpu, measured on such a GPU; its fastest exact step of this model replaces the predicted one.",
         path=True,
     )
-    mfu: float = setting(0.0, "MFU of one GPU, instead of the predicted one; 0 predicts.", min=0, max=1)
+    mfu: float = share(0.0, "MFU of one GPU, instead of the predicted one; 0 predicts.")
     price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)
     save_rate: float = setting(1.0, "Write rate of the checkpoints' disk in GB/s, all ranks together.", above=0)
     copy_rate: float = setting(10.0, "Copy rate from a GPU to host memory in GB/s.", above=0)
@@ -129,8 +130,8 @@ class TrainBenchConfig(RecordConfig):
     """A benchmark of the training step against a plain PyTorch loop."""
 
     model: str = setting("ViT-S/16", "Name of the model.")
-    image_size: int = setting(224, "Side of the images in pixels.", min=1, max=MAX_SIDE)
-    batch: int = setting(64, "Images per step; 64 is the default micro-batch of a run.", min=1, max=MAX_BATCH)
+    image_size: int = pixels(224, "Side of the images in pixels.", least=1)
+    batch: int = batch_size(64, "Images per step; 64 is the default micro-batch of a run.")
     precision: Precision = setting(
         "fp32", "Precision of weights and activations; the plain loop has no fp32 master weights."
     )
@@ -145,7 +146,7 @@ class TrainBenchConfig(RecordConfig):
         "loop on random images.",
         path=True,
     )
-    decoders: int = setting(2, "With data: decoding threads.", min=1, max=MAX_THREADS)
+    decoders: int = cpu_threads(2, "With data: decoding threads.")
     log_every: int = setting(0, "With data: steps between log lines; 0 is one in each round.", min=0)
     compile: bool = setting(False, "With data: torch.compile the model, as engine.compile.")
     deterministic: bool = setting(True, "With data: as engine.deterministic.")

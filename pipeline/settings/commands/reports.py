@@ -4,9 +4,16 @@ from dataclasses import dataclass
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS
 from pipeline.settings.schema import REQUIRED, setting
-from pipeline.settings.shared import mlflow_of_runs, mlflow_uri, refuse_overrides, result_name, seeds
+from pipeline.settings.shared import (
+    batch_size,
+    cpu_threads,
+    mlflow_of_runs,
+    mlflow_uri,
+    refuse_overrides,
+    result_name,
+    seeds,
+)
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
@@ -66,8 +73,8 @@ class CompareConfig:
     )
     split: str = setting("", "Split for score=true, which it implies; empty is data.eval_split of the first run.")
     data: str = setting("", "Data set for score=true; empty is that of the runs, if they have the same.", path=True)
-    batch: int = setting(64, "score=true: images per forward pass.", min=1, max=MAX_BATCH)
-    threads: int = setting(2, "score=true: decoding threads.", min=1, max=MAX_THREADS)
+    batch: int = batch_size(64, "score=true: images per forward pass.")
+    threads: int = cpu_threads(2, "score=true: decoding threads.")
 
 
 @dataclass(frozen=True, kw_only=True)

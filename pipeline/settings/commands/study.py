@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_TASKS, MAX_THREADS, Length, Limit
+from pipeline.settings.quantities import MAX_TASKS, Length, Limit
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import mlflow_of_runs, refuse_overrides, result_name, seeds
+from pipeline.settings.shared import cpu_threads, mlflow_of_runs, refuse_overrides, result_name, seeds
 
 Question = Literal["data_size", "scaling", "ablation", "labels"]
 # Settings of a run that the study sets itself.
@@ -140,7 +140,7 @@ class StudyConfig:
     gpus: int = setting(
         0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
     )
-    threads: int = setting(2, "on=ray: CPUs of a cell.", min=1, max=MAX_THREADS)
+    threads: int = cpu_threads(2, "on=ray: CPUs of a cell.")
     num_tasks: int = setting(
         0, "on=ray: number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS
     )

@@ -8,10 +8,10 @@ from typing import Literal
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_TASKS, MAX_THREADS, Length
+from pipeline.settings.quantities import MAX_TASKS, Length
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import kernel_setting, mlflow_uri, pixels, seeds
+from pipeline.settings.shared import batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels, seeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ProtocolConfig:
         "standard deviation.",
     )
     augment: AugmentConfig = setting(AugmentConfig, "")
-    batch: int = setting(REQUIRED, "Samples per optimizer step", min=1, max=MAX_BATCH)
+    batch: int = batch_size(REQUIRED, "Samples per optimizer step")
     length: list[Length] = setting(
         REQUIRED, "Training lengths to try, as [2500 steps, 10000 steps]", above=0, min_items=1
     )
@@ -109,19 +109,14 @@ class VtabConfig:
         "launch/dedup.py marked in it.",
         path=True,
     )
-    micro_batch: int = setting(
+    micro_batch: int = batch_size(
         64,
         "Images per forward pass, with gradient accumulation over a batch. It affects the random numbers of dropout, so use "
         "one value in a sweep.",
-        min=1,
-        max=MAX_BATCH,
     )
     precision: Precision = setting("fp32", "Precision of activations; bf16 is autocast on GPUs, and weights stay fp32.")
-    threads: int = setting(
-        2,
-        "Decoding threads of a cell; without a GPU, also its computing threads and its number of CPUs.",
-        min=1,
-        max=MAX_THREADS,
+    threads: int = cpu_threads(
+        2, "Decoding threads of a cell; without a GPU, also its computing threads and its number of CPUs."
     )
     gpu_share: float = setting(1.0, "Share of a GPU for each cell: 0.25 runs four on one GPU.", above=0, max=1)
     num_tasks: int = setting(0, "Number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS)

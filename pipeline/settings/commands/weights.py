@@ -5,11 +5,11 @@ from typing import Literal, get_args
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_THREADS
+from pipeline.settings.quantities import MAX_SEED
 from pipeline.settings.run_execution import ProbeConfig
 from pipeline.settings.run_sections import Precision
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import kernel_setting, mlflow_uri, pixels
+from pipeline.settings.shared import batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels, share
 from pipeline.settings.yaml_reader import as_typed
 
 _IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
@@ -58,9 +58,9 @@ class WeightsConfig:
         "Loss that the weights were trained with, which determines probabilities; auto is the weights' own, or softmax if "
         "they have none.",
     )
-    max_bad_share: float = setting(0.001, "Share of unreadable images above which the command stops.", min=0, max=1)
-    batch: int = setting(64, "Images per forward pass.", min=1, max=MAX_BATCH)
-    threads: int = setting(2, "Decoding threads.", min=1, max=MAX_THREADS)
+    max_bad_share: float = share(0.001, "Share of unreadable images above which the command stops.")
+    batch: int = batch_size(64, "Images per forward pass.")
+    threads: int = cpu_threads(2, "Decoding threads.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Device of the model; auto is a GPU if available.")
     precision: Precision = setting("fp32", "Precision of weights and activations; bf16 is for GPUs.")
 

@@ -1,10 +1,12 @@
-"""Scores that the ViT paper (arXiv 2010.11929, version 2) published for the questions of a study, which a report shows beside ours.
+"""Scores that the ViT paper (arXiv 2010.11929, version 2) published for the questions of a study: published.yaml, shown beside ours.
 
 The paper gives its Figures 3, 4 and 8 as curves without numbers, so nothing of those is here.
 """
 
 import re
 from dataclasses import dataclass
+
+from pipeline.settings.yaml_reader import read_table
 
 SOURCE = "ViT paper (arXiv 2010.11929v2)"
 TABLE_6 = f"{SOURCE}, Table 6: pre-trained on JFT-300M, then fine-tuned"
@@ -26,29 +28,6 @@ class Run:
     exaflops: float
 
 
-_VIT, _RESNET, _HYBRID = "ViT", "ResNet (BiT)", "hybrid"
-RUNS = (
-    Run(_VIT, "ViT-B/32", 7, (80.73, 86.27, 98.61, 90.49, 93.40, 99.27), 55),
-    Run(_VIT, "ViT-B/16", 7, (84.15, 88.85, 99.00, 91.87, 95.80, 99.56), 224),
-    Run(_VIT, "ViT-L/32", 7, (84.37, 88.28, 99.19, 92.52, 95.83, 99.45), 196),
-    Run(_VIT, "ViT-L/16", 7, (86.30, 89.43, 99.38, 93.46, 96.81, 99.66), 783),
-    Run(_VIT, "ViT-L/16", 14, (87.12, 89.99, 99.38, 94.04, 97.11, 99.56), 1567),
-    Run(_VIT, "ViT-H/14", 14, (88.08, 90.36, 99.50, 94.71, 97.11, 99.71), 4262),
-    Run(_RESNET, "ResNet50x1", 7, (77.54, 84.56, 97.67, 86.07, 91.11, 94.26), 50),
-    Run(_RESNET, "ResNet50x2", 7, (82.12, 87.94, 98.29, 89.20, 93.43, 97.02), 199),
-    Run(_RESNET, "ResNet101x1", 7, (80.67, 87.07, 98.48, 89.17, 94.08, 95.95), 96),
-    Run(_RESNET, "ResNet152x1", 7, (81.88, 87.96, 98.82, 90.22, 94.17, 96.94), 141),
-    Run(_RESNET, "ResNet152x2", 7, (84.97, 89.69, 99.06, 92.05, 95.37, 98.62), 563),
-    Run(_RESNET, "ResNet152x2", 14, (85.56, 89.89, 99.24, 91.92, 95.75, 98.75), 1126),
-    Run(_RESNET, "ResNet200x3", 14, (87.22, 90.15, 99.34, 93.53, 96.32, 99.04), 3306),
-    Run(_HYBRID, "R50x1+ViT-B/32", 7, (84.90, 89.15, 99.01, 92.24, 95.75, 99.46), 106),
-    Run(_HYBRID, "R50x1+ViT-B/16", 7, (85.58, 89.65, 99.14, 92.63, 96.65, 99.40), 274),
-    Run(_HYBRID, "R50x1+ViT-L/32", 7, (85.68, 89.04, 99.24, 92.93, 96.97, 99.43), 246),
-    Run(_HYBRID, "R50x1+ViT-L/16", 7, (86.60, 89.72, 99.18, 93.64, 97.03, 99.40), 859),
-    Run(_HYBRID, "R50x1+ViT-L/16", 14, (87.12, 89.76, 99.31, 93.89, 97.36, 99.11), 1668),
-)
-
-
 @dataclass(frozen=True)
 class Positions:
     """A cell of Table 8. names: what a variant may be called in a study, in small letters and digits only. score: a share."""
@@ -58,16 +37,14 @@ class Positions:
     score: float
 
 
-POSITIONS = (
-    Positions("1-D learned", ("learned", "learned1d", "1d", "1dlearned"), 0.64206),
-    Positions("1-D learned, in every layer", ("learned1devery", "1devery", "everylayer", "learned1deverylayer"), 0.63964),
-    Positions("1-D learned, in every layer, shared", ("learned1dshared", "1dshared", "learned1deverylayershared", "shared"), 0.64292),
-    Positions("2-D learned", ("learned2d", "2d", "2dlearned"), 0.64001),
-    Positions("2-D learned, in every layer", ("learned2devery", "2devery", "learned2deverylayer"), 0.64046),
-    Positions("2-D learned, in every layer, shared", ("learned2dshared", "2dshared", "learned2deverylayershared"), 0.64022),
-    Positions("relative", ("relative", "relative1d", "1drelative"), 0.64032),
-    Positions("none", ("none", "nopositions", "nopos"), 0.61382),
-)  # fmt: skip
+@dataclass(frozen=True)
+class _PaperTables:
+    runs: tuple[Run, ...]
+    positions: tuple[Positions, ...]
+
+
+_TABLES = read_table(__file__, _PaperTables)
+RUNS, POSITIONS = _TABLES.runs, _TABLES.positions
 
 
 def data_set_of(score: str) -> int | None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipeline.base.files import table_csv
-from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, single_file
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, report
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
 from pipeline.study.laws.fit import MAX_EXTRAPOLATION, Estimate
@@ -45,8 +45,7 @@ def write_report(results: StudyResults, folder: Path) -> tuple[list[str], list[P
     blocks = list(page(answers, {name: png for name, png in pictures.items() if png}))
     files = {
         **pictures,
-        "report.md": markdown(title, blocks),
-        "report.html": single_file(title, blocks),
+        **report(title, blocks),
         "results.csv": table_csv([csv_row(cell, score_names(results)) for cell in results.cells])
         if results.cells
         else None,

@@ -17,11 +17,12 @@ from PIL import Image
 
 from data_tools.bench import measure
 from data_tools.bench.data import augment, multi_crop, peers
-from data_tools.bench.measure import Contestant, Timing, race, rows, table
+from data_tools.bench.measure import Contestant, Timing, race, report
 from data_tools.bench.record import BenchRecord
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
+from pipeline.settings.commands.bench import RecordConfig
 from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
@@ -56,23 +57,20 @@ def test_rates_leave_the_start_out_and_failures_stay_apart(capsys: pytest.Captur
         Contestant(name, ("uint8",), 1, work, "no_such_loader" if name == "missing" else "sys")
         for name, work in named.items()
     ]
-    results = race(contestants, 2)
-    timing = results["slow"]
-    assert isinstance(timing, Timing)
-    assert 50 < timing.rate <= 500  # 40 images in 4 x 0.02 s, on a busy machine later
-    assert 0.3 <= timing.first < 3
-    assert timing.per_cpu > 100
-    assert results["missing"] == "no_such_loader is not installed"
-    assert results["broken"] == "ValueError: two lines"
-    assert results["killed"] == "its process died with exit code 3"
-    turns = [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()]
-    assert turns == ["slow", "missing", "broken", "killed", "slow"]
-    lines = table(contestants, results, ("output",)).splitlines()
+    report(contestants, 2, record := BenchRecord("data", RecordConfig()), "loaders", ("output",))
+    recorded = {row["name"]: row for row in record.rows}
+    timing = recorded["slow"]
+    assert 50 < timing["rate"] <= 500  # 40 images in 4 x 0.02 s, on a busy machine later
+    assert 0.3 <= timing["first"] < 3
+    assert timing["per_cpu"] > 100
+    assert recorded["missing"]["failed"] == "no_such_loader is not installed"
+    assert recorded["broken"]["failed"] == "ValueError: two lines"
+    assert recorded["killed"]["failed"] == "its process died with exit code 3"
+    told, _, shown = capsys.readouterr().out.partition("\n\n")
+    assert [line.split(": ")[1] for line in told.splitlines()] == ["slow", "missing", "broken", "killed", "slow"]
+    lines = shown.splitlines()[2:]
     assert len(lines) == 6
     assert "not measured: its process died with exit code 3" in lines[5]
-    recorded = {row["name"]: row for row in rows(contestants, results)}
-    assert recorded["slow"]["rate"] == timing.rate
-    assert recorded["killed"]["failed"] == "its process died with exit code 3"
 
 
 def test_the_views_that_are_measured_are_dinos() -> None:
@@ -127,11 +125,11 @@ def source(tmp_path: Path) -> Path:
     return source
 
 
-def test_cost_of_augmentation(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_of_augmentation(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     config = BenchConfig(what="augment", source=str(source), images=8, batch=4, image_size=32, rounds=1)
     config.check()
-    augment.run(config, record := BenchRecord("augment", config))
+    augment.run(config, record := BenchRecord("augment", config), tmp_path)
     assert len(record.rows) == len(augment.SETTINGS) + 6
     torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()

@@ -1,0 +1,39 @@
+"""Each shipped recipe computes its loss and gradients with parameters as the engine has them: of its own precision, beside buffers in fp32."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_tools.bench.corpus import noise_views
+from pipeline import objectives
+from pipeline.architecture.config import ViTConfig
+from pipeline.model import build
+from pipeline.objectives import on_meta
+from pipeline.settings import schema
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import RunConfig
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs/pretrain").glob("*.yaml"))
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_computes_gradients_in_its_precision(recipe: Path) -> None:
+    config = schema.load(RunConfig, recipe)
+    if config.train.loss == "dino":
+        config.objective["prototypes"] = 64
+    model = objectives.new_backbone(config, num_classes=5)
+    if not isinstance(model, ViTConfig):
+        pytest.skip("a ResNet has no buffers, and no parts of a ViT")
+    model = replace(model, width=96, depth=2, mlp_width=64, num_heads=3)
+    dtype = DTYPES[config.engine.precision]
+    objective = on_meta.cast(objectives.create(config, build(model)), dtype)
+    shapes = [(group.count, *ImageSize.parse(group.size)) for group in objective.views(config)]
+    views, facts = objective.inputs(noise_views(shapes, 2, num_classes=5), torch.device("cpu"), None)
+    objective.before_step(0, 1)
+    loss, _ = objective(tuple(view.to(dtype) for view in views), facts)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in objective.parameters() if p.grad is not None)
