@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.model import Config, Model, ResNetConfig, VisionTransformer, build
 from pipeline.objectives import on_meta
-from pipeline.objectives.objective import Objective
+from pipeline.objectives.objective import BACKBONE, TEACHER, Objective
 from pipeline.objectives.on_meta import shallow
 from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
 from pipeline.settings.run import RunConfig
@@ -42,25 +42,30 @@ class Use:
 class Saved:
     """Bytes saved for a micro-batch.
 
-    total: by the whole forward pass. outside: the largest tensor that no block saves, only for an objective. uses: of the blocks, in
-    order: an objective may run the model on one group of views after another.
+    total: by the whole forward pass. outside: the largest tensor that no block saves, only for an objective. until_added: from the
+    beginning of the forward pass to the last use of the largest parameter that an objective adds; without one, total. uses: of the
+    blocks, in order: an objective may run the model on one group of views after another.
     """
 
     total: int
     outside: int
+    until_added: int
     uses: tuple[Use, ...]
 
     @classmethod
     def through(cls, points: Sequence[int], found: Sequence["Saved"], at: int) -> "Saved":
         """Extrapolates each number by the polynomial through what was found at some points."""
         weights = [math.prod(Fraction(at - two, one - two) for two in points if two != one) for one in points]
-        total, outside, *of_uses = (
+        total, outside, until_added, *of_uses = (
             round(sum(map(operator.mul, weights, numbers)))
             for numbers in zip(
-                *([one.total, one.outside, *chain(*map(astuple, one.uses))] for one in found), strict=True
+                *([one.total, one.outside, one.until_added, *chain(*map(astuple, one.uses))] for one in found),
+                strict=True,
             )
         )
-        return cls(total, outside, tuple(starmap(Use, zip(*(of_uses[i::3] for i in range(3)), strict=True))))
+        return cls(
+            total, outside, until_added, tuple(starmap(Use, zip(*(of_uses[i::3] for i in range(3)), strict=True)))
+        )
 
 
 def saved_bytes(
@@ -74,7 +79,7 @@ def saved_bytes(
     one, two = (_count_all(config, images, dtype, checkpointing, frozen) for images in (1, 2))
     (plain,) = _count_all(config, 1, dtype, False, frozen).uses
     total = one.total + (micro_batch - 1) * (two.total - one.total)
-    return Saved(total, 0, (Use(total, plain.block * micro_batch, plain.largest * micro_batch),))
+    return Saved(total, 0, total, (Use(total, plain.block * micro_batch, plain.largest * micro_batch),))
 
 
 def _count_all(config: Config, images: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING) -> Saved:
@@ -133,23 +138,39 @@ def saved_by_loss(
         objective.backbone.activation_checkpointing = again
         read = on_meta.inputs(objective, config, images, dtype)
         ours = [*objective.parameters(), *objective.buffers(), *read.views, *read.facts.values()]
-        return _saved_by(objective.backbone, lambda: on_meta.loss(objective, read, ranks), ours)
+        return _saved_by(
+            objective.backbone, lambda: on_meta.loss(objective, read, ranks), ours, _with_largest_added(objective)
+        )
 
     found = _of_depth(model, lambda one: count(one, checkpointing))
     if not checkpointing:
         return found
     plain = _of_depth(model, lambda one: count(one, False))
     uses = (replace(use, until=kept.until) for use, kept in zip(plain.uses, found.uses, strict=True))
-    return Saved(found.total, plain.outside, tuple(uses))
+    return Saved(found.total, plain.outside, found.until_added, tuple(uses))
 
 
-def _saved_by(model: Model, forward: Callable[[], Tensor], ignored: Iterable[Tensor]) -> Saved:
-    """Counts what `forward`, which calls the model, saves beside the tensors that are left out."""
+def _with_largest_added(objective: Objective) -> list[nn.Module]:
+    """The modules that hold the largest of the trained parameters that an objective adds outside of its backbone: not LoRA's factors."""
+    sizes = {
+        module: max(counts)
+        for name, module in objective.named_modules()
+        if not f"{name}.".startswith((BACKBONE, TEACHER, "lora."))
+        and (counts := [p.numel() for p in module.parameters(recurse=False) if p.requires_grad])
+    }
+    return [module for module, count in sizes.items() if count == max(sizes.values())]
+
+
+def _saved_by(
+    model: Model, forward: Callable[[], Tensor], ignored: Iterable[Tensor], added: Iterable[nn.Module] = ()
+) -> Saved:
+    """Counts what `forward`, which calls the model, saves beside the tensors that are left out. added: see `Saved.until_added`."""
     ours = {tensor.untyped_storage()._cdata for tensor in ignored}
     kept: dict[int, torch.UntypedStorage] = {}
     of_blocks: set[int] = set()
     before: set[int] = set()
     uses: list[Use] = []
+    until_added = 0
 
     def keep(tensor: Tensor) -> Tensor:
         if (storage := tensor.untyped_storage())._cdata not in ours:
@@ -171,15 +192,21 @@ def _saved_by(model: Model, forward: Callable[[], Tensor], ignored: Iterable[Ten
             added = [kept[key].nbytes() for key in kept.keys() - before] or [0]
             uses[-1] = Use(total(), max(uses[-1].block, sum(added)), max(added))
 
+    def leave_added(*_: Any) -> None:
+        nonlocal until_added
+        until_added = total()
+
     blocks = model.blocks if isinstance(model, VisionTransformer) else model.units
     for module in blocks:
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
+    for module in added:
+        module.register_forward_hook(leave_added)
     with OperatorsOfAGpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = forward()
     assert out.is_meta
     outside = max((kept[key].nbytes() for key in kept.keys() - of_blocks), default=0)
-    return Saved(total(), outside, tuple(uses))
+    return Saved(total(), outside, until_added or total(), tuple(uses))
 
 
 def meta_inputs(config: Config, images: int, dtype: torch.dtype) -> list[Tensor]:

@@ -26,6 +26,7 @@ from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.commands.operate import PlanConfig
+from pipeline.settings.objective_checks import refuse_without_labels
 from pipeline.settings.run import RunConfig
 
 _MAX_IMAGES = 10**6
@@ -188,8 +189,7 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
     if config.samples:
         return config, Data(config.samples, config.samples, config.classes, 0, 0, "given in the settings")
     try:
-        reads_labels = objectives.kind(config.train.loss).reads_labels
-        found = open_run_data(config.data, config.seed, config.train.global_batch, reads_labels=reads_labels)
+        found = open_run_data(config.data, config.seed, config.train.global_batch, reads_labels=config.reads_labels)
     except UserError as error:
         raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
     split = found.split
@@ -206,7 +206,7 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
 
 def _model(config: PlanConfig, num_classes: int) -> Config:
     """Returns the architecture: from the settings, from `variant`, or from init.weights."""
-    objectives.check_labels(config, num_classes)
+    refuse_without_labels(config, num_classes)
     objectives.check(config)
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes)

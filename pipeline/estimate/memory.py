@@ -196,10 +196,11 @@ def cut_matrices(found: "Parameters", config: RunConfig, world_size: int) -> int
 def _backward_activations(model: Config, config: RunConfig, micro_batch: int, world_size: int) -> int:
     """Bytes of saved tensors and of temporary ones, at the largest of these moments of the backward pass.
 
-    At its start, with the largest tensor outside of blocks, its gradient, and those of the largest kernels; and where it reaches the last
-    block of each use of the model: with the gradients of that block's activations and kernel (and of the head, if it is the model's); with
-    checkpointing, also with the recomputed activations of a block. Where the model is used several times, autograd keeps the sum so far
-    of its parameters' gradients until the first use has added its part.
+    At its start, with the largest tensor outside of blocks, its gradient, and those of the largest kernels (of those that an objective
+    adds, where it reaches them); and where it reaches the last block of each use of the model: with the gradients of that block's
+    activations and kernel (and of the head, if it is the model's); with checkpointing, also with the recomputed activations of a block.
+    Where the model is used several times, autograd keeps the sum so far of its parameters' gradients until the first use has added its
+    part.
     """
     engine, cls = config.engine, kind(config.train.loss)
     dtype, e = dtype_of(engine.precision), element_bytes(engine.precision)
@@ -216,7 +217,10 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
             micro_batch,
         )
         loss = 0
-    moments = [saved.total + 2 * saved.outside + e * (found.largest + found.head)]
+    moments = [
+        saved.total + 2 * saved.outside,
+        saved.until_added + 2 * saved.outside + e * (found.largest + found.head),
+    ]
     for number, use in enumerate(reversed(saved.uses)):
         again = use.block if engine.activation_checkpointing else 0
         kernels = found.backbone_largest + found.head * cls.trains_backbone_alone + found.backbone * bool(number)
@@ -295,7 +299,7 @@ class Parameters:
     teacher: int
     undecayed: int  # trained without weight decay: biases, norms, class token, positions
     largest: int  # of the largest trained tensor
-    head: int  # of the backbone's head, or the largest of what is added to be trained
+    head: int  # of the backbone's head, or the largest of what is added to be trained and is no dense layer's: it has a copy (normalised)
     persistent: int  # of trained tensors below stage 3's threshold
     sharded_tensors: int  # trained tensors that stage 3 shards
     matrices: int  # of the backbone's blocks, which Muon would update
@@ -326,7 +330,8 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
         for name, count in optimizers.matrices(objective, decayed).items()
         for _ in range(count)
     ]
-    added = (count for name, count in trained.items() if name not in of_backbone)
+    dense = {f"{name}.weight" for name, module in objective.named_modules() if isinstance(module, torch.nn.Linear)}
+    added = (count for name, count in trained.items() if name not in of_backbone and name not in dense)
     return Parameters(
         sum(trained.values()),
         sum(of_backbone.values()),

@@ -105,8 +105,8 @@ def draw_reconstruction(found: Reconstruction, normalise: bool, pixels: np.ndarr
     """Each image, below it what MAE's encoder sees, and below that the image with the removed patches as its decoder predicts them."""
     rows = [
         _inputs(pixels, captions),
-        [Tile(image) for image in found.masked],
-        [Tile(image) for image in found.painted],
+        [Tile(image, ["visible patches"]) for image in found.masked],
+        [Tile(image, ["reconstruction"]) for image in found.painted],
     ]
     note = f"The image; the patches that the encoder sees; the others as the decoder predicts them. Mean loss {found.losses.mean():.4f}."
     if normalise:

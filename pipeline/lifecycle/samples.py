@@ -40,7 +40,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     of_run = _settings(path, state)
     batch = of_run.train.global_batch
     of_run = replace(of_run, data=_where_it_is(of_run.data, config))
-    data = open_run_data(of_run.data, of_run.seed, batch, reads_labels=_reads_labels(of_run))
+    data = open_run_data(of_run.data, of_run.seed, batch, reads_labels=of_run.reads_labels)
     dataset, split = data.dataset, data.split
     if state:
         _refuse_other_data(state, dataset, split)
@@ -117,15 +117,6 @@ def _where_it_is(data: DataConfig, config: SamplesConfig) -> DataConfig:
 
     mix = [replace(entry, path=found(entry.path)) for entry in data.mix]
     return replace(data, path=found(data.path), mix=mix)
-
-
-def _reads_labels(config: RunConfig) -> bool:
-    """Whether the labels of a mixture are brought together; of one set, its own are listed whatever the run learns."""
-    if not config.data.mix:
-        return False
-    from pipeline.objectives import kind  # Imports torch.
-
-    return kind(config.train.loss).reads_labels
 
 
 def _refuse_other_data(state: State, dataset: Dataset, split: Split) -> None:

@@ -19,6 +19,7 @@ from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Objective
 from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.command import listed
+from pipeline.settings.objective_checks import refuse_without_labels
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OBJECTIVES
 from pipeline.settings.schema import flatten, to_dict
@@ -62,16 +63,6 @@ def check(config: RunConfig) -> None:
     """Raise UserError for settings that do not fit the run's objective."""
     kind(config.train.loss).check(config)
     best_from(config)
-
-
-def check_labels(config: RunConfig, num_classes: int) -> None:
-    """Raise UserError if the run's objective learns labels and the data set, of num_classes classes, has none."""
-    if not num_classes and kind(config.train.loss).reads_labels:
-        others = [loss for loss in OBJECTIVES if not kind(loss).reads_labels]
-        raise UserError(
-            f"train.loss = {config.train.loss} learns labels, and this data set has none (0 classes). Use an objective that needs "
-            f"none (train.loss={' | '.join(others)}), or a data set with labels."
-        )
 
 
 def create(config: RunConfig, backbone: Model) -> Objective:
@@ -132,6 +123,6 @@ def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> C
 
     num_classes: of the data set. covered: whether patches must cover all pixels.
     """
-    check_labels(config, num_classes)
+    refuse_without_labels(config, num_classes)
     check(config)
     return kind(config.train.loss).new_backbone(config, num_classes, covered)

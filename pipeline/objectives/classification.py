@@ -21,7 +21,6 @@ from pipeline.settings.run import RunConfig
 class Classification(Objective):
     """Softmax or sigmoid cross-entropy against class labels. kind: see `losses`. read: uint8 pixels -> model input."""
 
-    reads_labels = True
     predicts_classes = True
     trains_backbone_alone = True
 

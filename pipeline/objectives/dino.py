@@ -119,18 +119,11 @@ class Dino(Objective):
                 )
             if getattr(config.augment, name):
                 raise UserError(f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}.")  # fmt: skip
-        if config.augment.crop not in ("inception", "random_resized"):
-            raise UserError(f"train.loss = dino needs random crops: augment.crop = {config.augment.crop} must be inception or random_resized.")  # fmt: skip
         for least, most in (("local_area_min", "local_area_max"), ("ibot_share_min", "ibot_share_max")):
             if getattr(given, least) > getattr(given, most):
                 raise UserError(f"objective.{least} = {getattr(given, least)} must not be above objective.{most} = {getattr(given, most)}.")  # fmt: skip
         for name in ("temperature_warmup", "frozen"):
             _share(config, name)
-        statistics = "objective.koleo_weight" if given.koleo_weight else "objective.centring = sinkhorn"
-        if min(config.train.micro_batch, config.train.global_batch) == 1 and (given.koleo_weight or given.centring == "sinkhorn"):  # fmt: skip
-            raise UserError(
-                f"{statistics} compares the images of a micro-batch, and train.micro_batch = 1 has one. Use train.micro_batch=2 or more."
-            )
         if config.model.name:
             check_backbone(config, cls.new_backbone(config, 0))
 

@@ -79,16 +79,10 @@ class Lejepa(Objective):
         given: LejepaSettings = cls.settings(config)
         if given.global_views + given.local_views < 2:
             raise UserError("objective.global_views = 1 and objective.local_views = 0 leave no view to predict: use 2 or more.")  # fmt: skip
-        if config.augment.crop not in ("inception", "random_resized"):
-            raise UserError(
-                f"train.loss = lejepa needs random crops: augment.crop = {config.augment.crop} must be random_resized or inception."
-            )
         if given.local_area_min > given.local_area_max:
             raise UserError(
                 f"objective.local_area_min = {given.local_area_min} must not be above objective.local_area_max = {given.local_area_max}."
             )
-        if config.train.global_batch == 1:
-            raise UserError("train.loss = lejepa tests the distribution of a batch: train.global_batch = 1 must be 2 or more.")  # fmt: skip
         if config.model.name and given.local_views:
             check_small_views(cls.new_backbone(config, 0), given.local_size)
 

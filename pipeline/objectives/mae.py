@@ -96,22 +96,6 @@ class Mae(Objective):
     def check(cls, config: RunConfig) -> None:
         super().check(config)
         cls.settings(config).check()
-        name = config.model.name
-        model: Any = config.model  # Its other fields are declared in architecture/config.py.
-        if name and ("+" in name or name.startswith(("BiT-", "Axial-"))):
-            raise UserError(
-                f"train.loss = mae removes patches of a plain ViT, not of {name}. Use a model such as ViT-B/16."
-            )
-        if name and (model.positions == "relative" or model.positions_at != "stem"):
-            raise UserError(
-                "train.loss = mae encodes kept patches only, with positions added once before the first block, not model.positions = "
-                f"{model.positions}, model.positions_at = {model.positions_at}. Use positions=sincos2d_mae, positions_at=stem."
-            )
-        if name and (model.pool == "map" or model.pool_norm or model.patch_stride is not None):
-            raise UserError(
-                "train.loss = mae trains neither attention pooling nor a norm after pooling, and its patches do not overlap: set model.pool=token or gap, and leave out "
-                "model.pool_norm and model.patch_stride."
-            )
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:

@@ -59,8 +59,6 @@ class Inputs(NamedTuple):
 class Objective(nn.Module):
     """A backbone and what is added to it to train it. A subclass has a `loss`; what it does not define has these defaults."""
 
-    # Whether it learns the labels of samples; only then are images mixed in pairs, and a label is needed.
-    reads_labels: ClassVar[bool] = False
     # Whether the backbone's output is logits of classes, which are scored as those of `launch/evaluate.py`.
     predicts_classes: ClassVar[bool] = False
     # Whether a run with init.weights continues what such an objective added to them; else only the backbone is loaded.
@@ -87,7 +85,7 @@ class Objective(nn.Module):
     def check(cls, config: RunConfig) -> None:
         """Raise UserError for settings of a run that do not fit this objective."""
         cls.settings(config)
-        if config.augment.mixes_pairs and not cls.reads_labels:
+        if config.augment.mixes_pairs and not config.reads_labels:
             raise UserError(
                 f"train.loss = {config.train.loss} reads no labels: leave out augment.mixup and augment.cutmix."
             )

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes, replacing
 from pipeline.data.mixture.run_data import open_run_data
@@ -108,7 +107,7 @@ def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:
     data, not_drawn = config.data, set()
     if config.train.loss != "mae" or newest_complete(folder / "checkpoints") is None:
         not_drawn.add("reconstruction")
-    if objectives.kind(config.train.loss).reads_labels:
+    if config.reads_labels:
         not_drawn.add("components")
     drawn = [name for name in names if name not in not_drawn]
     with tempfile.TemporaryDirectory() as out:

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
+from pipeline.settings.objective_checks import check_objective
 from pipeline.settings.quantities import MAX_SEED
 from pipeline.settings.run_execution import (
     CheckpointConfig,
@@ -25,6 +26,7 @@ from pipeline.settings.run_execution import (
     TrackConfig,
 )
 from pipeline.settings.run_sections import (
+    READS_LABELS,
     AugmentConfig,
     DataConfig,
     ModelConfig,
@@ -77,6 +79,11 @@ class RunConfig:
         """The section of each evaluator beside "scores", those of the held-out split, by its name in train/evaluators.py."""
         return {"probe": self.probe}
 
+    @property
+    def reads_labels(self) -> bool:
+        """Whether the run learns labels, so that its data set must have some."""
+        return self.train.loss in READS_LABELS
+
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
         self._check_augment()
@@ -85,6 +92,7 @@ class RunConfig:
         self._check_probes()
         self._check_health_and_time()
         self._check_engine()
+        check_objective(self)
 
     def _check_augment(self) -> None:
         augment, side = self.augment, min(self.model.image_size)

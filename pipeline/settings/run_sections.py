@@ -28,6 +28,8 @@ OBJECTIVES = {
 # Those whose loss is of all samples of a step at once, so that a step must be one micro-batch of each rank. Here, because the
 # supervisor chooses a number of ranks without torch.
 OF_WHOLE_BATCH = frozenset({"lejepa"})
+# Those that learn labels; only then are images mixed in pairs. Here, because data sets are opened and checked before torch is imported.
+READS_LABELS = frozenset({"softmax", "sigmoid"})
 
 
 def _with_options(cls: type[T]) -> type[T]:

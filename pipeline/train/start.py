@@ -9,6 +9,7 @@ from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port
 from pipeline.process.slow_imports import without_collection
+from pipeline.settings.objective_checks import refuse_without_labels
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -60,15 +61,9 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     world_size = check_environment()
     storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
-    reads_labels = False
-    if config.data.mix:
-        from pipeline import (
-            objectives,  # Imports torch: after the data where there is one set, whose labels are its own.
-        )
-
-        reads_labels = objectives.kind(config.train.loss).reads_labels
-    data = open_run_data(config.data, config.seed, config.train.global_batch, storage, reads_labels)
+    data = open_run_data(config.data, config.seed, config.train.global_batch, storage, config.reads_labels)
     dataset, split = data.dataset, data.split
+    refuse_without_labels(config, dataset.num_classes)
     config = replace(config, data=replace(config.data, eval_split=data.eval_split))
     probed = data.own
     if config.probe.every.amount and config.probe.reads_labels:
@@ -84,7 +79,6 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     plan = make_plan(config, data.epoch_samples, world_size)
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
-    objectives.check_labels(config, dataset.num_classes)
     objectives.check(config)
     balance = describe_balance(split.parts[0], data.own.classes, config.data.balance)
     plan = replace(plan, best_from=objectives.best_from(config), balance=balance)

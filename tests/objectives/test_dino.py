@@ -392,7 +392,7 @@ def test_views_and_arithmetic() -> None:
         (["objective.koleo_weight=0.1", "train.micro_batch=1"], "objective.koleo_weight compares .* train.micro_batch=2"),
         (["objective.centring=sinkhorn", "train.micro_batch=1"], "objective.centring = sinkhorn compares"),
         (["model.positions=relative"], "relative positions of a 14 x 14 grid cannot be used with views of another size"),
-        (["augment.crop=none"], "augment.crop = none must be inception or random_resized"),
+        (["augment.crop=none"], "augment.crop = none must be random_resized or inception"),
         (["objective.frozen=100 steps"], "objective.frozen = 100 steps cannot be compared with train.length = 10 epochs"),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """What a rank imports before it trains."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from forked import Forge
 from ranks import settings
+from tiny import make_dataset
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +54,30 @@ def test_data_and_plan_are_checked_before_the_long_imports(command: str, dataset
     assert "has no split 'test'. It has: train, val" in refused(command, *run, "data.eval_split=test")
     assert "is 0 steps of train.global_batch = 24" in refused(command, *run, "train.length=0.01 epochs")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("said", "changes"),
+    [
+        (r"mae removes patches of a plain ViT, not of ViT-mu/8 with model.small_stem = \[16\]",
+         ["train.loss=mae", "model.name=ViT-mu/8", "model.small_stem=[16]"]),
+        ("objective.centring = sinkhorn compares the images of a micro-batch",
+         ["train.loss=dino", "augment.crop=inception", "objective.centring=sinkhorn", "train.micro_batch=1"]),
+        ("softmax learns labels, and this data set has none", ["data.path=UNLABELLED"]),
+        ("probe.data = nowhere: no such data set",
+         ["data.path=UNLABELLED", "train.loss=mae", "data.mix=[{path: UNLABELLED, split: other, weight: 1}]", "probe.every=1 steps",
+          "probe.data=nowhere"]),
+    ],
+)  # fmt: skip
+def test_objectives_are_checked_before_the_long_imports(
+    said: str, changes: list[str], dataset: Path, tmp_path: Path
+) -> None:
+    bare = make_dataset(tmp_path / "bare", {"train": 48, "val": 4, "other": 48}, labelled=False)
+    found = refused(
+        "pretrain", *settings(dataset, tmp_path, "x", *(text.replace("UNLABELLED", str(bare)) for text in changes))
+    )
+    assert re.search(said, found), found
 
 
 def test_the_launcher_is_checked_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:

@@ -207,9 +207,7 @@ def _cells_of(
     """
     common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
-    data = open_run_data(
-        first.data, seed, first.train.global_batch, dataset.storage, objectives.kind(first.train.loss).reads_labels
-    )
+    data = open_run_data(first.data, seed, first.train.global_batch, dataset.storage, first.reads_labels)
     built = _starting_model(first, data.dataset.num_classes)
     flops = objectives.training_flops(first, built)
     split = data.split.parts[0]
