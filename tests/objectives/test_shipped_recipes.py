@@ -15,7 +15,8 @@ from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs/pretrain").glob("*.yaml"))
+# Without those of BiT: a ResNet has no buffers, and no parts of a ViT.
+RECIPES = sorted((Path(__file__).parents[2] / "configs/pretrain").glob("[!b]*.yaml"))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -25,8 +26,7 @@ def test_a_shipped_recipe_computes_gradients_in_its_precision(recipe: Path) -> N
     if config.train.loss == "dino":
         config.objective["prototypes"] = 64
     model = objectives.new_backbone(config, num_classes=5)
-    if not isinstance(model, ViTConfig):
-        pytest.skip("a ResNet has no buffers, and no parts of a ViT")
+    assert isinstance(model, ViTConfig)
     model = replace(model, width=96, depth=2, mlp_width=64, num_heads=3)
     dtype = DTYPES[config.engine.precision]
     objective = on_meta.cast(objectives.create(config, build(model)), dtype)
