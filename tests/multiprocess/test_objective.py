@@ -28,7 +28,7 @@ ADDED = ("centre", "patch_centre", "mixer", "head.last.weight", "mask_token")
 # Another objective at a stage of its own, each stopped by SIGTERM in its third step of six. What it logs, and what it adds.
 OTHERS = {
     "mae": (("model.name=ViT-Ti/4", "objective.decoder_width=16", "objective.decoder_depth=1", "objective.decoder_heads=2",
-             "engine.zero_stage=3", "engine.precision=bf16", "model.positions=sincos2d_mae"), ("loss", "grad_norm", "val_loss"), "mask_token"),
+             "engine.zero_stage=3"), ("loss", "grad_norm", "val_loss"), "mask_token"),
     "lejepa": (("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16", "train.micro_batch=12",
                 "engine.zero_stage=2", "engine.precision=bf16"), ("loss", "sigreg", "prediction", "grad_norm"), "projector.last.weight"),
 }  # fmt: skip
@@ -115,7 +115,7 @@ def test_every_stage_learns_the_same(runs: Path, stage: int) -> None:
 @pytest.mark.parametrize("run", ["1-fp32", "3-fp32", *OTHERS])
 def test_another_number_of_ranks_continues(runs: Path, run: str) -> None:
     found, expected = metrics(runs / f"{run}-elsewhere"), after_3(metrics(runs / run))
-    rounding = 3e-2 if run in OTHERS else 1e-5  # bf16, fp32
+    rounding = 3e-2 if run == "lejepa" else 1e-5  # bf16, fp32
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=rounding)
 
 
