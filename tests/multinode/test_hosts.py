@@ -26,10 +26,11 @@ with hosts.network(2, []) as nodes:
 
 
 def this_machine(visible: list[Path]) -> tuple[object, ...]:
-    """Names of its network devices; what is mounted where hosts mount something (other programs mount elsewhere); its host name."""
-    places = [Path("/mnt"), Path("/tmp"), Path("/dev/shm"), *(path.resolve() for path in visible)]
+    """Names of its network devices; what is mounted at the very places where hosts mount (other tests mount below them); its host name."""
+    folders = [path.resolve() for path in visible]
+    places = {Path("/mnt"), Path("/tmp"), Path("/dev/shm"), *folders, *(Path(f"/mnt{folder}") for folder in folders)}
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    found = [point for point in mounts if any(Path(point).is_relative_to(place) for place in places)]
+    found = sorted(point for point in mounts if Path(point) in places)
     return sorted(os.listdir("/sys/class/net")), found, os.uname().nodename
 
 
