@@ -306,6 +306,15 @@ class ViTConfig(Fields):
                 why = f"is not patch_size = {patch} plus a multiple of the stride {step}"
             raise UserError(f"model: image_size = {side} {why}. Nearest sizes: {nearest}.")
 
+    def check_any_grid(self) -> None:
+        """Raise UserError if the model reads images of one size only, because its attention or positions depend on the grid."""
+        if self.axial or self.positions == "relative":
+            why = "axial attention" if self.axial else "relative positions"
+            raise UserError(
+                f"model: {why} of a {self.grid[0]} x {self.grid[1]} grid cannot be used with views of another size. Use a model "
+                "without it, or views of one size."
+            )
+
     @property
     def stride(self) -> int:
         """Cells from patch to patch; a cell is a pixel, or in a hybrid one position of the stem's output."""

@@ -129,16 +129,6 @@ def resample_state(state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig) 
     return state
 
 
-def check_any_grid(config: ViTConfig) -> None:
-    """Raise UserError if the model reads images of one size only, because its attention or positions depend on the grid."""
-    if config.axial or config.positions == "relative":
-        why = "axial attention" if config.axial else "relative positions"
-        raise UserError(
-            f"model: {why} of a {config.grid[0]} x {config.grid[1]} grid cannot be used with views of another size. Use a model "
-            "without it, or views of one size."
-        )
-
-
 def _at_grid(table: Tensor, config: ViTConfig, grid: Grid) -> Tensor:
     """The table of a configuration for another grid, with a gradient: (T, ...) as the model stores it.
 

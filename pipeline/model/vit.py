@@ -329,7 +329,7 @@ class VisionTransformer(nn.Module):
         grid: (rows, columns) of the patches; None is that of `config.image_size`.
         """
         if grid not in (None, self.config.grid):
-            position.check_any_grid(self.config)
+            self.config.check_any_grid()
         if self.positions is None or (block > 0 and self.config.positions_at == "stem"):
             return x
         tables = position.per_token(self.positions, self.config, grid)  # one, or one for each block

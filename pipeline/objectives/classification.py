@@ -14,7 +14,8 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
 from pipeline.model import Model
-from pipeline.objectives.objective import Inputs, Objective, check_small_views, mean_of_valid, normalised
+from pipeline.objectives.objective import Inputs, Objective, mean_of_valid, normalised
+from pipeline.settings.objective_checks import check_small_views
 from pipeline.settings.run import RunConfig
 
 

@@ -27,7 +27,8 @@ from pipeline.model import Config, Model, ViTConfig
 from pipeline.objectives.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.dino_head import DinoHead
 from pipeline.objectives.ibot import BlockMasks
-from pipeline.objectives.objective import Inputs, Objective, check_small_views, embedding_std, mean_of_valid
+from pipeline.objectives.objective import Inputs, Objective, embedding_std, mean_of_valid
+from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views
 from pipeline.settings.quantities import MAX_SIDE, Length
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -47,7 +48,7 @@ class DinoSettings:
     hidden: int = setting(2048, "Width of the head's two hidden layers.", min=1, max=2**16)
     bottleneck: int = setting(256, "Width of what is compared with the prototypes.", min=1, max=2**16)
     local_views: int = setting(8, "Number of small views of each image.", min=0, max=100)
-    local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE)
+    local_size: int = setting(LOCAL_SIZE, "Side of the small views in pixels.", min=1, max=MAX_SIDE)
     local_area_min: float = setting(0.05, "Small views: smallest share of the image's area.", above=0, max=1)
     local_area_max: float = setting(
         0.4, "Small views: largest share of the image's area; augment.area_min is the smallest of large views.", above=0, max=1

@@ -25,7 +25,8 @@ from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.objectives.across_ranks import summed, total
-from pipeline.objectives.objective import Objective, check_small_views, embedding_std, mean_of_valid
+from pipeline.objectives.objective import Objective, embedding_std, mean_of_valid
+from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views
 from pipeline.settings.quantities import MAX_SIDE
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -40,7 +41,7 @@ _SAME = 0.05
 class LejepaSettings:
     global_views: int = setting(2, "Number of large views of each image, of model.image_size.", min=1, max=100)
     local_views: int = setting(6, "Number of small views of each image.", min=0, max=100)
-    local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE)
+    local_size: int = setting(LOCAL_SIZE, "Side of the small views in pixels.", min=1, max=MAX_SIDE)
     local_area_min: float = setting(0.05, "Small views: smallest share of the image's area.", above=0, max=1)
     local_area_max: float = setting(
         0.3, "Small views: largest share of the image's area; augment.area_min is the smallest of large views.", above=0, max=1

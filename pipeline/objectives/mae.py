@@ -31,6 +31,7 @@ from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 from pipeline.model.weights import read_additions
 from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
+from pipeline.settings.objective_checks import check_mae_backbone
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import build as build_settings
 from pipeline.settings.schema import setting
@@ -111,20 +112,8 @@ class Mae(Objective):
         self.normalise, self.seed, self.num_heads = settings.normalise, seed, settings.decoder_heads
         self.mean, self.std = _PIXELS[settings.pixels]
         vit = backbone.config
-        if isinstance(vit, ViTConfig) and not vit.has_stem:
-            vit.check_covered()
-        if (
-            not isinstance(vit, ViTConfig)
-            or (vit.has_stem, vit.axial, vit.positions_at, vit.stride) != (False, False, "stem", vit.patch_size)
-            or vit.positions == "relative"
-            or vit.representation
-            or vit.pool == "map"
-            or vit.pool_norm
-        ):
-            raise UserError(
-                "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches do not "
-                "overlap, with positions at the stem and without representation layer; this backbone is another one."
-            )
+        check_mae_backbone(vit)
+        assert isinstance(vit, ViTConfig), "check_mae_backbone refuses it"
         self.num_patches = vit.grid[0] * vit.grid[1]
         self.num_kept = int(self.num_patches * (1 - settings.mask_share))
         if self.num_kept < 1:

@@ -28,7 +28,6 @@ from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig, configure, training_flops_per_image
 from pipeline.model.convert.mae import DecoderFacts
-from pipeline.model.position import check_any_grid
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
 from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
@@ -305,24 +304,3 @@ def embedding_std(features: Tensor, counted: Tensor) -> Tensor:
     units, kept = F.normalize(features.float(), dim=1), counted.float()
     mean = kept @ units / kept.sum().clamp(min=1)
     return (kept @ (units - mean).square() / kept.sum().clamp(min=1)).sum().sqrt()
-
-
-def check_small_views(
-    model: Config,
-    size: ImageSize | int,
-    name: str = "objective.local_size",
-    instead: str = ", or objective.local_views=0",
-) -> None:
-    """Raise UserError if a backbone cannot read images of this size; a number is the side of a square. name: of the setting."""
-    if not isinstance(model, ViTConfig):
-        return
-    size = ImageSize.parse(size)
-    patch, step = model.patch_pixels, model.stride * model.reduction
-    for side in size:
-        if side < patch or (side - patch) % step:
-            covered = patch + max(0, side - patch) // step * step
-            raise UserError(
-                f"{name} = {side}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}{instead}."
-            )
-    if model.grid_at(*size) != model.grid:
-        check_any_grid(model)

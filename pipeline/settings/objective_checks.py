@@ -1,12 +1,19 @@
 """What objectives need of a run's other settings, as far as it is known without torch; their classes check the rest."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pipeline.architecture.config import Config, ViTConfig
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import finite
+from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run_sections import OBJECTIVES, READS_LABELS
 
 if TYPE_CHECKING:
     from pipeline.settings.run import RunConfig
+
+# The default of objective.local_size. Here, because it is compared with the patches of init.weights before torch is imported.
+LOCAL_SIZE = 96
 
 
 def check_objective(config: "RunConfig") -> None:
@@ -32,6 +39,63 @@ def refuse_without_labels(config: "RunConfig", num_classes: int) -> None:
         )
 
 
+def check_weights(config: "RunConfig", saved: Config) -> None:
+    """Raise UserError if train.loss cannot train the backbone of init.weights. saved: the architecture that stands beside them."""
+    loss = config.train.loss
+    if loss not in ("mae", "dino", "lejepa"):
+        return
+    changes: dict[str, Any] = {"representation": False, "masked": None} if isinstance(saved, ViTConfig) else {}
+    backbone = replace(saved, image_size=config.model.image_size, num_classes=0, **changes)
+    if loss == "mae":
+        check_mae_backbone(backbone)
+    elif _number(config, "local_views", 1) and (size := _number(config, "local_size", LOCAL_SIZE)) >= 1:
+        check_small_views(backbone, int(size))
+
+
+def _number(config: "RunConfig", name: str, default: float = 0) -> float:
+    """A number of the section `objective`; 0 for what is none, which the objective's class refuses."""
+    return finite(config.objective.get(name, default)) or 0
+
+
+def check_mae_backbone(vit: Config) -> None:
+    """Raise UserError if MAE cannot encode a part of this backbone's patches."""
+    if isinstance(vit, ViTConfig) and not vit.has_stem:
+        vit.check_covered()
+    if (
+        not isinstance(vit, ViTConfig)
+        or (vit.has_stem, vit.axial, vit.positions_at, vit.stride) != (False, False, "stem", vit.patch_size)
+        or vit.positions == "relative"
+        or vit.representation
+        or vit.pool == "map"
+        or vit.pool_norm
+    ):
+        raise UserError(
+            "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches do not "
+            "overlap, with positions at the stem and without representation layer; this backbone is another one."
+        )
+
+
+def check_small_views(
+    model: Config,
+    size: ImageSize | int,
+    name: str = "objective.local_size",
+    instead: str = ", or objective.local_views=0",
+) -> None:
+    """Raise UserError if a backbone cannot read images of this size; a number is the side of a square. name: of the setting."""
+    if not isinstance(model, ViTConfig):
+        return
+    size = ImageSize.parse(size)
+    patch, step = model.patch_pixels, model.stride * model.reduction
+    for side in size:
+        if side < patch or (side - patch) % step:
+            covered = patch + max(0, side - patch) // step * step
+            raise UserError(
+                f"{name} = {side}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}{instead}."
+            )
+    if model.grid_at(*size) != model.grid:
+        model.check_any_grid()
+
+
 def _check_mae(model: Any) -> None:
     """model: `ModelConfig`, most of whose fields are declared in architecture/config.py."""
     if "+" in model.name or model.name.startswith(("BiT-", "Axial-")) or model.small_stem is not None:
@@ -53,7 +117,7 @@ def _check_mae(model: Any) -> None:
 
 def _check_dino(config: "RunConfig") -> None:
     compares = {
-        "objective.koleo_weight": bool(config.objective.get("koleo_weight")),
+        "objective.koleo_weight": bool(_number(config, "koleo_weight")),
         "objective.centring = sinkhorn": config.objective.get("centring") == "sinkhorn",
     }
     if min(config.train.micro_batch, config.train.global_batch) == 1 and any(compares.values()):

@@ -4,12 +4,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.architecture.config import Config, ViTConfig
+from pipeline.architecture.variants import config_from_dict
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port
 from pipeline.process.slow_imports import without_collection
-from pipeline.settings.objective_checks import refuse_without_labels
+from pipeline.settings.objective_checks import check_weights, refuse_without_labels
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -77,6 +80,8 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
             "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0%.",
         )
     plan = make_plan(config, data.epoch_samples, world_size)
+    if config.init.weights and (saved := _saved_architecture(config)):
+        check_weights(config, saved)
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
     objectives.check(config)
@@ -90,6 +95,38 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     if config.init.weights:
         _find_weights(config, config.init.weights)
     return Prepared(config, dataset, split, data.evaluated, run_probe, plan, draw)
+
+
+@dataclass(frozen=True)
+class _HuggingFaceSizes:
+    """Sizes of a ViT in Hugging Face's config.json."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    patch_size: int
+
+
+def _saved_architecture(config: RunConfig) -> Config | None:
+    """The architecture beside init.weights, as far as a run, a checkpoint in it, or a folder of Hugging Face tells without torch.
+
+    None if nothing does, and for a run that was already started: it may go on with a checkpoint, and without these weights.
+    """
+    folder = Path(config.init.weights or "")
+    if not folder.is_dir() or Path(config.out, config.name, "model.json").exists():
+        return None
+    run = folder.parents[1] if folder.absolute().parent.name == "checkpoints" else folder
+    try:
+        if (file := run / "model.json").is_file():
+            return config_from_dict(json_record.read(file, dict))
+        content = json_record.read(folder / "config.json", dict)
+        if "backbone_config" in content:  # A hybrid, whose patches are of its stem's output.
+            return None
+        sizes = json_record.convert(content, _HuggingFaceSizes, "config.json")
+        width, patch = sizes.hidden_size, sizes.patch_size
+        return ViTConfig(width, sizes.num_hidden_layers, 4 * width, sizes.num_attention_heads, patch, (patch, patch), 0)
+    except (OSError, UserError):
+        return None  # The reader of the weights says what is wrong with it, if anything.
 
 
 def _find_weights(config: RunConfig, weights: str) -> None:

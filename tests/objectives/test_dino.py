@@ -401,6 +401,10 @@ def test_what_does_not_fit_is_refused(overrides: list[str], message: str) -> Non
         objectives.check(config_of(*overrides))
 
 
+def test_koleo_without_weight_compares_nothing() -> None:
+    objectives.check(config_of("objective.koleo_weight=0", "train.global_batch=1", "data.streams=1"))
+
+
 def test_a_resnet_has_no_patches_to_mask() -> None:
     objectives.check(config_of(model="model.name=BiT-R50x1"))
     with pytest.raises(UserError, match="a ResNet has none"):

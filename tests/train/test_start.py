@@ -1,5 +1,6 @@
 """What a rank imports before it trains."""
 
+import json
 import os
 import re
 import socket
@@ -12,6 +13,8 @@ import pytest
 from forked import Forge
 from ranks import settings
 from tiny import make_dataset
+
+from pipeline.architecture.variants import configure
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,6 +81,30 @@ def test_objectives_are_checked_before_the_long_imports(
         "pretrain", *settings(dataset, tmp_path, "x", *(text.replace("UNLABELLED", str(bare)) for text in changes))
     )
     assert re.search(said, found), found
+
+
+@pytest.mark.slow
+def test_weights_of_another_patch_size_are_said_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:
+    """Where a run, a checkpoint in it, or a folder of Hugging Face tells the patch size."""
+    run, folder = tmp_path / "run", tmp_path / "dinov2"
+    checkpoint = run / "checkpoints" / "step-00000006"
+    checkpoint.mkdir(parents=True)
+    folder.mkdir()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
+    (folder / "config.json").write_text(json.dumps({"model_type": "dinov2", "mlp_ratio": 4, **sizes}))
+    (run / "model.json").write_text(json.dumps(configure("ViT-mu/8", 16, 4, small_stem=[16]).to_dict()))
+    needed = [text for text in settings(dataset, tmp_path, "x") if not text.startswith("model.")]
+    for weights, changes, said in (
+        (folder, ["train.loss=dino", "model.image_size=28"], "objective.local_size = 96: patches of 14 pixels leave"),
+        (
+            checkpoint,
+            ["train.loss=lejepa", "train.micro_batch=24", "objective.local_size=12"],
+            "objective.local_size = 12: patches of 8 pixels",
+        ),
+        (folder, ["train.loss=mae", "model.image_size=32"], "image_size = 32 is not divisible by patch_size = 14"),
+        (run, ["train.loss=mae", "model.image_size=16"], "mae trains a plain ViT"),
+    ):
+        assert said in refused("pretrain", *needed, f"init.weights={weights}", "augment.crop=inception", *changes)
 
 
 def test_the_launcher_is_checked_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:
