@@ -12,7 +12,7 @@ Archives are not unpacked. Image bytes are copied unchanged.
 
   On all cores of this machine:
       python launch/shard.py source=photos out=datasets/photos val_share=0.1
-      python launch/shard.py --config configs/data/cifar10.yaml source=cifar10.tar.gz
+      python launch/shard.py --config configs/data/cifar10.yaml source=cifar-10-python.tar.gz
   On a Ray cluster whose nodes share a file system (absolute paths: the job runs in a copy of this folder):
       ray job submit --working-dir . -- python launch/shard.py --config configs/data/imagenet21k.yaml
   From a bucket into a bucket (s3:// or gs://; nodes need not share a file system, docs/buckets.md):

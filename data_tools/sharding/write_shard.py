@@ -27,9 +27,10 @@ from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 
 PARTS = ".parts"
-# Bytes per write (writing each part separately takes a sixth longer; at most 768 parts of samples of 2 KiB, and the kernel
-# accepts 1,024), bytes between starts of writeback, memory page size.
+# Bytes per write (writing each part separately takes a sixth longer), bytes between starts of writeback, memory page size.
 _PIECE, _WRITEBACK, _PAGE = 2**19, 2**23, 2**12
+# Parts per write after which no further sample is added to it: the kernel accepts 1,024, and a sample and the end have five.
+_MAX_PARTS = 1000
 # Arguments of `Reader.read`.
 _PLACE = ("path", "offset", "size", "packed")
 _CHECKSUM = b"part_xxh128"
@@ -204,7 +205,7 @@ class _Tar:
         self._append(data)
         of_label = _header(label_name, len(label)) + label + _padding(label) if label_name else b""
         self._append(_padding(data) + of_label)
-        if self.size - self._written >= _PIECE:
+        if self.size - self._written >= _PIECE or len(self._piece) >= _MAX_PARTS:
             self._write()
         if self._written - self._started >= _WRITEBACK:
             self._start_writeback()

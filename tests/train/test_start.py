@@ -54,7 +54,9 @@ def test_data_and_plan_are_checked_before_the_long_imports(command: str, dataset
     run = [text for text in settings(dataset, tmp_path, "x") if command == "pretrain" or not text.startswith("model.")]
     run += [new, *(["init.weights=w"] if command == "finetune" else [])]
     assert "nowhere: no such data set. Shard it first" in refused(command, *run, "data.path=nowhere")
-    assert "has no split 'test'. It has: train, val" in refused(command, *run, "data.eval_split=test")
+    assert "has no split 'test'. It has: train, val. To evaluate on none: data.eval_split= (empty)." in refused(
+        command, *run, "data.eval_split=test"
+    )
     assert "is 0 steps of train.global_batch = 24" in refused(command, *run, "train.length=0.01 epochs")
     assert not list(tmp_path.iterdir())
 

@@ -51,6 +51,11 @@ def run_splits(dataset: Dataset, choice: SplitChoice, seed: int) -> tuple[Split,
     if choice.dev_share:
         return hold_out(train, choice.dev_share, seed)
     name = held_out_split(dataset, choice)
+    if name and name not in dataset.splits:
+        raise UserError(
+            f"data.eval_split = {name}: {dataset.path} has no split {name!r}. It has: {', '.join(dataset.splits)}. To evaluate on none: "
+            "data.eval_split= (empty)."
+        )
     return train, dataset.split(name, choice.exclude) if name else None
 
 
