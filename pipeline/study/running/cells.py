@@ -247,7 +247,11 @@ def _cells_of(
 
 def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
     """The settings of a model. With question = labels, weights or none are the model's, whatever the file of settings has."""
-    return [*model.settings, *([f"init.weights={model.weights or 'null'}"] if config.question == "labels" else [])]
+    if config.question != "labels":
+        return model.settings
+    # A new model has neither weights nor what the file does with them.
+    none = ["init.weights=null", "init.mean_pool=false", "init.kernel=null"]
+    return [*model.settings, *([f"init.weights={model.weights}"] if model.weights else none)]
 
 
 def _starting_model(config: RunConfig, num_classes: int) -> models.Config:
