@@ -223,10 +223,11 @@ class RunFacts:
         return top1 if top1 in names else self.score
 
     def score_in_words(self, name: str, value: float) -> str:
-        """A score as the list of runs shows it: "53.67 % flowers:val"."""
+        """A score as the list of runs shows it: "53.67 % flowers:val" (top-1 has no name), "flowers_20nn 53.67 %"."""
         evaluated = next((dataset_name(facts) for facts in self.datasets if facts.context == "evaluation"), "")
         metric = self.metric(name)
-        what = "" if metric.is_share else "loss " if metric.unit == "loss" else f"{name} "
+        is_plain = metric.is_share and (self.scored_on or name.endswith("top1"))
+        what = "" if is_plain else "loss " if metric.unit == "loss" else f"{name} "
         return f"{what}{metric.text(value)} {self.scored_on or evaluated}".strip()
 
     def sent_name(self, metric: str) -> str:

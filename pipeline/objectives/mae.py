@@ -156,11 +156,11 @@ class Mae(Objective):
         """
         config, state, _ = read_weights(path)
         additions, facts = read_additions(path)
-        if facts.num_heads is None:
-            facts = _facts_of_run(path) or facts
         embed, usual = additions.get("decoder_embed.weight"), MaeSettings()
         if embed is None:
             return None
+        if facts.num_heads is None:
+            facts = _facts_of_run(path) or facts
         facts = replace(facts, **{name: value for name, value in known.items() if value is not None})
         if facts.num_heads is None or facts.normalise is None:
             say(

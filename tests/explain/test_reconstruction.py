@@ -93,6 +93,9 @@ def test_the_sheet_is_drawn_from_weights_and_runs(
     again = draw(checkpoint, photos, tmp_path / "again")
     assert again["reconstruction_losses"] == found["reconstruction_losses"]
     assert explain.metrics(again)["reconstruction_loss"] == pytest.approx(np.mean(found["reconstruction_losses"]))
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"objective": {"local_views": 0}}))
+    models.save_safetensors(model.backbone, checkpoint / "lejepa.safetensors")
+    assert Mae.from_weights(checkpoint / "lejepa.safetensors", print) is None  # Whatever settings its objective had.
     (tmp_path / "run" / "config.json").unlink()
     draw(checkpoint, photos, tmp_path / "assumed")
     assert "a decoder of 16 heads, which predicts normalised pixels" in capsys.readouterr().out
