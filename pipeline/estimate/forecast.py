@@ -20,7 +20,7 @@ from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory
 from pipeline.estimate.network import Network, find_network
-from pipeline.estimate.plan import Plan, make_plan
+from pipeline.estimate.plan import CHECKPOINT, Plan, make_plan
 from pipeline.estimate.scaling import ScalingRow, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config, ViTConfig
@@ -106,7 +106,7 @@ class Forecast:
 
     @property
     def num_checkpoints(self) -> int:
-        return math.ceil(self.plan.steps / self.plan.checkpoint_every)
+        return math.ceil(self.plan.steps / self.plan.checkpoint_every) - (CHECKPOINT in self.plan.at_end)
 
     @property
     def write_seconds(self) -> float:

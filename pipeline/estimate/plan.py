@@ -1,10 +1,12 @@
 """The plan of a run: batch arithmetic and lengths in steps."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from pipeline.architecture.variants import overridden
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.settings.quantities import Length
 from pipeline.settings.run import ModelConfig, RunConfig
 from pipeline.settings.run_sections import OF_WHOLE_BATCH
 
@@ -19,11 +21,16 @@ class Due:
     evaluations: frozenset[str]
 
 
+CHECKPOINT = "checkpoint"
+
+
 @dataclass(frozen=True)
 class Plan:
     """All lengths in optimizer steps. keep_every: 0 is never. evaluate_every: by evaluator, without those that the run does not have.
 
     best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations; "" is none.
+    at_end: step just before the last that an interval in % ends at by rounding, such as 3,905 of 3,906 for 20 %, by evaluator and
+    CHECKPOINT: what is due then is done after the last step only.
     balance: how often an epoch uses samples of the rarest and of the most common class; "" is once.
     """
 
@@ -41,15 +48,20 @@ class Plan:
     best_from: str = ""
     cooldown: int = 0
     balance: str = ""
+    at_end: Mapping[str, int] = field(default_factory=dict)
 
     def due(self, step: int) -> Due:
         """What is due after step `step`, counted from 1; after the last step, everything but keep."""
         is_last = step == self.steps
         keep = self.keep_every > 0 and step % self.keep_every == 0
-        evaluations = frozenset(name for name, every in self.evaluate_every.items() if is_last or step % every == 0)
+
+        def falls(name: str, every: int) -> bool:
+            return step % every == 0 and step != self.at_end.get(name)
+
+        evaluations = frozenset(name for name, every in self.evaluate_every.items() if is_last or falls(name, every))
         return Due(
             log=step % self.log_every == 0 or is_last,
-            save=step % self.checkpoint_every == 0 or keep or is_last or self.best_from in evaluations,
+            save=falls(CHECKPOINT, self.checkpoint_every) or keep or is_last or self.best_from in evaluations,
             keep=keep,
             evaluations=evaluations,
         )
@@ -116,13 +128,20 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         )
     intervals = {"scores": config.evaluate.every} if config.data.evaluated else {}
     intervals |= {name: section.every for name, section in config.evaluators.items() if section.every.amount}
+    intervals[CHECKPOINT] = config.checkpoint.every
+    in_steps = {name: max(1, every.steps(num_samples, train.global_batch, steps)) for name, every in intervals.items()}
+    at_end = {}
+    if (
+        config.health.on_spike != "rollback"
+    ):  # Which goes back to checkpoints, so a run that is resumed needs those it had.
+        ends = {name: _interval_that_ends(every, in_steps[name], steps) for name, every in intervals.items()}
+        at_end = {name: step for name, step in ends.items() if step}
     return Plan(
         steps=steps,
         warmup=warmup,
-        evaluate_every={
-            name: max(1, every.steps(num_samples, train.global_batch, steps)) for name, every in intervals.items()
-        },
-        checkpoint_every=max(1, config.checkpoint.every.steps(num_samples, train.global_batch, steps)),
+        evaluate_every={name: every for name, every in in_steps.items() if name != CHECKPOINT},
+        checkpoint_every=in_steps[CHECKPOINT],
+        at_end=at_end,
         keep_every=config.checkpoint.keep_every.steps(num_samples, train.global_batch, steps),
         accumulation=accumulation,
         micro_batch=micro_batch,
@@ -132,6 +151,16 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         log_every=train.log_every,
         cooldown=cooldown,
     )
+
+
+def _interval_that_ends(every: Length, interval: int, steps: int) -> int:
+    """The last step before the end that is due by an interval in %, if it is a share that rounds to the whole run; else 0.
+
+    interval: `every` in steps, rounded. More than half an interval before the end is kept.
+    """
+    count = (steps - 1) // interval
+    whole = every.unit == "%" and replace(every, amount=every.amount * count).steps(1, 1, steps) >= steps
+    return count * interval if whole and 2 * (steps - count * interval) <= interval else 0
 
 
 def overrides_of_name(settings: ModelConfig) -> str:

@@ -56,18 +56,13 @@ class Evaluator:
     name: ClassVar[str]
     file: ClassVar[str]
 
-    @property
-    def every(self) -> int:
-        """Interval in steps; 0 is never."""
-        return self.context.plan.evaluate_every.get(self.name, 0)
-
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         """Measure the model as it is in evaluations, after `step`. Raises Stopped on all ranks when they agree to stop."""
         raise NotImplementedError
 
     def is_missing(self, start: int) -> bool:
         """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and evaluation."""
-        if not start or not self.every or (start % self.every and start < self.context.plan.steps):
+        if not start or self.name not in self.context.plan.due(start).evaluations:
             return False
         try:
             return json_record.read(self.context.folder / self.file, _LastResult).step < start
