@@ -118,9 +118,12 @@ def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
 
 
 def summary(records: Records) -> Iterator[str]:
-    """Lines for the terminal: each run with its last score."""
-    for name, record in records.items():
-        yield f"{render.shorten(name, 40):<40} {record.status:<9} {record.last_score or 'no score'}"
+    """Lines for the terminal: each run with its last score, and what that is if the runs were scored by several measures."""
+    scores = [record.last_score for record in records.values()]
+    names = {score.name for score in scores if score}
+    for (name, record), score in zip(records.items(), scores, strict=True):
+        what = f"{score.name} " if score and len(names) > 1 else ""
+        yield f"{render.shorten(name, 40):<40} {record.status:<9} {what}{score or 'no score'}"
 
 
 @dataclass(frozen=True)
