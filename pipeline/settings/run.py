@@ -123,10 +123,15 @@ class RunConfig:
             )
 
     def _check_model_source(self) -> None:
-        if (self.model.name is None) == (self.init.weights is None):
+        if self.model.name is None and self.init.weights is None:
             raise UserError(
-                "set model.name for a new model, or init.weights to continue from weights, which determine their "
-                f"architecture: now model.name = {quoted(self.model.name)}, init.weights = {quoted(self.init.weights)}."
+                "neither model.name nor init.weights is set. Set model.name=ViT-B/16, say, for a new model, or init.weights to continue "
+                "from weights, which determine their architecture."
+            )
+        if self.model.name is not None and self.init.weights is not None:
+            raise UserError(
+                f"init.weights = {quoted(self.init.weights)} determines the architecture, so model.name = {quoted(self.model.name)} must "
+                "not be set: set model.name=null to continue from these weights, or init.weights=null for a new model."
             )
         if self.train.lora_rank and self.train.freeze != "backbone":
             raise UserError(
@@ -139,11 +144,12 @@ class RunConfig:
                 )
             if self.init.mean_pool:
                 raise UserError(
-                    "init.mean_pool changes init.weights, which are not set. Use model.pool=mean and model.pool_norm=true."
+                    "init.mean_pool changes init.weights, which are not set. Set init.mean_pool=false; a new model pools so with "
+                    "model.pool=mean and model.pool_norm=true."
                 )
             if self.init.kernel:
                 raise UserError(
-                    f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set."
+                    f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set. Set init.kernel=null."
                 )
             return
         if self.init.mean_pool and not self.init.new_head:

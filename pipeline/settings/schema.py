@@ -132,6 +132,8 @@ class _SettingsConverter(Converter):
 
     def convert(self, value: Any, kind: Any, name: str, rule: Any = None) -> Any:
         origin = typing.get_origin(kind)
+        if kind == str | None and value == "":
+            return None  # No name or path is empty: `init.weights=` takes away the file's.
         if origin is list:
             (inner,) = typing.get_args(kind)
             values = value if isinstance(value, list) else [value]

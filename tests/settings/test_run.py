@@ -519,7 +519,7 @@ def test_a_setting_twice_in_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_null_and_empty_values() -> None:
-    assert load("init.weights=null").init.weights is None
+    assert load("init.weights=null").init.weights is load("init.weights=").init.weights is None
     assert load("track.uri=").track.uri == ""
 
 
@@ -603,8 +603,13 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["augment.randaugment_layers=-1"], "augment.randaugment_layers = -1 must be from 0 to 100."),
         (["augment.mixup=2"], "augment.mixup = 2 must be from 0 to 1."),
         (["augment.erase=-0.1"], "augment.erase = -0.1 must be from 0 to 1."),
-        (["init.weights=x.npz"], "model.name = 'ViT-Ti/16', init.weights = 'x.npz'"),
-        (["model.name=null"], "model.name = None, init.weights = None"),
+        (
+            ["init.weights=x.npz"],
+            "init.weights = 'x.npz' determines the architecture, so model.name = 'ViT-Ti/16' must not be set",
+        ),
+        (["model.name=null"], "neither model.name nor init.weights is set"),
+        (["model.name=", "init.weights="], "neither model.name nor init.weights is set"),
+        (["init.weights=", "init.mean_pool=true"], "Set init.mean_pool=false; a new model pools so with"),
         (["init.kernel=bicubic"], "init.kernel = bicubic resamples the positions of init.weights, which are not set"),
         (
             ["model.name=null", "init.weights=x.npz", "model.pool=gap", "model.width=64", "model.dropout=0.1"],
