@@ -88,6 +88,10 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(out: Path) -> None
         "All 2 runs were scored on the same images (pets, split val, by pets 20nn): their scores can be compared."
     )
     assert "metric_pets_20nn.png" in [picture.name for picture in budgets.curves(records)]
-    lines = list(compare.summary(records | {"other": from_folder(write_run(out / "b", evaluations={10: 0.25}, declared=DECLARED))}))
+    lines = list(
+        compare.summary(
+            records | {"other": from_folder(write_run(out / "b", evaluations={10: 0.25}, declared=DECLARED))}
+        )
+    )
     assert ["pets 20nn 75.00 %" in line for line in lines] == [True, True, False]
     assert "20nn" not in "".join(compare.summary(records))
