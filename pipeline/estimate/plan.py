@@ -131,9 +131,8 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     intervals[CHECKPOINT] = config.checkpoint.every
     in_steps = {name: max(1, every.steps(num_samples, train.global_batch, steps)) for name, every in intervals.items()}
     at_end = {}
-    if (
-        config.health.on_spike != "rollback"
-    ):  # Which goes back to checkpoints, so a run that is resumed needs those it had.
+    # A rollback goes back to checkpoints, so a run that an earlier version began needs those that it had.
+    if config.health.on_spike != "rollback":
         ends = {name: _interval_that_ends(every, in_steps[name], steps) for name, every in intervals.items()}
         at_end = {name: step for name, step in ends.items() if step}
     return Plan(

@@ -23,12 +23,9 @@ DISTORTED = dict(zip(SAVED["names"].astype(str).tolist(), SAVED["distorted"], st
     [
         ("hue", turn_hue, 1),  # Torchvision truncates 255.999 times a value in [0, 1], ours is rounded.
         ("brightness", randaugment.brightness, 0),
-        (
-            "contrast",
-            randaugment.contrast,
-            1,
-        ),  # The mean grey is of rounded values here, of truncated ones there; so is
-        ("saturation", randaugment.color, 1),  # the grey that colours are blended with.
+        # The mean grey is of rounded values here, of truncated ones there; so is the grey that colours are blended with.
+        ("contrast", randaugment.contrast, 1),
+        ("saturation", randaugment.color, 1),
         ("blur", blur, 1),  # OpenCV's kernel for uint8 has integers.
     ],
 )
