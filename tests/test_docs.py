@@ -108,10 +108,13 @@ def test_the_commands_for_own_images_use_what_the_ones_before_made(monkeypatch: 
     assert shards.out == scratch.data.path == tuned.data.path == score.data == tuned_score.data
     assert score.weights == f"{scratch.out}/{scratch.name}"
     assert tuned_score.weights == f"{tuned.out}/{tuned.name}"
-    names, (unlabelled, run, continued) = commands("Your own images without labels")
-    assert names == ["shard", "pretrain", "finetune"]
+    names, (unlabelled, run, continued, score) = commands("Your own images without labels")
+    assert names == ["shard", "pretrain", "finetune", "evaluate"]
     assert (run.data.path, run.probe.data, continued.data.path) == (unlabelled.out, shards.out, shards.out)
     assert continued.init.weights == f"{run.out}/{run.name}"
+    assert (score.weights, score.data) == (f"{continued.out}/{continued.name}", shards.out)
+    # A second run of a name, but of other weights, is refused.
+    assert len({one.name for one in (tuned, scratch, run, continued)}) == 4
 
 
 def test_each_cluster_command_of_the_readme_uses_what_the_one_before_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
