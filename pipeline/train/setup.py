@@ -147,13 +147,14 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)
     if start.resumed is None and start.origin is not None and objective.continues_additions:
-        context.console.say(objective.load_additions(*read_additions(start.origin.path)))
+        path = start.origin.path
+        context.console.say(ranks.on_all(lambda: objective.load_additions(*read_additions(path))))
     fused = context.identity["fused_optimizer"]
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused, plan.steps)
     clock = StepClock(ranks.device)
     with room_for_training(config, plan, start.model.config, context.stop):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
-        dry_run_on_all_ranks(config, plan, engine, prepared.split, prepared.evaluation, context.stop)
+        dry_run_on_all_ranks(config, plan, engine, prepared, context.stop)
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)
         context.stop.step = start.state.step
