@@ -1,11 +1,16 @@
 """Generated pictures: the same every time, and of forms that differ."""
 
+import runpy
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from data_tools.demo import SHAPES, make_digits, make_shapes
+from pipeline.base.errors import UserError
+
+ROOT = Path(__file__).parents[2]
 
 
 def pixels(folder: Path) -> dict[str, np.ndarray]:
@@ -31,3 +36,13 @@ def test_digits_are_all_there_in_two_splits(tmp_path: Path) -> None:
     assert 0.17 < len(test) / 1797 < 0.23
     assert {name.split("/")[0] for name in train} == {name.split("/")[0] for name in test} == set("0123456789")
     assert all(image.shape == (32, 32, 3) for image in test.values())
+
+
+def test_a_folder_of_raw_images_is_not_taken_for_an_earlier_demo(tmp_path: Path) -> None:
+    """The demo empties its folder."""
+    command = runpy.run_path(str(ROOT / "launch/demo.py"))
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/photo.jpg").write_bytes(b"x")
+    with pytest.raises(UserError, match="exists and is not a demo's folder"):
+        command["demo"](command["DemoConfig"](out=str(tmp_path)))
+    assert (tmp_path / "raw/photo.jpg").exists()
