@@ -38,13 +38,8 @@ class MixedSplit(Split):
     def max_labels(self) -> int:
         return max(part.max_labels for part in self.sets)
 
-    def place(self, row: int) -> tuple[int, int]:
-        """(part, row in it) of a row."""
-        number = bisect_right(self.first_rows, row) - 1
-        return number, row - self.first_rows[number]
-
     def labels_of(self, row: int) -> np.ndarray:
-        # Not through `place`: a loader calls this for each sample.
+        # Not through `part_of`: a loader calls this for each sample.
         number = bisect_right(self.first_rows, row) - 1
         labels, label_map = self.sets[number].labels_of(row - self.first_rows[number]), self.label_maps[number]
         return labels if label_map is None else label_map[labels]

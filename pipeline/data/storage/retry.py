@@ -66,9 +66,6 @@ class Retry:
         with waiting(url, self.seconds, self.setting, store, is_silent=is_transfer) as wait:
             return self._call(url, action, wait)
 
-    def _limit(self) -> str:
-        return f"{self.seconds / 60:.3g} minutes" + (f" ({self.setting})" if self.setting else "")
-
     def _call(self, url: str, action: Callable[[], T], wait: Wait) -> T:
         deadline, pause = 0.0, _FIRST_PAUSE
         while True:
@@ -87,8 +84,9 @@ class Retry:
                 if not deadline:
                     deadline, wait.is_silent = now + self.seconds, False
                 if now >= deadline:
+                    limit = f"{self.seconds / 60:.3g} minutes" + (f" ({self.setting})" if self.setting else "")
                     raise StorageError(
-                        f"{url} was unreachable for {self._limit()}: {short}. Check the network and the endpoint; "
+                        f"{url} was unreachable for {limit}: {short}. Check the network and the endpoint; "
                         "the same command continues."
                     ) from None
             with self._lock:

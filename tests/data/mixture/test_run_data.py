@@ -76,8 +76,7 @@ def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
     counts = np.bincount(split.set_of(batch.rows), minlength=3)
     assert counts.tolist() in ([13, 4, 3], [13, 3, 4], [14, 3, 3])
     for i, row in enumerate(batch.rows.tolist()):
-        number, own = split.place(row)
-        part = split.parts[number]
+        part, own = split.part_of(row)
         assert batch.labels[i].tolist() == part.labels_of(own).tolist()
         assert batch.valid[i]
 

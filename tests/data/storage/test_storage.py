@@ -151,7 +151,6 @@ for _ in range(2):
     for row in range(len(split)):
         reader.read(row)
 reader.close()
-print(cache.downloads)
 """
 
 
@@ -170,8 +169,8 @@ def test_two_ranks_download_each_shard_once(s3: Server, dataset: Path, tmp_path:
     s3[0].fail(slow, ".tar")  # Each process waits for the other's downloads.
     for process in processes:
         print(file=process.stdin, flush=True)
-    counts = [int(process.communicate(timeout=60)[0]) for process in processes]
-    assert sum(counts) == 4
+    for process in processes:
+        process.communicate(timeout=60)
     assert sorted(downloads(s3[0])) == sorted(f"train-{i:06d}.tar" for i in range(4))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", *[".shard"] * 4]
 
@@ -220,7 +219,7 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
     for shard in (0, 1, 0, 2):
         fetch(shard)
     assert [cache.has(sha256) for sha256 in split.shard_sha256.to_pylist()] == [True, False, True, False]
-    assert (cache.downloads, cache.evictions) == (3, 1)
+    assert sorted(downloads(s3[0])) == [f"train-{shard:06d}.tar" for shard in range(3)]
     # An evicted shard stays readable until its reader closes it.
     reader = ShardReader(split)
     first = reader.read(0)
@@ -253,9 +252,8 @@ def test_shards_in_use_are_not_evicted_but_others_read_in_ranges(s3: Server, dat
     split = cached(f"{url}/tiny", tmp_path, max_bytes=int(open_dataset(dataset).split("train").shard_bytes[:2].sum()))
     reader, local = ShardReader(split), ShardReader(open_dataset(dataset).split("train"))
     assert all(reader.read(row) == local.read(row) for row in range(150))
-    assert split.storage.cache
-    assert (split.storage.cache.downloads, split.storage.cache.evictions) == (2, 0)
-    assert downloads(server).count("train-000003.tar") == 30
+    requests = downloads(server)
+    assert [requests.count(f"train-{shard:06d}.tar") for shard in range(4)] == [1, 1, 40, 30]
 
 
 def test_shards_of_the_next_samples_are_downloaded_ahead(s3: Server, dataset: Path, tmp_path: Path) -> None:
