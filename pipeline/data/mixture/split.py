@@ -63,12 +63,11 @@ class MixedSplit(Split):
 
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         rows = np.asarray(rows, np.int64)
-        numbers, found = self.set_of(rows), [""] * len(rows)
-        for number in np.unique(numbers).tolist():
-            chosen = np.flatnonzero(numbers == number)
-            for place, key in zip(chosen, self.sets[number].keys(rows[chosen] - self.first_rows[number]), strict=True):
-                found[place] = key
-        return found
+        numbers, found = self.set_of(rows), np.empty(len(rows), object)
+        for number, part in enumerate(self.sets):
+            mine = numbers == number
+            found[mine] = part.keys(rows[mine] - self.first_rows[number])
+        return found.tolist()
 
     def row_of(self, key: str) -> int:
         """The row of a key. Raises UserError as `Split.row_of`, and when several sets have it."""
