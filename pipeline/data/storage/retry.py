@@ -26,6 +26,8 @@ _PERMANENT = {
     "new data set, write there",
     r"status 30[127]|PERMANENT_REDIRECT|AuthorizationHeaderMalformed": "the bucket is in another region. Set "
     "AWS_REGION, or end the URL in ?region=...",
+    r"VALIDATION during|Invalid DNS Label": "no valid URL can be made of the bucket's name and the endpoint. Check both "
+    "(endpoint_override, AWS_ENDPOINT_URL)",
 }
 
 
