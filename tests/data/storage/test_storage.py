@@ -24,7 +24,7 @@ from pipeline.data.storage import object_store
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import name_inside, remove_tree, to_path, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
-from pipeline.data.storage.retry import Retry
+from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.settings.run import AugmentConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -136,7 +136,7 @@ def test_batches_are_those_of_the_local_copy(with_cache: bool, s3: Server, datas
 READ_ALL = """
 import sys
 from pathlib import Path
-from pipeline.data.storage.retry import Retry
+from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
@@ -347,6 +347,11 @@ def test_the_environment_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> Non
     assert object_store._proxy("minio.example:9000") == "http://proxy.example:3128"
     assert object_store._proxy("https://minio.internal") is None
     assert object_store._proxy("http://minio.example") is None
+    monkeypatch.setenv("https_proxy", "proxy.example:3128")  # As curl takes it.
+    assert object_store._proxy("https://s3.amazonaws.com") == "http://proxy.example:3128"
+    monkeypatch.setenv("https_proxy", "socks5://proxy.example:1080")
+    with pytest.raises(StorageError, match=r"https_proxy is a socks5:// proxy, .* or no_proxy=s3\.amazonaws\.com\."):
+        object_store._proxy("https://s3.amazonaws.com")
 
 
 def test_samples_left_out_and_the_index_of_a_data_set_in_a_bucket(s3: Server, dataset: Path, tmp_path: Path) -> None:
