@@ -107,7 +107,7 @@ def repair(path: Path, last_step: int) -> Repair:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open metrics.jsonl for new records, after a line break if a kill cut the last line short. Raises UserError for a folder."""
+    """Open a file of lines for new ones, after a line break if a kill cut the last line short. Raises UserError for a folder."""
     try:
         file = open(path, "ab+")  # noqa: SIM115  (closed by the caller)
     except IsADirectoryError:

@@ -25,6 +25,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import path_inside, read_bytes, write_text
 from pipeline.base.json_record import Count, Time
+from pipeline.monitor.metrics_file import open_to_append
 from pipeline.monitor.run_page import RunFacts
 
 PAGE = "page"
@@ -75,8 +76,8 @@ class PageFolder:
         (self.path / _END).unlink(missing_ok=True)
         write_text(self.path / _FACTS, json.dumps(asdict(SavedFacts(experiment, facts)), indent=1))
         if facts.steps:
-            with open(self.path / _STARTS, "a") as file:
-                file.write(json.dumps(asdict(start)) + "\n")
+            with open_to_append(self.path / _STARTS) as file:
+                file.write(json.dumps(asdict(start)).encode() + b"\n")
 
     def write_text(self, name: str, lines: list[str]) -> None:
         """Write a text file, such as plan.txt."""

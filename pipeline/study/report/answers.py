@@ -3,7 +3,7 @@
 A *point* is the mean over seeds of one model at one data size and length. A *line* is the points that one law is fitted to:
 
     data size    each model: error against number of training images
-    scaling      each model: error against exaFLOPs, over its lengths; and each family: its frontier, that is its points that no other
+    scaling      each model: error against compute, over its lengths; and each family: its frontier, that is its points that no other
                  model of the family beats at the same compute or less. The paper's Figure 5 has one line a family; a law through all
                  points of a family would describe badly chosen models, too.
     ablation     none
@@ -136,13 +136,13 @@ class Answers:
 
 
 def x_of(point: Point, results: StudyResults) -> float:
-    return float(point.data_size) if results.counts_images else point.exaflops
+    return float(point.data_size) if results.counts_images else point.exaflops / results.unit[0]
 
 
 def answer(results: StudyResults) -> Answers:
     points = points_of(results)
     is_scaling, has_variants = results.question == "scaling", results.question in ("ablation", "labels")
-    unit = "training images" if results.counts_images else "exaFLOPs"
+    unit = "training images" if results.counts_images else results.unit[1]
 
     def x(point: Point) -> float:
         return x_of(point, results)

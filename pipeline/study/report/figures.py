@@ -111,7 +111,7 @@ def _plotted_laws(answers: Answers) -> list[Line]:
 
 
 def _x_title(answers: Answers) -> str:
-    return "training images" if answers.results.counts_images else "compute of pre-training, exaFLOPs"
+    return answers.unit if answers.results.counts_images else f"compute of pre-training, {answers.unit}"
 
 
 def _range(points: Sequence[Point], laws: Sequence[Line], answers: Answers) -> tuple[float, float]:
@@ -236,7 +236,7 @@ def paper_is_near(answers: Answers) -> bool:
     """Whether the paper's points belong on the same axes: the same kind of score, and compute within a tenth to ten times of theirs."""
     if answers.results.question != "scaling" or published.data_set_of(answers.results.score) is None:
         return False
-    theirs, ours = [run.exaflops for run in published.RUNS], [answers.x(point) for point in answers.points]
+    theirs, ours = [run.exaflops for run in published.RUNS], [point.exaflops for point in answers.points]
     return bool(ours) and max(ours) >= min(theirs) / 10 and min(ours) <= max(theirs) * 10
 
 

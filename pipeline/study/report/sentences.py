@@ -180,7 +180,7 @@ def verdict(item: Lead | AblationVariant) -> str:
 
 # -------------------------------------------------------------------- numbers
 def number(x: float, answers: Answers) -> str:
-    return f"{x:,.0f}" if answers.results.counts_images else f"{x:.3g}"
+    return f"{x:,.0f}" if answers.results.counts_images or x >= 1000 else f"{x:.3g}"
 
 
 def amount(x: float, answers: Answers) -> str:
