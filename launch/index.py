@@ -3,7 +3,8 @@
 Index existing WebDataset shards in place: write a manifest, so that they can be used as a data set. Tars are neither copied
 nor changed.
 
-source is a folder of tars (or one tar) of <key>.jpg with <key>.cls (a number) or <key>.json ({"labels": [3, 7]}).
+source is a folder of tars (or one tar) of <key>.jpg with <key>.cls (a number) or <key>.json ({"labels": [3, 7]}), or of
+images without labels.
 
   With the manifest in the folder of the tars:
       python launch/index.py source=/data/shards splits.train=train- splits.val=val- label_names=classes.txt

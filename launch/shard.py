@@ -8,6 +8,7 @@ source has one of these layouts; layout=auto detects it:
   imagenet21k  <wnid>.tar files, in a folder or one big tar   imagenet1k   ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar
   cifar        CIFAR-10 or -100, python or binary             parquet      files with a column of images (Hugging Face)
   list         CSV or Parquet of paths and labels             webdataset   existing WebDataset shards, to shuffle and shard again
+  images       images without labels, in any folders and archives (only if named: layout=images)
 Archives are not unpacked. Image bytes are copied unchanged.
 
   On all cores of this machine:

@@ -2,7 +2,7 @@
 
 Check every byte of a data set against its manifest, and report what is damaged.
 
-Checked for every shard: its size, its SHA-256 and each tar header. For every image: the position of its bytes, its SHA-256,
+Checked for every shard: its size, its SHA-256 and each tar header. For every image: the position of its bytes, its checksum,
 key and label, and that it can be decoded (all images, or a share of decode_share).
 
       python launch/verify.py data=datasets/photos

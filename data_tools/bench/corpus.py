@@ -63,7 +63,7 @@ def read_raw(source: Path, images: int) -> list[bytes]:
     """Read `images` JPEG files, repeating those of the source. Raises UserError if it is missing or has none."""
     if not source.exists():
         raise UserError(f"source = {source}: no such file or folder. Give a folder or a tar of JPEGs.")
-    files = list(_jpegs(source))
+    files = list(islice(_jpegs(source), images))
     if not files:
         raise UserError(f"source = {source} holds no .jpg or .jpeg files.")
     return list(islice(cycle(files), images))

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -266,7 +267,7 @@ def _write_details(found: pa.Table, path: AnyPath) -> None:
 
 
 def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
-    """Write the list of unfit samples. Returns None if there are none and no older list to replace."""
+    """Write the list of unfit samples. Returns None if there are none and no older list to replace, and if it cannot be written."""
     unfit = found.filter(found["is_unfit"])
     path = dataset.path / exclusion.FOLDER / f"{LIST}.parquet"
     if not len(unfit) and not path.exists():
@@ -275,7 +276,14 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
     reasons = pc.binary_join_element_wise(unfit["kind"], unfit["detail"], ": ")
     table = unfit.select(["split", "row", "key"]).append_column("reason", reasons)
     table = table.group_by(["split", "row"], use_threads=False).aggregate([("key", "first"), ("reason", "first")])
-    return exclusion.write_list(dataset, LIST, table.rename_columns(["split", "row", "key", "reason"]))
+    try:
+        return exclusion.write_list(dataset, LIST, table.rename_columns(["split", "row", "key", "reason"]))
+    except OSError as error:  # The data set may be read-only; the report has its own folder.
+        print(
+            f"note: {path} cannot be written ({error.strerror or error}): training excludes what it did before",
+            file=sys.stderr,
+        )
+        return None
 
 
 def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
+from data_tools.sources.reader import lost_if_unreadable
 from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
@@ -71,14 +72,15 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob
 def make_thumbnails(job: ThumbnailJob) -> int:
     """Read one shard and write its thumbnails; returns the number of bytes read.
 
-    Raises UserError for a missing or truncated shard, and StorageError when the object store cannot be reached.
+    Raises UserError for a missing or truncated shard, StorageError when the object store cannot be reached, and LostError when reading
+    fails because of the node or its storage.
     """
     cv2.setNumThreads(1)
     thumbs = np.zeros((len(job.offsets), SIDE, SIDE), np.uint8)
     states = np.full(len(job.offsets), BAD, np.uint8)
     hashes = np.zeros((len(job.offsets), HASH_BYTES), np.uint8)
     try:
-        with fetched(to_path(job.tar)) as file:
+        with lost_if_unreadable(job.tar), fetched(to_path(job.tar)) as file:
             for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
                 data = _read(file, job.tar, offset, size)
                 hashes[i] = np.frombuffer(content_hash(data), np.uint8)
@@ -108,7 +110,7 @@ def read_states(job: ThumbnailJob) -> np.ndarray:
 def read_image(tar: str, offset: int, size: int) -> np.ndarray:
     """Decode an image that has a thumbnail, to (H, W, 3) uint8 RGB. Raises UserError for a missing, damaged or changed shard."""
     try:
-        with to_path(tar).open("rb", buffering=0) as file:
+        with lost_if_unreadable(tar), to_path(tar).open("rb", buffering=0) as file:
             return decode(_read(file, tar, offset, size))
     except FileNotFoundError:
         raise _unseen(tar) from None

@@ -20,11 +20,12 @@ import pyarrow.compute as pc
 
 from data_tools.driver import only_driver
 from data_tools.sharding.classes import renamed
-from data_tools.sharding.shard import SKIPPED, resolve, write_table
+from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
 from data_tools.sharding.write_shard import PARTS, load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import complete_samples, known_class_names
 from data_tools.sources.listing import printable, reasons
+from data_tools.sources.reader import lost_if_unreadable
 from data_tools.sources.split_files import split_files
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
@@ -158,7 +159,10 @@ def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
 
 
 def index_tar(job: IndexJob) -> _IndexedTar:
-    """Ray task: read a tar and write its part file, unless that exists and is up to date. Raises UserError if damaged."""
+    """Ray task: read a tar and write its part file, unless that exists and is up to date.
+
+    Raises UserError for a damaged tar, LostError when reading fails because of the node or its storage.
+    """
     path, part = to_path(job.path), to_path(job.part)
     try:
         num_bytes = file_size(path)
@@ -168,7 +172,8 @@ def index_tar(job: IndexJob) -> _IndexedTar:
     if part.exists() and (found := _read_part(part, seen)):
         return found
     cv2.setNumThreads(1)
-    columns, skipped, unlabelled, sha256 = _scan(job, path)
+    with lost_if_unreadable(job.path):
+        columns, skipped, unlabelled, sha256 = _scan(job, path)
     shard = Shard(job.name, job.split, len(columns["key"]), num_bytes, sha256)
     about = json.dumps({"seen": seen, "shard": asdict(shard), "skipped": skipped, "unlabelled": unlabelled})
     write_part(part, pa.Table.from_pydict(columns, ROWS), about)
@@ -262,7 +267,7 @@ def _without_unlabelled(done: _IndexedTar, job: IndexJob) -> _IndexedTar:
 
 
 def _read_rows(part: AnyPath, with_unlabelled: bool) -> pa.Table:
-    rows = open_parquet(part).read().replace_schema_metadata(None).cast(ROWS)
+    rows = read_rows(part)
     if with_unlabelled:
         return rows
     about = load_part(part, _IndexPartMetadata)
@@ -319,12 +324,17 @@ def _refuse_others(finished: Dataset, results: list[_IndexedTar]) -> None:
     found = {done.shard.name: done.shard for done in results if done.shard.samples}
     known = {shard.name: shard for shard in finished.shards(verify=False)}
     for name in sorted(found.keys() | known.keys()):
-        if found.get(name) != known.get(name):
-            what = "is new" if name not in known else "is gone" if name not in found else "has changed"
-            raise UserError(
-                f"{finished.shard_path(name)} {what} since {finished.path / INFO} was written. Put it back, or remove {INFO} and "
-                "index again."
-            )
+        now, then = found.get(name), known.get(name)
+        if now == then:
+            continue
+        what = "is new" if then is None else "is gone" if now is None else "has changed"
+        what, way_out = (
+            f"{what} since {finished.path / INFO} was written",
+            "Move it away" if then is None else "Put it back",
+        )
+        if now and then and replace(now, split=then.split) == then:
+            what, way_out = f"was indexed as one of split {then.split!r}, not {now.split!r}", "Give the same splits"
+        raise UserError(f"{finished.shard_path(name)} {what}. {way_out}, or remove {INFO} and index again.")
     if not finished.is_intact():
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
 

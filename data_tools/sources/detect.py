@@ -79,4 +79,4 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
 
 def is_table(source: AnyPath) -> bool:
     """Whether a source is a single table: CSV, TSV or Parquet."""
-    return source.suffix in (".csv", ".tsv", ".parquet")
+    return source.suffix.lower() in (".csv", ".tsv", ".parquet")

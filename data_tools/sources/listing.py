@@ -193,7 +193,7 @@ class Collector:
     def folder(self, name: str) -> None:
         """Report a folder. `finish` raises if it is a class folder without images."""
         name = _clean(name)
-        if name and not _hidden(name):
+        if name and not is_hidden(name):
             self._tops.setdefault(name.split("/")[0])
             split, inner = self.place(name)
             is_class = split is not None and inner and "/" not in inner and not self._holds_split(name)
@@ -208,7 +208,7 @@ class Collector:
         """
         name = _clean(self.inside + name)
         stem, dot, ext = name.rpartition(".")
-        if _hidden(name):
+        if is_hidden(name):
             self._hidden.add(name)
             return
         if self.archives is not None and (suffix := next(filter(name.lower().endswith, _ARCHIVES), "")):
@@ -442,7 +442,8 @@ def _clean(name: str) -> str:
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
-def _hidden(name: str) -> bool:
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name, or one that it lies in, is hidden, or in the folder that macOS adds to zips."""
     if not ("/." in name or name.startswith(".") or "__MACOSX" in name):
         return False
     return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))

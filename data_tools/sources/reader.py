@@ -1,10 +1,12 @@
 """Reads the image file of one sample, for every layout."""
 
+import contextlib
 import errno
 import os
 import stat
 import struct
 import zlib
+from collections.abc import Iterator
 from typing import BinaryIO
 
 from data_tools.sources.images import to_png
@@ -59,6 +61,17 @@ def raise_if_lost(error: Exception, path: str) -> None:
     """Raises LostError when a read failed because of the machine or its storage, not because of the image."""
     if isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_THE_FILE:
         raise LostError(f"{path} cannot be read: {os.strerror(error.errno)}.") from None
+
+
+@contextlib.contextmanager
+def lost_if_unreadable(path: str) -> Iterator[None]:
+    """Raises LostError in place of an error of the machine or its storage while a tar is read. (A full disk is one of writing.)"""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise_if_lost(error, path)
+        raise
 
 
 class _LocalFile:

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from data_tools.demo import SHAPES, make_digits, make_shapes
+from launch.demo import DemoConfig, demo
+from pipeline.base.errors import UserError
 
 
 def pixels(folder: Path) -> dict[str, np.ndarray]:
@@ -31,3 +34,13 @@ def test_digits_are_all_there_in_two_splits(tmp_path: Path) -> None:
     assert 0.17 < len(test) / 1797 < 0.23
     assert {name.split("/")[0] for name in train} == {name.split("/")[0] for name in test} == set("0123456789")
     assert all(image.shape == (32, 32, 3) for image in test.values())
+
+
+def test_a_folder_of_photos_is_not_taken_for_an_earlier_demo(tmp_path: Path) -> None:
+    """A demo begins by removing the earlier one; many folders of photos have a folder "raw"."""
+    picture = tmp_path / "photos" / "raw" / "1.dng"
+    picture.parent.mkdir(parents=True)
+    picture.touch()
+    with pytest.raises(UserError, match=r"photos exists and is not a demo's folder: choose another one with out="):
+        demo(DemoConfig(out=str(tmp_path / "photos")))
+    assert picture.exists()

@@ -1,5 +1,6 @@
 """What goes wrong with data on disk: each fault is found and named, is counted, and costs nothing that was whole."""
 
+import errno
 import hashlib
 import io
 import json
@@ -308,7 +309,12 @@ def test_repaired_data_empties_the_list(copy: Dataset) -> None:
     assert not (copy.path / "verify" / "damage.csv").exists()
 
 
-def test_exit_codes(copy: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_codes(
+    copy: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
     def exit_code(data: Path) -> int:
         arguments = [f"data={data}", f"out={tmp_path / 'report'}", "decode_share=0.5"]
         monkeypatch.setattr(sys, "argv", ["launch/verify.py", *arguments])
@@ -320,7 +326,12 @@ def test_exit_codes(copy: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     assert exit_code(copy.path) == 0
     overwrite(copy.path / SHARD, 600, b"\0")
+    # What is wrong is said of a read-only data set, too.
+    monkeypatch.setattr(verify.exclusion, "write_list", read_only)
     assert exit_code(copy.path) == 1
+    said = capfd.readouterr()
+    assert "exclude/damaged.parquet cannot be written (Read-only file system)" in said.err
+    assert "DAMAGED" in said.out
     rows = (tmp_path / "report/damage.csv").read_text().splitlines()
     assert rows[0] == "kind,split,shard,row,key,detail,is_unfit"
     assert [row.split(",")[0] for row in rows[1:]] == ["checksum", "content"]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 from data_tools.sources.layouts import folder as class_folders
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import Collector, is_hidden
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.commands.data import ShardConfig
@@ -14,6 +14,7 @@ _WNID = re.compile(r"(n\d{8})_")
 
 def is_flat(folder: AnyPath, names: Iterable[str]) -> bool:
     """Whether a folder holds such images and no folders. names: all entries of the folder."""
+    names = [name for name in names if not is_hidden(name)]
     images = {name for name in names if f".{name.rpartition('.')[2].lower()}" in EXTENSIONS}
     if not images or not all(_WNID.match(name) for name in images):
         return False
@@ -23,7 +24,8 @@ def is_flat(folder: AnyPath, names: Iterable[str]) -> bool:
 def are_flat(names: Iterable[str], folder: str) -> bool:
     """Whether the members of an archive are such images. folder: where the images are; '' is the whole archive."""
     start = f"{folder.strip('/')}/".lstrip("/")
-    inner = [name.removeprefix("./").removeprefix(start) for name in names if not name.endswith("/")]
+    plain = (name.removeprefix("./") for name in names if not name.endswith("/"))
+    inner = [name.removeprefix(start) for name in plain if not is_hidden(name)]
     images = [name for name in inner if f".{name.rpartition('.')[2].lower()}" in EXTENSIONS]
     return bool(images) and all(_WNID.match(name) and "/" not in name for name in images)
 

@@ -42,10 +42,10 @@ _Members = list[tuple[str, int, int, str]]
 
 
 def is_tar_of_tars(source: AnyPath) -> bool:
-    """Whether the first file in a tar is itself a tar."""
+    """Whether the first file in a tar, hidden ones apart, is itself a tar."""
     with source.open("rb") as file:
         for member in tar_members(file, 0, file_size(source)):
-            if not member.is_folder:
+            if not member.is_folder and not _is_hidden(member.name):
                 return member.name.endswith(".tar")
     return False
 
@@ -85,15 +85,21 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
     def tars() -> Iterator[_ClassTar]:
         with source.open("rb") as file:
             for name, is_folder, offset, size, fault in tar_members(file, 0, file_size(source)):
-                if fault and name.endswith(".tar"):
+                is_tar = name.endswith(".tar") and not _is_hidden(name)
+                if fault and is_tar:
                     # It holds a whole class: not an item to skip.
                     raise tarfile.ReadError(f"{printable(name)}: {fault}")
-                if not is_folder and name.endswith(".tar"):
+                if not is_folder and is_tar:
                     yield _ClassTar(inside + name, source, offset, offset + size, container)
                 elif not is_folder:
                     collector.file(inside + name, container, offset, size, fault=fault)
 
     _walk_classes(source, tars(), staging, collector)
+
+
+def _is_hidden(name: str) -> bool:
+    """Also of a ._n01440764.tar beside the class's tar, in a tar made on a Mac."""
+    return name.rpartition("/")[2].startswith(".")
 
 
 def _walk_classes(source: AnyPath, tars: Iterable[_ClassTar], staging: AnyPath, collector: Collector) -> None:

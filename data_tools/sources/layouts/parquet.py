@@ -7,6 +7,7 @@ into one file of concatenated images for each Parquet file. (Reading a row group
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -117,7 +118,8 @@ def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) 
         raise UserError(
             f"{path}: column {column!r} holds {shortened(str(kind))}, not encoded images (binary, or struct<bytes, path>)."
         )
-    images, table = (staged_path(path, staging, f".{column}.{ext}") for ext in ("images", "npy"))
+    name = quote(column, safe="")  # For example image/encoded.
+    images, table = (staged_path(path, staging, f".{name}.{ext}") for ext in ("images", "npy"))
     if table.exists() and images.exists():
         with table.open("rb") as file_of_sizes:
             return images, np.load(file_of_sizes)

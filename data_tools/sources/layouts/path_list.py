@@ -99,7 +99,7 @@ def _read(path: AnyPath, config: ShardConfig, there: list[str], column: str) -> 
 
 
 def _parse_options(path: AnyPath) -> pacsv.ParseOptions:
-    return pacsv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",", newlines_in_values=True)
+    return pacsv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
 
 
 @contextlib.contextmanager

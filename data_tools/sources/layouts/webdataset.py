@@ -146,10 +146,11 @@ def complete_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
 def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
     """Yields every sample with an image. members: the files of a tar, in order.
 
-    Consecutive files with one key are a sample, as in webdataset; a .cls takes precedence over a .json.
-    read: returns bytes of the tar by offset and size.
+    Consecutive files with one key are a sample, and hidden files (._1.jpg beside 1.jpg in a tar made on a Mac) belong to none, as in
+    webdataset; a .cls takes precedence over a .json. read: returns bytes of the tar by offset and size.
     """
-    parts = ((*split_name(member.name), member) for member in members)
+    named = ((*split_name(member.name), member) for member in members)
+    parts = (part for part in named if part[0] and not part[0].endswith("/"))
     for key, group in itertools.groupby(parts, key=lambda part: part[0]):
         image: Member | None = None
         labels, fault = [], NO_LABEL
@@ -190,11 +191,11 @@ def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) ->
             raise ValueError(f"{data[:40]!r} is no whole number")
         return [int(data)]
     content: Any = json_record.parse(data, Any, "it")
-    if isinstance(content, dict):
+    is_named = isinstance(content, dict)
+    if is_named:
         content = next((content[key] for key in _LABEL_KEYS if key in content), None)
-        if content is None:
-            return None
     labels = content if isinstance(content, list) else [content]
-    if not all(isinstance(label, int) and not isinstance(label, bool) for label in labels):
-        raise ValueError(f"no whole numbers under any of {', '.join(_LABEL_KEYS)}")
-    return sorted(set(labels))
+    wrong = [label for label in labels if type(label) is not int]
+    if wrong and is_named and content is not None:
+        raise ValueError(f"label {json_record.quoted(wrong[0])} is no whole number")
+    return None if wrong else sorted(set(labels))

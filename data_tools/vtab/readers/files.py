@@ -10,7 +10,7 @@ from typing import NamedTuple
 from data_tools.progress import Reading
 from data_tools.sources import Reader
 from data_tools.sources.layouts import archive
-from data_tools.sources.listing import printable
+from data_tools.sources.listing import is_hidden, printable
 from data_tools.vtab.datasets import DataSet, PublishedFile
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -67,7 +67,7 @@ class DatasetFiles:
         found: dict[str, FileLocation] = {}
         for name, place in self._places.items():
             before, mark, rest = f"/{name}".partition(f"/{folder}/")
-            if mark and not _is_hidden(before) and not _is_hidden(rest):
+            if mark and not is_hidden(before) and not is_hidden(rest):
                 found.setdefault(rest, place)
         if not found:
             raise self.missing(f"a folder {folder}")
@@ -137,7 +137,7 @@ class DatasetFiles:
         with path.open("rb") as file, zipfile.ZipFile(file) as zipped:
             for member in zipped.infolist():
                 name = member.filename
-                if name.rpartition("/")[2] in _ALSO.get(self.dataset.name, []) and not _is_hidden(name):
+                if name.rpartition("/")[2] in _ALSO.get(self.dataset.name, []) and not is_hidden(name):
                     yield from self._members(self._unpacked(path, zipped, member))
                 elif not member.is_dir():
                     yield FileLocation(
@@ -178,7 +178,3 @@ def _sha256(path: AnyPath, size: int, version: str) -> str:
         while part := content.read(_BLOCK):
             digest.update(part)
     return digest.hexdigest()
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))

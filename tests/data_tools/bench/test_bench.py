@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from data_tools.bench import measure
+from data_tools.bench.corpus import read_raw
 from data_tools.bench.data import augment, multi_crop, peers
 from data_tools.bench.measure import Contestant, Timing, race, report
 from data_tools.bench.record import BenchRecord
@@ -123,6 +124,12 @@ def source(tmp_path: Path) -> Path:
         pixels = np.random.default_rng(i).integers(0, 256, (40, 300, 3), np.uint8)
         Image.fromarray(pixels).save(source / f"{i}.jpg")
     return source
+
+
+def test_only_as_many_images_are_read_as_are_measured(source: Path) -> None:
+    (source / "9.jpg").symlink_to(source / "missing.jpg")
+    files = read_raw(source, 3)
+    assert files == [path.read_bytes() for path in sorted(source.glob("[0-2].jpg"))]
 
 
 def test_cost_of_augmentation(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

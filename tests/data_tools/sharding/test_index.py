@@ -1,7 +1,10 @@
 """Shards of others get a manifest where they lie; nothing of theirs changes."""
 
+import errno
+import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +12,13 @@ import pytest
 from raw_images import contents, jpeg, write_tar
 
 from data_tools.check import verify
+from data_tools.dedup.thumbnails import ThumbnailJob, make_thumbnails
 from data_tools.sharding import shard
 from data_tools.sharding.index import IndexJob, index_tar, run
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.ray_tasks import LostError
 from pipeline.settings import command
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VerifyConfig
 
@@ -94,12 +99,31 @@ def test_a_tar_that_changed_is_named_and_a_part_is_taken_again(ray_cluster: int,
     (source / "val-0.tar").write_bytes(whole)
     run(config(source, out))
     assert not (out / ".parts").exists()
+    with pytest.raises(
+        UserError, match=r"val-0.tar was indexed as one of split 'val', not 'dev'. Give the same splits, or"
+    ):
+        run(replace(config(source, out), splits={"train": "", "dev": "val-"}))
     write_tar({"1.jpg": jpeg(1), "1.cls": b"0"}, source / "train-0.tar")
     with pytest.raises(UserError, match=r"train-0.tar has changed since .*dataset.json was written"):
         run(config(source, out))
     shutil.copy(source / "val-0.tar", source / "val-1.tar")
     with pytest.raises(UserError, match=r"(train-0.tar has changed|val-1.tar is new) since"):
         run(config(source, out))
+
+
+def test_a_tar_that_the_machine_fails_to_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    tar = write_tar({"1.jpg": jpeg(1), "1.cls": b"0"}, tmp_path / "a.tar")
+    job = IndexJob(str(tar), "a.tar", "train", str(tmp_path / "a.parquet"), whole=True, num_classes=0)
+    monkeypatch.setattr("data_tools.sharding.index._hash", stale)
+    with pytest.raises(LostError, match=r"a.tar cannot be read: Stale file handle"):
+        index_tar(job)
+    shard_job = ThumbnailJob(str(tar), str(tmp_path / "a.npz"), 0, np.array([0]), np.array([9]))
+    monkeypatch.setattr("data_tools.dedup.thumbnails._read", stale)
+    with pytest.raises(LostError, match=r"a.tar cannot be read: Stale file handle"):
+        make_thumbnails(shard_job)
 
 
 def test_bad_samples_have_a_budget(ray_cluster: int, tmp_path: Path, capfd) -> None:

@@ -407,6 +407,11 @@ def test_parquet(labels: pa.Array, names: list[str] | None, expected: list, tmp_
         assert listing.classes == (names or [str(number) for number in range(11)])
 
 
+def test_a_parquet_column_with_a_slash_in_its_name(tmp_path: Path) -> None:
+    path = hugging_face(tmp_path / "a.parquet", pa.array(list("ababa")), column="image/encoded")
+    assert [data for _, _, data in samples(listed(path, image_column="image/encoded")).values()] == IMAGES
+
+
 def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
     hugging_face(tmp_path / "raw/data/train-0.parquet", pa.array(list("ababa")))
     pq.write_table(pa.table({"image": IMAGES, "label": list("aabbb")}), tmp_path / "raw/data/validation-0.parquet")

@@ -208,6 +208,14 @@ def test_tars_of_which_some_have_labels_use_those_alone(tmp_path: Path) -> None:
     assert [where for _, where, _ in listed(source, layout="webdataset").skipped] == ["c.tar: 5.jpg", "c.tar: 6.jpg"]
 
 
+@pytest.mark.parametrize("label", ['"cat"', "3.0", "true", '["cat"]', "[0, null]"])
+def test_labels_that_are_no_numbers_are_not_taken_for_none(label: str, tmp_path: Path) -> None:
+    write_tar({"1.jpg": jpeg(1), "1.json": f'{{"label": {label}}}'.encode()}, tmp_path / "raw.tar")
+    said = refused(tmp_path / "raw.tar")
+    assert "1 cannot be used: raw.tar: 1.jpg (.json: label " in said
+    assert "is no whole number" in said
+
+
 def test_class_names_without_labels_are_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("cat\n")
     source = _img2dataset(tmp_path / "raw")

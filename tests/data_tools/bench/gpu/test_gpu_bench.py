@@ -220,7 +220,7 @@ def test_results_survive_a_kill(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     assert found["rows"][0]["name"] == "step ViT-mu/16@32, batch 4, eager"
     assert found["machine"]["cores"] >= 1
-    assert found["command"].startswith("launch/bench.py device=cpu")
+    assert found["command"].startswith("python launch/bench.py gpu device=cpu")
 
 
 @pytest.mark.slow

@@ -1,0 +1,61 @@
+"""Sources as macOS and Windows write them: hidden ._files beside each file, byte order marks, upper-case extensions."""
+
+from pathlib import Path
+
+import pytest
+from raw_images import jpeg, write_folder, write_tar, write_zip
+from test_layouts import listed, samples
+
+DOUBLE = b"\0\5\x16\7\0\2\0\0Mac OS X        "
+
+
+def _with_doubles(files: dict[str, bytes]) -> list[tuple[str, bytes]]:
+    """Each file after the one that macOS's tar adds for its attributes."""
+    found = []
+    for name, data in files.items():
+        folder, slash, last = name.rpartition("/")
+        found += [(f"{folder}{slash}._{last}", DOUBLE), (name, data)]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["auto", "webdataset"])
+def test_labels_of_a_tar_made_on_a_mac(layout: str, tmp_path: Path) -> None:
+    files = {"1.jpg": jpeg(1), "1.cls": b"0", "./a/2.jpg": jpeg(2), "./a/2.json": b'{"labels": [1]}'}
+    write_tar(_with_doubles(files), tmp_path / "raw.tar")
+    assert samples(listed(tmp_path / "raw.tar", layout=layout)) == {
+        "1": ("train", ("0",), jpeg(1)),
+        "a/2": ("train", ("1",), jpeg(2)),
+    }
+
+
+def test_class_tars_in_a_tar_made_on_a_mac(tmp_path: Path) -> None:
+    inner = write_tar(_with_doubles({"1.JPEG": jpeg(1)}), tmp_path / "inner.tar").read_bytes()
+    write_tar(_with_doubles({"./n01.tar": inner, "./n02.tar": inner}), tmp_path / "raw.tar")
+    assert samples(listed(tmp_path / "raw.tar")).keys() == {"n01/1", "n02/1"}
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "zip"])
+def test_a_flat_folder_of_a_mac(form: str, tmp_path: Path) -> None:
+    images = {"n01440764_1.JPEG": jpeg(1), "n01440765_1.JPEG": jpeg(2)}
+    files = dict(_with_doubles(images)) | {".DS_Store": b"x"}
+    if form == "zip":
+        files |= {"__MACOSX/._n01440764_1.JPEG": DOUBLE}
+    made = {
+        "folder": lambda: write_folder(files, tmp_path / "raw"),
+        "tar": lambda: write_tar(files, tmp_path / "raw.tar"),
+        "zip": lambda: write_zip(files, tmp_path / "raw.zip"),
+    }
+    listing = listed(made[form]())
+    assert samples(listing).keys() == {"n01440764/n01440764_1", "n01440765/n01440765_1"}
+    assert f"ignored {4 if form == 'zip' else 3} hidden files" in listing.notes[0]
+
+
+def test_a_list_and_names_written_on_windows(tmp_path: Path) -> None:
+    write_folder({"1.jpg": jpeg(1), "2.jpg": jpeg(2)}, tmp_path / "raw")
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "raw/L.CSV").write_bytes(mark + b"path,label\r\n1.jpg,0\r\n2.jpg,1\r\n")
+    (tmp_path / "raw/L.TSV").write_bytes(mark + b"path\tlabel\r\n1.jpg\t0\r\n2.jpg\t1\r\n")
+    (tmp_path / "names.txt").write_bytes(mark + b"cat\r\ndog\r\n")
+    for name in ("L.CSV", "L.TSV"):
+        listing = listed(tmp_path / "raw" / name, label_names=str(tmp_path / "names.txt"))
+        assert samples(listing) == {"1": ("train", ("cat",), jpeg(1)), "2": ("train", ("dog",), jpeg(2))}
