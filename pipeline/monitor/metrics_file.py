@@ -177,6 +177,12 @@ def _number(value: Any) -> float:
 
 
 @functools.cache
+def accepted_name(name: str) -> str:
+    """A metric's name with "_" for what MLflow refuses: one may contain that of a model ("R50+ViT") or of a data folder ("photos (2)")."""
+    return re.sub(r"^[./]|[^/\w.\- :]", "_", name)
+
+
+@functools.cache
 def _is_metric_name(name: str) -> bool:
     """Whether MLflow accepts this name. It refuses the whole batch for one that it does not accept."""
     return bool(_METRIC_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith((".", "/"))

@@ -184,11 +184,9 @@ class MlflowStore:
     # ---------------------------------------------------------------- what a run holds
     def log_parameters(self, run_id: str, parameters: dict[str, Any]) -> None:
         """Log parameters; longer values are cut to MLflow's limit."""
-        from mlflow.entities import Param
-
-        params = [Param(name, str(value)[:_MAX_VALUE]) for name, value in parameters.items()]
-        for first in range(0, len(params), _MAX_PARAMETERS):
-            self.client.log_batch(run_id, params=params[first : first + _MAX_PARAMETERS])
+        items = list(parameters.items())
+        for first in range(0, len(items), _MAX_PARAMETERS):
+            self.log_metrics(run_id, (), {}, dict(items[first : first + _MAX_PARAMETERS]))
 
     def log_metrics(
         self, run_id: str, records: Iterable[Record], tags: dict[str, str], parameters: dict[str, Any] | None = None

@@ -19,6 +19,7 @@ from pipeline.checkpoint.store import Checkpoints, checkpoint_folder, step_of
 from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.lifecycle.run_folder import RESUME, holder, read_failures, read_status
 from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.process import waits
 from pipeline.ray_tasks import LostError
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import TrackConfig
@@ -134,11 +135,13 @@ def _wait_until_free(folder: Path) -> None:
 
     Raises LostError if they do not end.
     """
-    end = time.monotonic() + _COMMIT_SECONDS
-    while (who := holder(folder)) is not None:
-        if time.monotonic() > end:
-            raise LostError(f"{folder} is in use by {who}.")
-        time.sleep(0.5)
+    if (who := holder(folder)) is None:
+        return
+    with waits.waiting(f"{who} to leave {folder}", _COMMIT_SECONDS) as wait:
+        while (who := holder(folder)) is not None:
+            if wait.left <= 0:
+                raise LostError(f"{folder} is in use by {who}.")
+            time.sleep(0.5)
 
 
 def _raise_unless_done(code: int, is_done: bool, what: str, output: str, folder: Path | None = None) -> None:

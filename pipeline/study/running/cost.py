@@ -126,7 +126,7 @@ def plan_table(study: Study, estimated: CostEstimate, results: Sequence[CellResu
     if estimated.hours and left:
         work = sum(estimated.hours[name] for name in left)
         summary += f"; those left take {duration(3600 * estimated.total(left, at_a_time))} {estimated.source}"
-        summary += f", {at_a_time} at a time" if at_a_time > 1 else ""
+        summary += f", {at_a_time} at a time" if at_a_time > 1 or config.on == "ray" else ""
         summary += f", {work * max(1, config.gpus):,.3g} GPU hours" if config.gpus else ""
         summary += f", cost {work * gpu_price:,.0f}" if config.price else ""
     elif left:

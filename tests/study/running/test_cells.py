@@ -12,11 +12,14 @@ from tiny_study import write_run
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.model import create, save
+from pipeline.process import waits
+from pipeline.ray_tasks import LostError
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import cell_run, driver
 from pipeline.study.running.cells import Study, new_flops, open_study, scored_on
-from pipeline.study.running.cost import estimate, plan_table, refuse_too_long
+from pipeline.study.running.cost import CostEstimate, estimate, plan_table, refuse_too_long
+from pipeline.study.running.slurm import write_script
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -313,8 +316,13 @@ def test_a_slurm_script_has_a_task_for_each_job(
     ):
         assert line in text, line
     listed = text.partition("JOBS=(\n")[2].partition(")")[0].split()
-    assert sorted(listed) == sorted(names(open_study(make(base, SIZES))))
+    study = open_study(make(base, SIZES))
+    assert sorted(listed) == sorted(names(study))
     assert 'cell="${JOBS[$SLURM_ARRAY_TASK_ID]}"' in text
+    # A task must not write the script again, which it refuses beside cell=.
+    monkeypatch.setattr("sys.argv", ["launch/study.py", "--config", "with_slurm.yaml"])
+    write_script(study, CostEstimate({}, ""), str(file))
+    assert '--config with_slurm.yaml slurm= cell="${' in file.read_text()
 
 
 def test_budgets_whose_cells_would_have_one_name_are_refused(base: Path) -> None:
@@ -360,6 +368,23 @@ def test_the_score_is_said_with_the_images_that_it_is_of(base: Path) -> None:
     assert where("score=5shot", f"settings={json.dumps(probe)}") == "tiny:train"
 
 
+def test_a_folder_in_use_is_waited_for_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    users = iter(["pid 7", "pid 7", None])
+    said = list[str]()
+
+    def holder(folder: Path) -> str | None:
+        said.extend(str(wait) for wait in waits.in_progress())
+        return next(users)
+
+    monkeypatch.setattr(cell_run, "holder", holder)
+    cell_run._wait_until_free(tmp_path)
+    assert set(said) == {f"pid 7 to leave {tmp_path}, at most 2 min"}
+    monkeypatch.setattr(cell_run, "holder", lambda folder: "pid 8")
+    monkeypatch.setattr(cell_run, "_COMMIT_SECONDS", 0.0)
+    with pytest.raises(LostError, match=r"is in use by pid 8\."):
+        cell_run._wait_until_free(tmp_path)
+
+
 def test_what_diverged_is_no_work_that_is_left(base: Path) -> None:
     study = open_study(make(base, SIZES, "tflops=1"))
     results = driver.read_cells(study, dict.fromkeys(names(study)[1:], ("diverged", ""))).cells
@@ -367,3 +392,5 @@ def test_what_diverged_is_no_work_that_is_left(base: Path) -> None:
     assert "12 cells, 0 of them done" in summary
     hours = estimate(study, []).hours[names(study)[0]]
     assert f"those left take {duration(3600 * hours)} with" in summary
+    on_ray = open_study(make(base, SIZES, "tflops=1", "on=ray"))
+    assert "(tflops), 3 at a time" in plan_table(on_ray, estimate(on_ray, []), results, 3)[-1]
