@@ -252,7 +252,7 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
     if len(skipped) > max(1, config.max_bad_share * num_samples) * bool(config.max_bad_share):
         raise UserError(
             f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than max_bad_share = {config.max_bad_share} "
-            "allows: " + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
+            f"allows: {reasons(skipped)}"
         )
     return ordered, is_labelled
 

@@ -22,7 +22,7 @@ from data_tools.sharding.classes import apply_rules, readable_names, refuse_untr
 from data_tools.sharding.copies import Copies, merge_copies
 from data_tools.sharding.holdout import hash_keys, hold_out
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
-from data_tools.sharding.write_shard import PARTS, Done, ShardingJob, part_path, read_part, write_shard
+from data_tools.sharding.write_shard import PARTS, Done, ShardingJob, load_part, part_path, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable, reasons
@@ -206,9 +206,7 @@ def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig,
         )
         raise UserError(
             f"{len(skipped):,} {of}, more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of "
-            f"{len(listing):,}: "
-            + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
-            + ". To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
+            f"{len(listing):,}: {reasons(skipped)}. To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
             "sizes change, choose another out=... too."
         )
 
@@ -243,7 +241,7 @@ def _finish(
 
 def _skipped_before(out: AnyPath) -> set[str]:
     """Keys of images that an earlier run of this job could not read."""
-    parts = (read_part(part) for part in (out / PARTS).glob("*.parquet"))
+    parts = (load_part(part, Done) for part in (out / PARTS).glob("*.parquet"))
     return {key for part in parts if part for key, *_ in part.skipped}
 
 
