@@ -25,6 +25,7 @@ from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import aligned, counted
+from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.storage.atomic import write_files
@@ -72,6 +73,8 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     marks, pictures = _describe(searched, tests, nearest)
     report = _report(config, searched, tests, states, pairs, time.monotonic() - started)
     folder = searched.dataset.path / FOLDER
+    if not config.dry_run:
+        _tell_unmarked(searched.dataset, tests)
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     write_files(folder, {REPORT: text, SHEET: draw_pairs(pictures) if pictures else None})
     _print(report)
@@ -286,6 +289,20 @@ def _report(
         "against": against,
         "seconds": round(seconds, 1),
     }
+
+
+def _tell_unmarked(data: Dataset, tests: Sequence[ComparedSplit]) -> None:
+    """Print which test images' copies an earlier search marked, whose list that of this search will replace."""
+    try:
+        before = read_dedup_report(data.path)
+    except (FileNotFoundError, UserError):
+        return
+    others = [part.name for part in before.against if part.copies and part.name not in {test.name for test in tests}]
+    if before.marked and others:
+        print(
+            f"note: an earlier search marked copies of {', '.join(others)}; the list is now of this search alone. To mark both, name all test "
+            "images in one command: against=[...]"
+        )
 
 
 def _print(report: dict[str, Any]) -> None:

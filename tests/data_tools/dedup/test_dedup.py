@@ -253,6 +253,20 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
     assert not (train.path / "dedup/pairs.png").exists()
 
 
+def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    against = [
+        {"name": f"{name}:test", "fingerprint": "x", "copies": copies}
+        for name, copies in {"a": 2, "b": 0, "c": 3}.items()
+    ]
+    (tmp_path / "dedup").mkdir()
+    data, tests = SimpleNamespace(path=tmp_path), [SimpleNamespace(name="c:test")]
+    for marked in (True, False):
+        report = {"data": {"fingerprint": "x"}, "marked": marked, "against": against}
+        (tmp_path / "dedup/report.json").write_text(json.dumps(report))
+        dedup._tell_unmarked(data, tests)
+        assert ("earlier search marked copies of a:test; the list" in capsys.readouterr().out) == marked
+
+
 def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
     train, tests = copy(sets[0], tmp_path), sets[1]
     mistakes = {
