@@ -327,14 +327,16 @@ def _refuse_others(finished: Dataset, results: list[_IndexedTar]) -> None:
         now, then = found.get(name), known.get(name)
         if now == then:
             continue
-        what = "is new" if then is None else "is gone" if now is None else "has changed"
-        what, way_out = (
-            f"{what} since {finished.path / INFO} was written",
-            "Move it away" if then is None else "Put it back",
+        what, way_out = "has changed", "Put it back"
+        if then is None:
+            what, way_out = "is new", "Move it away"
+        elif now is None:
+            what = "is gone from source"
+        elif replace(now, split=then.split) == then:
+            what, way_out = f"moved from split {then.split!r} to {now.split!r}", "Give the same splits"
+        raise UserError(
+            f"{finished.shard_path(name)} {what} since {finished.path / INFO} was written. {way_out}, or remove {INFO} and index again."
         )
-        if now and then and replace(now, split=then.split) == then:
-            what, way_out = f"was indexed as one of split {then.split!r}, not {now.split!r}", "Give the same splits"
-        raise UserError(f"{finished.shard_path(name)} {what}. {way_out}, or remove {INFO} and index again.")
     if not finished.is_intact():
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
 
