@@ -46,6 +46,7 @@ class DemoConfig:
 
 def demo(config: DemoConfig) -> None:
     out = Path(config.out)
+    # Made first, and unlikely in a folder of anything else, which must not be removed.
     if out.exists() and not (out / "raw" / "shapes").is_dir() and any(out.iterdir()):
         raise UserError(f"{out} exists and is not a demo's folder: choose another one with out=...")
     shutil.rmtree(out, ignore_errors=True)

@@ -25,25 +25,5 @@ guard(__name__)
 from pipeline.settings.command import main
 from pipeline.settings.commands.weights import ExplainConfig
 
-
-def explain(config: ExplainConfig) -> None:
-    from pipeline.explain import explain  # Late: --help and mistakes in the settings need no torch.
-    from pipeline.monitor.mlflow.weights import with_local_weights
-
-    config = with_local_weights(config)
-    numbers, files = explain.run(config)
-    if config.mlflow:
-        from pipeline.model.files import find_file
-        from pipeline.monitor.origin import find_origin
-        from pipeline.monitor.run_page import RunFacts
-        from pipeline.monitor.tracking import send_report
-
-        folder, tags = files[0].parent, {"weights": config.weights, "weights_run": str(numbers["run"])}
-        origin = find_origin(find_file(Path(config.weights)))
-        parents = {"parent": origin.run_id} if origin.run_id else {}
-        facts = RunFacts(f"explain {config.weights}", "explain", tags=tags, parents=parents, origin=origin)
-        send_report(config.mlflow, folder, facts, explain.metrics(numbers), files, config.experiment)
-
-
 if __name__ == "__main__":
-    main(ExplainConfig, explain, __doc__)
+    main(ExplainConfig, "pipeline.explain.explain", __doc__)

@@ -72,10 +72,11 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
     limit = HEADROOM * cluster.gpu.memory
     is_whole = config.train.loss in OF_WHOLE_BATCH
     busy = share if is_whole else min(share, math.ceil(_BUSY_TOKENS / _places(model)))
+    stages = [stage for stage in config.zero_stages if stage]
     passed: list[str] = []
     fallback: tuple[int, RunConfig] | None = None
     for checkpointing in (False, True):
-        for stage in (1, 2, 3):
+        for stage in stages:
             trial = lay_out(config, stage, checkpointing)
             micro_batch = largest_micro_batch(trial, model, share, world_size, limit)
             if micro_batch >= busy:
@@ -84,12 +85,12 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
             if micro_batch and not is_whole and (fallback is None or micro_batch > fallback[0]):
                 fallback = micro_batch, trial
     if fallback is None:
-        trial = lay_out(config, 3, True)
+        trial = lay_out(config, stages[-1], True)
         smallest = share if is_whole else 1
         least = rank_memory(model, trial, smallest, share // smallest, world_size).total
         of_batch = f", which train.loss={config.train.loss} cannot divide," if is_whole else ""
         raise UserError(
-            f"this model does not fit {world_size} x {cluster.gpu.kind}: even with engine.zero_stage=3, "
+            f"this model does not fit {world_size} x {cluster.gpu.kind}: even with engine.zero_stage={stages[-1]}, "
             f"engine.activation_checkpointing=true and train.micro_batch={smallest}{of_batch} a rank needs {least / _GIB:.1f} GiB of "
             f"{limit / _GIB:.1f} ({HEADROOM:.0%} of {cluster.gpu.memory / 1e9:.0f} GB). Use more or larger GPUs, or a "
             "smaller model.image_size."

@@ -23,7 +23,7 @@ from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.plan import CHECKPOINT, Plan, make_plan
 from pipeline.estimate.scaling import ScalingRow, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
-from pipeline.model import Config, ViTConfig
+from pipeline.model import Config
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.objective_checks import refuse_without_labels
@@ -153,10 +153,9 @@ def make_forecast(config: PlanConfig) -> Forecast:
         config = replace(config, mfu=measured_mfu(config, model, cluster, measured))
     num_gpus = cluster.num_gpus if cluster else 1
     plan = make_plan(config, data.epoch_samples, num_gpus)
-    stages = (1, 2, 3) if config.engine.precision != "fp32" else (0, 1, 2, 3)
     layouts = []
     for checkpointing in (False, True):
-        for stage in stages:
+        for stage in config.zero_stages:
             trial = lay_out(config, stage, checkpointing)
             memory = rank_memory(model, trial, plan.micro_batch, plan.accumulation, num_gpus)
             largest = _most_images(trial, model, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
@@ -218,12 +217,14 @@ def _model(config: PlanConfig, num_classes: int) -> Config:
         found = models.read_weights(weights_path(config.init.weights, config.track.uri))[0]
     except UserError as error:
         raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
-    changes: dict[str, Any] = {"image_size": config.model.image_size}
+    # As `initial_model` of train/resume.py.
     predicted = objectives.num_classes(config, num_classes)
-    is_new = config.init.new_head or not predicted
-    if is_new:
-        changes["num_classes"] = predicted
-    if isinstance(found, ViTConfig):
-        changes |= config.model.for_weights()
-        changes |= {"representation": False} if is_new else {}
-    return replace(found, **changes)
+    return models.adapted(
+        found, config.init.weights, config.model.image_size,
+        predicted if config.init.new_head or not predicted else None,
+        new_head=config.init.new_head and predicted > 0,
+        representation=None if predicted else False,
+        kernel=config.init.kernel,
+        mean_pool=config.init.mean_pool,
+        **config.model.for_weights(),
+    )  # fmt: skip

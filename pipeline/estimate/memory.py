@@ -98,7 +98,8 @@ def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
     if micro_batch and config.train.loss in OF_WHOLE_BATCH:
         way_out += f" with train.global_batch={micro_batch * plan.world_size}, as train.loss = {config.train.loss} divides no rank's batch"
     others = [] if config.engine.activation_checkpointing else ["engine.activation_checkpointing=true"]
-    others += [f"engine.zero_stage={config.engine.zero_stage + 1}"] if 0 < config.engine.zero_stage < 3 else []
+    if 0 < config.engine.zero_stage < config.zero_stages[-1]:
+        others.append(f"engine.zero_stage={config.engine.zero_stage + 1}")
     num_views = sum(group.count for group in kind(config.train.loss).views(config))
     others += [f"fewer than {num_views} views (objective.local_views)"] * (num_views > 2)
     others.append("more or larger GPUs")

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,19 @@ def _in_classes_of_weights(
 
     Raises UserError where the classes of the data are not among those of the weights, as those of each set of a mixture are.
     """
-    if names and config.match_classes and names != dataset.classes and set(dataset.classes) <= set(names):
+    if (
+        num_classes
+        and names
+        and config.match_classes
+        and names != dataset.classes
+        and set(dataset.classes) <= set(names)
+    ):
+        count = Counter(names)
+        if shared := next((name for name in dataset.classes if count[name] > 1), None):
+            raise UserError(
+                f"{config.weights} has several classes {shared!r}, so the class of that name in {config.data} is unclear. If the classes "
+                "of both have the same order: match_classes=false."
+            )
         print(
             f"classes by name: the {len(dataset.classes):,} of {config.data} are among the {len(names):,} of the weights"
         )

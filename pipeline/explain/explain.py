@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,6 +36,9 @@ from pipeline.explain.reconstruction import reconstruct
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
+from pipeline.monitor.origin import find_origin
+from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.tracking import send_report
 from pipeline.objectives.mae import Mae
 from pipeline.settings.commands.weights import DRAWINGS, ExplainConfig, LookConfig
 from pipeline.settings.quantities import ImageSize, whole_number
@@ -56,20 +59,22 @@ class ExplainResults:
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
-def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
-    """Write the drawings. Returns the content of explain.json, and the files written.
+def run(config: ExplainConfig) -> dict[str, Any]:
+    """Write the drawings, and send them to `config.mlflow`. Returns the content of explain.json.
 
     Raises UserError for a user's mistake, before anything is written.
     """
     config = with_local_weights(config)
-    loaded = load_model(config)
+    file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
+    origin = find_origin(file) if config.mlflow else None
+    loaded = load_model(replace(config, weights=str(file)))
     mae = None
     if config.images and (not config.draw or "reconstruction" in config.draw):
-        mae = Mae.from_weights(find_file(Path(config.weights)), print, normalise=config.normalise)
+        mae = Mae.from_weights(file, print, normalise=config.normalise)
     drawings = _choose_drawings(config, loaded, mae)
     folder = output_folder(config.out, config.weights, "explain", holds="explanation")
-    origin = {name: loaded.extra.get(name) for name in ("run", "step")}
-    results = ExplainResults({"weights": config.weights, **origin, "model": loaded.model.config.to_dict()})
+    made_by = {name: loaded.extra.get(name) for name in ("run", "step")}
+    results = ExplainResults({"weights": config.weights, **made_by, "model": loaded.model.config.to_dict()})
     _draw_weights(loaded, drawings, results)
     if drawings & _IMAGE_DRAWINGS:
         _draw_images(config, loaded, mae, drawings, results)
@@ -82,7 +87,13 @@ def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
             old.unlink()  # Another choice of layers and heads has other names.
     write_files(folder, contents)
     print(f"{', '.join(contents)} in {folder}")
-    return results.numbers, [folder / name for name in contents]
+    if origin is not None:
+        tags = {"weights": config.weights, "weights_run": str(results.numbers["run"])}
+        parents = {"parent": origin.run_id} if origin.run_id else {}
+        facts = RunFacts(f"explain {config.weights}", "explain", tags=tags, parents=parents, origin=origin)
+        files = [folder / name for name in contents]
+        send_report(config.mlflow, folder, facts, metrics(results.numbers), files, config.experiment)
+    return results.numbers
 
 
 def metrics(numbers: dict[str, Any]) -> dict[str, float]:

@@ -3,6 +3,8 @@
 Shapes: D features, n images.
 """
 
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -13,6 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.page import png
 from pipeline.base.words import counted
 from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
+from pipeline.data.loading.loader import BadBudget
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
@@ -79,24 +82,23 @@ def _write_table(
     problems: dict[int, str] = {}
     # Whole batches, so that the parts do not change the values.
     step = max(1, _PART // config.batch) * config.batch
-    with loaded.reading(split, config, len(split)) as reader, replacing(out) as file:
+    with loaded.reading(split, config, len(split)) as reader, replacing(out) as file, ExitStack() as stack:
+        of_part = replace(reader, budget=BadBudget(1.0))  # What may be unreadable is a share of all images.
         writer = None
         for start in range(0, len(split), step):
             rows = np.arange(start, min(start + step, len(split)))
-            seen = extract(loaded.features, reader, rows)
-            problems |= seen.problems
+            seen = extract(loaded.features, of_part, rows)
+            problems = reader.problems_of_all([problems, seen.problems], len(split))
             if seen.readable.any():
                 check_outputs(config.weights, ", ".join(config.images), seen, split.only(rows))
             found = np.zeros(len(rows)) if wanted is None else _unit(seen.values) @ wanted
             similarities[rows] = np.where(seen.readable, found, -np.inf)
             table = _table(config, loaded, images, rows, seen)
-            writer = writer or pq.ParquetWriter(file, table.schema)
+            writer = writer or stack.enter_context(pq.ParquetWriter(file, table.schema))
             writer.write_table(table)
         if len(problems) == len(split):
             none = Features(np.empty((len(split), 0), np.float32), np.zeros(len(split), bool), problems)
             check_outputs(config.weights, ", ".join(config.images), none, split)
-        assert writer is not None, "a split of no image is refused"
-        writer.close()
     for row, reason in list(problems.items())[:20]:
         print(f"{split.keys([row])[0]}  cannot be read: {reason}")
     unread = f", {len(problems):,} of them unreadable" if problems else ""

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import secrets
+import select
 import shlex
 import shutil
 import socket
@@ -35,6 +36,8 @@ from pipeline.settings.run import LaunchConfig, RunConfig
 _ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher reads it from its working directory.
 _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
 _START_SECONDS = 60.0
+# Timeout of a host's answer: one whose disks hang accepts the connection and says nothing.
+_ANSWER_SECONDS = 120.0
 _CHUNK = b"\0" * 2**20
 _SENT_SECONDS = 1.0
 _SLOW = 0.5
@@ -143,6 +146,8 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     try:
+        if not select.select([process.stdout], [], [], _ANSWER_SECONDS)[0]:
+            return {"error": f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:.0f} s"}
         line = process.stdout.readline()
         if not line:
             lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
@@ -265,19 +270,19 @@ def _serve(listener: socket.socket) -> None:
 
 def _own_addresses() -> list[str]:
     """Return this host's network addresses."""
-    try:
-        shown = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return shown.split()
+    return _printed("hostname", "-I").split()
 
 
 def _num_gpus() -> int:
+    return sum(line.startswith("GPU ") for line in _printed("nvidia-smi", "-L").splitlines())
+
+
+def _printed(*command: str) -> str:
+    """Return what a program prints; empty without the program, or if it hangs."""
     try:
-        shown = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in shown.splitlines())
+        return ""
 
 
 def _revision() -> str:

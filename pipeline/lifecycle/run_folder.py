@@ -184,3 +184,8 @@ def forget_last_start(path: Path) -> None:
 
 def stop_file(path: Path) -> Path:
     return path / "stop"
+
+
+def is_stop_asked(path: Path) -> bool:
+    """Whether there is a stop file. False while the folder's file system fails, as NFS may for a moment."""
+    return os.path.exists(stop_file(path))  # Path.exists() would raise its errors.

@@ -58,7 +58,8 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         rows, uses = order.slice(number, config.rank, config.ranks)
         table = _of_step(dataset, split, order, number * batch + config.rank * len(rows), rows, uses)
         if config.sheet:
-            _draw(of_run, split, rows, uses, Path(config.sheet))
+            parts = of_run.parts()  # With train.image_sizes, of which step is in the same as `Feed.part` says.
+            _draw(parts[(config.step * len(parts) - 1) // steps], split, rows, uses, Path(config.sheet))
         when = "trained" if config.step <= trained else "not trained yet"
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
         said = f"step {config.step:,} of {steps:,}{share}: {counted(len(rows), 'sample')}, {when}"
@@ -88,12 +89,18 @@ def _settings(path: Path, state: State | None) -> RunConfig:
     if state:
         tree: dict[str, Any] = {}
         for name, *_ in schema.leaves(RunConfig):
-            if name in state.identity:
+            # Of a mapping, such as the section `objective`, each entry has a name of its own.
+            entries = {
+                key.removeprefix(f"{name}."): value
+                for key, value in state.identity.items()
+                if key.startswith(f"{name}.")
+            }
+            if name in state.identity or entries:
                 *sections, field = name.split(".")
                 section = tree
                 for part in sections:
                     section = section.setdefault(part, {})
-                section[field] = state.identity[name]
+                section[field] = state.identity.get(name, entries)
         return schema.build(RunConfig, tree, str(path))
     if path.is_dir():
         try:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pipeline.base.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
 from pipeline.lifecycle.launcher_process import find_launcher
-from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, read_failures, stop_file
+from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, is_stop_asked, read_failures, stop_file
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
@@ -105,6 +105,8 @@ class Stop:
             elif isinstance(error, UserError):
                 how: Ending = "diverged" if isinstance(error, DivergedError) else "refused"
                 self.folder.say_status(Status(how, self.step, 2, str(error)))
+                if error.on_one_rank:  # The others lose this rank, and would say that it was killed.
+                    self.folder.say_failure(str(error), lost_others=False)
             else:
                 text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
                 lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
@@ -326,7 +328,7 @@ class Stop:
         if self._ranks is None:  # Not connected: the other ranks could not be told.
             return ""
         if self._ranks.is_main:
-            if stop_file(self.folder.path).exists():
+            if is_stop_asked(self.folder.path):
                 return BY_FILE
             reserve = _RESERVE_SECONDS + 3 * self.commit_seconds
             if self.limit_seconds and time.monotonic() - self.begin > self.limit_seconds - reserve:

@@ -26,6 +26,7 @@ from pipeline.lifecycle.run_folder import (
     Status,
     forget_last_start,
     holder,
+    is_stop_asked,
     read_end,
     read_failures,
     stop_file,
@@ -142,7 +143,7 @@ class Supervisor:
     def _wait(self, seconds: float) -> bool:
         """Sleep. Returns False if a stop was requested meanwhile."""
         end = time.monotonic() + seconds
-        while not self.signals and not stop_file(self.folder).exists():
+        while not self.signals and not is_stop_asked(self.folder):
             if time.monotonic() >= end:
                 return True
             time.sleep(_POLL_SECONDS)

@@ -23,7 +23,15 @@ from pipeline.model.masked import MaskedViT
 from pipeline.model.position import resample_positions, resample_state, resampling_note, resized
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
-from pipeline.model.weights import load, read_normalisation, read_weights, safetensors_metadata, save, save_safetensors
+from pipeline.model.weights import (
+    adapted,
+    load,
+    read_normalisation,
+    read_weights,
+    safetensors_metadata,
+    save,
+    save_safetensors,
+)
 
 
 def create(name: str, image_size: ImageSize = 224, num_classes: int = 1000, *, seed: int = 0, **changes: Any) -> Model:

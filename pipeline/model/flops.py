@@ -53,8 +53,9 @@ def attention_macs(config: ViTConfig) -> int:
 def training_flops_per_image(config: Config, trained_blocks: int | None = None) -> int:
     """FLOPs of training on one image: 2 per multiply-add, and the backward pass costs twice the forward pass.
 
-    trained_blocks: number of last blocks that are trained, where the others are frozen and have no backward pass; None is all. The ViT paper counts so (Table 6: L/16, 7 epochs of 303 M images, 783 exaFLOPs). Recomputed activations do not count, so
-    that MFU = this * images/s / peak.
+    The ViT paper counts so (Table 6: L/16, 7 epochs of 303 M images, 783 exaFLOPs). Recomputed activations do not count, so that
+    MFU = this * images/s / peak.
+    trained_blocks: number of last blocks that are trained, where the others are frozen and have no backward pass; None is all.
     """
     macs = forward_macs(config)
     if trained_blocks is None:

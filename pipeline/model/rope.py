@@ -36,7 +36,8 @@ def rotation(
     """
     assert config.rope_base is not None
     f32: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    periods = config.rope_base ** torch.arange(0, 1, 4 / config.head_dim, **f32)
+    # Cut, because rounding gives a step of 4/196, say, one number too many.
+    periods = config.rope_base ** torch.arange(0, 1, 4 / config.head_dim, **f32)[: config.head_dim // 4]
     if config.rope_side is None:
         unit, axes = 2 * math.pi, [2 * torch.arange(0.5, side, **f32) / side - 1 for side in grid]
     else:

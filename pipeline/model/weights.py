@@ -232,6 +232,35 @@ def load(
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
     """
     old, state, _ = content or read_weights(path, say)
+    options: dict[str, Any] = {"gelu": gelu, "representation": representation, "kernel": kernel, "mean_pool": mean_pool}
+    config = adapted(old, path, image_size, num_classes, new_head=new_head, **options, **training)
+    if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
+        for note in filter(None, [config.unseen_note, resampling_note(old, config)]):
+            say(note)
+        state = resample_state(state, old, config)
+    model = build(config, seed)
+    new = model.state_dict()
+    keep_head = not new_head and config.num_classes == old.num_classes > 0
+    fresh = () if keep_head else ("head.", "norm.") if mean_pool else ("head.",)
+    kept = {n: tensor for n, tensor in state.items() if n in new and not n.startswith(fresh)}
+    model.load_state_dict({**new, **kept})
+    return model
+
+
+def adapted(
+    old: Config,
+    path: StrPath,
+    image_size: ImageSize | None = None,
+    num_classes: int | None = None,
+    *,
+    new_head: bool = False,
+    gelu: Gelu | None = None,
+    representation: bool | None = None,
+    kernel: Kernel | None = None,
+    mean_pool: bool = False,
+    **training: Any,
+) -> Config:
+    """The configuration of the model that `load` builds, with the same arguments and errors. old, path: of the weights."""
     num_classes = old.num_classes if num_classes is None else num_classes
     if new_head and num_classes == 0:
         raise UserError(f"{path}: new_head=True needs num_classes above 0.")
@@ -245,40 +274,28 @@ def load(
     if wrong := training.keys() - {name for name, option in OPTIONS.items() if option.only_trains}:
         raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
     given = {"gelu": gelu, **training, "kernel": kernel}
-    neutral = {name: getattr(ViTConfig, name) for name in training}
-    if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
-        if representation is None:
-            representation = old.representation and (keep_head or num_classes == 0)
-        if keep_head and representation != old.representation:
+    if not isinstance(config, ViTConfig):
+        neutral = {name: getattr(ViTConfig, name) for name in training}
+        given |= {"representation": representation or None, "mean_pool": mean_pool or None}
+        if other := [name for name, value in given.items() if value not in (None, neutral.get(name))]:
             raise UserError(
-                f"{path}: its head was trained with representation={old.representation}, so it cannot be kept with "
-                f"representation={representation}. Use new_head=True, or num_classes=0 for the features."
+                f"{path}: is a ResNet, which has no {', '.join(other)}. Leave it out; "
+                "model.dropout=0 overrides the dropout of a config file."
             )
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if mean_pool and (keep_head or config.pool == "map"):
-            raise UserError(f"{path}: mean_pool needs a new head, and weights without attention pooling.")
-        if mean_pool:
-            changes |= {"pool": "mean" if config.has_class_token else "gap", "pool_norm": True, "class_norm": False}
-        config = replace(config, representation=representation, **changes)
-        for note in filter(None, [config.unseen_note, resampling_note(old, config)]):
-            say(note)
-        state = resample_state(state, old, config)
-    elif other := [
-        name
-        for name, value in {**given, "representation": representation or None, "mean_pool": mean_pool or None}.items()
-        if value not in (None, neutral.get(name))
-    ]:
+        return config
+    if representation is None:
+        representation = config.representation and (keep_head or num_classes == 0)
+    if keep_head and representation != config.representation:
         raise UserError(
-            f"{path}: is a ResNet, which has no {', '.join(other)}. Leave it out; "
-            "model.dropout=0 overrides the dropout of a config file."
+            f"{path}: its head was trained with representation={config.representation}, so it cannot be kept with "
+            f"representation={representation}. Use new_head=True, or num_classes=0 for the features."
         )
-
-    model = build(config, seed)
-    new = model.state_dict()
-    fresh = () if keep_head else ("head.", "norm.") if mean_pool else ("head.",)
-    kept = {n: tensor for n, tensor in state.items() if n in new and not n.startswith(fresh)}
-    model.load_state_dict({**new, **kept})
-    return model
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if mean_pool and (keep_head or config.pool == "map"):
+        raise UserError(f"{path}: mean_pool needs a new head, and weights without attention pooling.")
+    if mean_pool:
+        changes |= {"pool": "mean" if config.has_class_token else "gap", "pool_norm": True, "class_norm": False}
+    return replace(config, representation=representation, **changes)
 
 
 def _as_json(value: Any) -> Any:

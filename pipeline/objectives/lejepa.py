@@ -128,7 +128,7 @@ class Lejepa(Objective):
         projections = self.projector(features, counted).float()  # (V * B, D)
         errors = prediction_losses(projections.view(V, len(valid), -1), self.given.global_views)
         prediction = mean_of_valid(errors, valid)
-        normality = sigreg_of_counted(projections, counted, self.directions)
+        normality = sigreg(projections, self.directions, counted=counted)
         values = {
             "prediction": prediction.detach(),
             "sigreg": normality.detach(),
@@ -183,22 +183,18 @@ class StepNorm(nn.Module):
 
 
 # ---------------------------------------------------------------------- the formulae
-def sigreg(projections: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
+def sigreg(
+    projections: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0, counted: Tensor | None = None
+) -> Tensor:
     """How far projections are from a standard normal distribution: the mean over directions of the Epps-Pulley statistic. Collective.
 
     For each direction, N times the integral over t of |phi(t) - exp(-t^2 / 2)|^2 exp(-t^2 / 2), where phi(t) = mean exp(i t x) of the
     projections x on it; by the trapezoidal rule with `knots` points of [0, t_max], doubled because it is symmetric.
     projections: (N, D) of this rank; N and the means are over all ranks. directions: (D, M), unit columns, the same on all ranks.
-    Returns a scalar, float32.
+    counted: bool (N,), which rows take part. Returns a scalar, float32.
     """
-    counted = torch.ones(len(projections), dtype=torch.bool, device=projections.device)
-    return sigreg_of_counted(projections, counted, directions, knots, t_max)
-
-
-def sigreg_of_counted(
-    projections: Tensor, counted: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0
-) -> Tensor:
-    """`sigreg` of the rows that count, bool (N,): the others contribute nothing."""
+    if counted is None:
+        counted = torch.ones(len(projections), dtype=torch.bool, device=projections.device)
     kept = counted.float()
     number = summed(kept.sum())
     along = projections.float() @ directions.float()  # (N, M)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -112,8 +112,23 @@ class Ranks:
             try:
                 value = function()
             except UserError as error:
-                value = error
+                # Of all ranks from here on, so that rank 0 alone says it.
+                value = UserError(str(error)) if error.on_one_rank else error
         return self.agree(value)
+
+    def on_all(self, function: Callable[[], T]) -> T:
+        """Call `function` on every rank; returns this rank's result. A UserError of any rank is raised on every rank.
+
+        For what reads files, which may be others on another host: a rank that left alone would count as killed.
+        """
+        value, problem = cast(T, None), ""
+        try:
+            value = function()
+        except UserError as error:
+            problem = str(error) if self.is_main else f"rank {self.rank} on {socket.gethostname()}: {error}"
+        if said := next(filter(None, self.gather(problem)), ""):
+            raise UserError(said)
+        return value
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the picklable values of all ranks, in rank order, on every rank."""

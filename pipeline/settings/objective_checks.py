@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.architecture.config import Config, ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import finite
-from pipeline.settings.quantities import ImageSize
+from pipeline.settings.quantities import MAX_SIDE, ImageSize
 from pipeline.settings.run_sections import OBJECTIVES, READS_LABELS
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def check_weights(config: "RunConfig", saved: Config) -> None:
     backbone = replace(saved, image_size=config.model.image_size, num_classes=0, **changes)
     if loss == "mae":
         check_mae_backbone(backbone)
-    elif _number(config, "local_views", 1) and (size := _number(config, "local_size", LOCAL_SIZE)) >= 1:
+    elif _number(config, "local_views", 1) and 1 <= (size := _number(config, "local_size", LOCAL_SIZE)) <= MAX_SIDE:
         check_small_views(backbone, int(size))
 
 

@@ -80,6 +80,12 @@ class RunConfig:
         return {"probe": self.probe}
 
     @property
+    def zero_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages that fit the precision and the optimizer (`_check_engine`), in order."""
+        first = (0, 1, 2) if self.engine.precision == "fp32" else (1, 2)
+        return first if self.optimizer.name == "muon" else (*first, 3)
+
+    @property
     def reads_labels(self) -> bool:
         """Whether the run learns labels, so that its data set must have some."""
         return self.train.loss in READS_LABELS

@@ -17,6 +17,7 @@ import typing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Converter, Limits, RefusedError, finite, is_record, plain, quoted, shortened
 from pipeline.base.words import counted
@@ -187,7 +188,8 @@ class _SettingsConverter(Converter):
             if number is not None:
                 _check_range(number, rule, _MAX_NUMBER[kind])
                 return number
-        raise RefusedError(f"must be a {'mapping of names to text' if origin is dict else type_name(kind)}.")
+        is_text = kind == dict[str, str]
+        raise RefusedError(f"must be {'a mapping of names to text' if is_text else json_record.type_name(kind)}.")
 
 
 def _choice(accepted: typing.Iterable[Any], value: Any) -> Any:

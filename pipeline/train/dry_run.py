@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline import objectives
 from pipeline.base.errors import OneRankError
 from pipeline.base.words import counted
-from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.views import Views
@@ -22,6 +22,7 @@ from pipeline.model import Config
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import training_step
+from pipeline.train.start import Prepared
 from pipeline.train.zero.engine import Engine
 
 
@@ -32,29 +33,38 @@ def room_for_training(config: RunConfig, plan: Plan, model: Config, stop: Stop) 
         yield
 
 
-def dry_run_on_all_ranks(
-    config: RunConfig, plan: Plan, engine: Engine, split: Split, evaluation: Split | None, stop: Stop
-) -> None:
-    """Run one training step and one evaluation batch of the largest shapes; leaves no trace in model or optimizer.
+def dry_run_on_all_ranks(config: RunConfig, plan: Plan, engine: Engine, prepared: Prepared, stop: Stop) -> None:
+    """Run one training step and one batch of each evaluator, of the largest shapes; leaves no trace in model or optimizer.
 
     Call it before a checkpoint is loaded. Out of memory on any rank ends all ranks, with settings that need less.
     """
     views = engine.objective.views(config)
-    batch = _blank(plan.micro_batch, views, split.max_labels)
+    batch = _blank(plan.micro_batch, views, prepared.split.max_labels)
     micro_batches = [batch] * min(2, plan.accumulation)  # The second has gradients and activations in memory.
     mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
     with engine.untouched(len(micro_batches)):
         training_step(engine, micro_batches, step=0, lr=0.0, mixing=mixing)
-    if evaluation is None or not objectives.metrics(config)["scores"]:
-        return
-    count = min(config.evaluate.batch, -(-len(evaluation) // plan.world_size))
+    if objectives.metrics(config)["scores"]:
+        most = max(len(split) for _, split in prepared.evaluated.values())
+        with _trial("evaluation", config, -(-most // plan.world_size), stop) as count:
+            if engine.objective.predicts_classes:
+                engine.forward(_images(count, config))
+            else:
+                engine.measure(_blank(count, views, 0))
+    if probe := prepared.run_probe:
+        read = [len(probe.labelled.choice.rows), len(probe.labelled.test)] if probe.labelled else []
+        most = max(*read, min(config.probe.rankme_images, len(probe.own)), 0)
+        with _trial("probe", config, most, stop) as count:
+            engine.features(_images(count, config))
+
+
+@contextmanager
+def _trial(what: str, config: RunConfig, most: int, stop: Stop) -> Iterator[int]:
+    """Context of a batch of an evaluator; yields its number of images. most: that a rank may get."""
+    count = min(config.evaluate.batch, most)
     smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
-    with _room(f"evaluation of evaluate.batch = {counted(count, 'image')}", lambda: smaller, stop):
-        batch = _blank(count, views, 0)
-        if engine.objective.predicts_classes:
-            engine.forward(batch.images)
-        else:
-            engine.measure(batch)
+    with _room(f"{what} of evaluate.batch = {counted(count, 'image')}", lambda: smaller, stop):
+        yield count
 
 
 @contextmanager
@@ -76,6 +86,10 @@ def _is_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in text for words in ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
     )
+
+
+def _images(count: int, config: RunConfig) -> Tensor:
+    return torch.zeros(count, *config.model.image_size, 3, dtype=torch.uint8)
 
 
 def _blank(count: int, views: tuple[Views, ...], num_labels: int) -> Batch:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import model as models
 from pipeline import objectives
-from pipeline.base.errors import OneRankError, UserError
+from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import LATEST, Checkpoints, State, read_state, step_of, verify
@@ -136,12 +136,12 @@ def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, eval
     }
 
 
-def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any], rank: int) -> None:
-    """Raise OneRankError if this rank's settings or data differ from rank 0's: its batches would not match."""
+def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any]) -> None:
+    """Raise UserError if this rank's settings or data differ from rank 0's: its batches would not match."""
     keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
     other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
     if other:
-        raise OneRankError(f"rank {rank} differs from rank 0: {'; '.join(other)}. Give every node the same files.")
+        raise UserError(f"differs from rank 0: {'; '.join(other)}. Give every node the same files.")
 
 
 def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, console: Console) -> Model:

@@ -90,7 +90,7 @@ def _connect_on_all_ranks(config: RunConfig, stop: Stop, prepared: Prepared) -> 
     start_ranks(ranks, config.engine.timeout_minutes, longest_wait)
     ranks.agree(in_use)
     stop.connect(ranks)
-    resume.refuse_other_facts(identity, ranks.agree(identity), ranks.rank)
+    ranks.on_all(partial(resume.refuse_other_facts, identity, ranks.agree(identity)))
     return RunContext(config, prepared, ranks, stop, console, identity, before)
 
 
@@ -116,8 +116,8 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
     config, plan, ranks, console = context.config, context.plan, context.ranks, context.console
     dataset = context.prepared.dataset
     gpu_memory = device_memory(ranks.device)
+    least = min(ranks.gather(gpu_memory or host_memory()))  # Hosts may have other GPUs.
     if config.model.name:  # Checked before the model is built, which takes long if it is too large.
-        least = min(ranks.gather(gpu_memory or host_memory()))
         new = objectives.new_backbone(config, dataset.num_classes)
         refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
     checkpoints = Checkpoints(checkpoint_folder(config))
@@ -127,9 +127,9 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
         # The file rather than its run: while that run trains on, its newest checkpoint is another one a moment later.
         origin = ranks.on_main(partial(_find_weights, config, console))
         config = replace(config, init=replace(config.init, weights=origin.path))
-    model = resume.initial_model(config, dataset, resumed, console)
+    model = ranks.on_all(partial(resume.initial_model, config, dataset, resumed, console))
     if gpu_memory is not None:
-        refuse_too_large(config, plan, model.config, gpu_memory)
+        refuse_too_large(config, plan, model.config, least)
     state = State(step=0) if resumed is None else read_state(resumed)
     return _StartingPoint(checkpoints, resumed, damaged, state, config, origin, model)
 
@@ -147,13 +147,14 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)
     if start.resumed is None and start.origin is not None and objective.continues_additions:
-        context.console.say(objective.load_additions(*read_additions(start.origin.path)))
+        path = start.origin.path
+        context.console.say(ranks.on_all(lambda: objective.load_additions(*read_additions(path))))
     fused = context.identity["fused_optimizer"]
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused, plan.steps)
     clock = StepClock(ranks.device)
     with room_for_training(config, plan, start.model.config, context.stop):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
-        dry_run_on_all_ranks(config, plan, engine, prepared.split, prepared.evaluation, context.stop)
+        dry_run_on_all_ranks(config, plan, engine, prepared, context.stop)
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)
         context.stop.step = start.state.step

@@ -1,5 +1,9 @@
 """Entry point of a run: checks launcher, settings and data before the slow imports (torch, DeepSpeed)."""
 
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,11 +11,12 @@ from typing import TYPE_CHECKING
 from pipeline.architecture.config import Config, ViTConfig
 from pipeline.architecture.variants import config_from_dict
 from pipeline.base import json_record
-from pipeline.base.errors import UserError
+from pipeline.base.errors import OneRankError, UserError
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port
 from pipeline.process.slow_imports import without_collection
+from pipeline.process.start import rank
 from pipeline.settings.objective_checks import check_weights, refuse_without_labels
 from pipeline.settings.run import RunConfig
 
@@ -45,11 +50,22 @@ def run(config: RunConfig, draw: str) -> None:
     refuse_busy_port()
     quiet_torch()
     with Stop(config) as stop:  # First, so that signals are handled during slow work.
-        with without_collection():
+        with without_collection(), _said_by_each_host():
             prepared = prepare(config, draw)
             from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.
 
         train_prepared(stop, prepared)
+
+
+@contextmanager
+def _said_by_each_host() -> Iterator[None]:
+    """Context in which the first rank of another host says a UserError, too: rank 0 may not have it, and waits for that host."""
+    try:
+        yield
+    except UserError as error:
+        if rank() and os.environ.get("LOCAL_RANK") == "0" and not error.on_one_rank:
+            raise OneRankError(f"{socket.gethostname()}: {error}") from error
+        raise
 
 
 def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
@@ -74,7 +90,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
             try:
                 probed = open_dataset(config.probe.data, storage)
             except UserError as error:
-                raise UserError(f"probe.data = {error}") from error
+                raise type(error)(f"probe.data = {error}") from error
         probed.refuse_without_labels(
             "probe.data" if config.probe.data else "data.path",
             "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0%.",
@@ -86,7 +102,13 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     objectives.check(config)
     balance = describe_balance(split.parts[0], data.own.classes, config.data.balance)
-    plan = replace(plan, best_from=objectives.best_from(config), balance=balance)
+    measured = objectives.metrics(config)  # An objective may measure nothing on held-out images.
+    plan = replace(
+        plan,
+        best_from=objectives.best_from(config),
+        balance=balance,
+        evaluate_every={name: every for name, every in plan.evaluate_every.items() if measured[name]},
+    )
     run_probe = None
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.

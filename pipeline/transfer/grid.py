@@ -182,6 +182,10 @@ def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: flo
 def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
     """Returns the data set of the runs. Raises UserError for splits and data sets that would fail in the final runs, after days."""
     settings, seed = trial.config.data, trial.config.seed
+    if not trial.config.reads_labels:
+        raise UserError(
+            f"train.loss = {trial.config.train.loss} learns no classes, and a rate is chosen by accuracy. Use softmax or sigmoid."
+        )
     dataset = open_dataset(settings.path)
     dataset.refuse_without_labels("data.path", "Fine-tuning needs some.")
     if not settings.eval_split:

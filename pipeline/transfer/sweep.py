@@ -16,7 +16,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.words import counted
-from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
+from pipeline.data.dataset.manifest import INFO, Dataset, file_sha256, open_dataset
 from pipeline.model import files
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, facts_of
@@ -212,9 +212,12 @@ def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
     weights = files.find_file(Path(config.weights)).absolute()
     datasets, missing = {}, {}
     for name in known:
+        path = Path(config.data).absolute() / name
         try:
-            datasets[name] = open_dataset(Path(config.data).absolute() / name)
+            datasets[name] = open_dataset(path)
         except UserError as error:
+            if (path / INFO).exists() and name in (config.tasks or known):
+                raise  # It is prepared, but damaged: a sweep without it would not be what was asked for.
             missing[name] = str(error)
     for name in config.tasks or known:
         if name in missing and (config.tasks or not datasets):
@@ -258,6 +261,10 @@ def _check_weights(sweep: Sweep) -> Kernel | None:
     """
     config, protocol = sweep.config, sweep.config.protocol
     weights, state, _ = models.read_weights(config.weights)
+    if config.method == "finetune" and protocol.dropout and isinstance(weights, models.ResNetConfig):
+        raise UserError(
+            f"protocol.dropout = {protocol.dropout}: {config.weights} is a ResNet, which has none. Use protocol.dropout=0."
+        )
     for size in dict.fromkeys(view_of(protocol, task)[0] for task in sweep.tasks):
         try:
             resized = models.resized(weights, size, config.kernel)

@@ -59,6 +59,7 @@ def run(
         return None
     contamination = _contamination(sweep, config.pretrained_on)
     sweep.claim()
+    earlier = _earlier_results(folder)
 
     # ---------------------------------------------------------------------- choose each task's setting, then score it
     searches = [cell for task in sweep.tasks for cell in sweep.searches(task)]
@@ -68,7 +69,7 @@ def run(
     cells = searches + [cell for task in sweep.tasks for cell in sweep.finals(task, any_setting)]
     _print_begin(sweep, len(cells), len(outcomes))
     failed: dict[VtabCell, str] = {}
-    header = _header(sweep, contamination)
+    header = _header(sweep, contamination, earlier)
     with (
         SweepPage(sweep, header, uri, len(cells), outcomes, failed, pace) if uri else nullcontext() as page,
         SweepProgress([cell.task.name for cell in cells], [cell.task.name for cell in outcomes], folder) as progress,
@@ -85,7 +86,7 @@ def run(
             for cell in [*searches, *finals] if cell in failed
         ]  # fmt: skip
         results = {**header, "scores": scores, "failed": failures, "missing": sweep.missing}
-        results = _with_earlier(results, folder)
+        results = _with_earlier(results, earlier)
         write_text(folder / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
         _print_end(sweep, scores, folder)
         if page:
@@ -137,9 +138,11 @@ def _run(
                 page.ended(cell, outcome)
 
 
-def _header(sweep: Sweep, contamination: dict[str, int | None]) -> dict[str, Any]:
-    """What results.json says of the sweep."""
+def _header(sweep: Sweep, contamination: dict[str, int | None], earlier: dict[str, Any]) -> dict[str, Any]:
+    """What results.json says of the sweep. earlier: see `_earlier_results`."""
     config, protocol = sweep.config, sweep.config.protocol
+    # Those of tasks that this start leaves out, whose scores are kept.
+    kept = [name for name in earlier.get("unpublished", []) if name not in sweep.datasets]
     return {
         "protocol": {**schema.to_dict(protocol), "name": protocol_title(protocol), "sha256": protocol_sha256(protocol)},
         "method": config.method,
@@ -149,21 +152,27 @@ def _header(sweep: Sweep, contamination: dict[str, int | None]) -> dict[str, Any
         "checkpoint": {"path": config.weights, "sha256": sweep.sha256, "run_id": run_of_weights(config.weights)},
         "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
         "contamination": contamination,
-        "unpublished": sweep.unpublished,
+        "unpublished": [task.name for task in TASKS if task.name in [*sweep.unpublished, *kept]],
     }
 
 
-def _with_earlier(results: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The results, with the scores of the folder's results.json that are not among them: of tasks and seeds that this start left out.
+def _earlier_results(folder: Path) -> dict[str, Any]:
+    """The content of the folder's results.json; {} without one that can be used.
 
     sweep.json allows no other weights, protocol or data in a folder, so scores of several starts belong together.
     """
     if not (folder / RESULTS_FILE).exists():
-        return results
+        return {}
     try:
-        earlier = read_results(folder)
+        return read_results(folder)
     except UserError as error:
         print(f"{error} It is written anew.", flush=True)
+        return {}
+
+
+def _with_earlier(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """The results, with the earlier scores that are not among them: of tasks and seeds that this start left out."""
+    if not earlier:
         return results
     known = {(row["task"], row["seed"]) for row in results["scores"]}
     kept = [row for row in earlier["scores"] if (row["task"], row["seed"]) not in known]

@@ -1,6 +1,5 @@
 """Generated pictures: the same every time, and of forms that differ."""
 
-import runpy
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +7,8 @@ import pytest
 from PIL import Image
 
 from data_tools.demo import SHAPES, make_digits, make_shapes
+from launch.demo import DemoConfig, demo
 from pipeline.base.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 def pixels(folder: Path) -> dict[str, np.ndarray]:
@@ -38,11 +36,11 @@ def test_digits_are_all_there_in_two_splits(tmp_path: Path) -> None:
     assert all(image.shape == (32, 32, 3) for image in test.values())
 
 
-def test_a_folder_of_raw_images_is_not_taken_for_an_earlier_demo(tmp_path: Path) -> None:
-    """The demo empties its folder."""
-    command = runpy.run_path(str(ROOT / "launch/demo.py"))
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw/photo.jpg").write_bytes(b"x")
-    with pytest.raises(UserError, match="exists and is not a demo's folder"):
-        command["demo"](command["DemoConfig"](out=str(tmp_path)))
-    assert (tmp_path / "raw/photo.jpg").exists()
+def test_a_folder_of_photos_is_not_taken_for_an_earlier_demo(tmp_path: Path) -> None:
+    """A demo begins by removing the earlier one; many folders of photos have a folder "raw"."""
+    picture = tmp_path / "photos" / "raw" / "1.dng"
+    picture.parent.mkdir(parents=True)
+    picture.touch()
+    with pytest.raises(UserError, match=r"photos exists and is not a demo's folder: choose another one with out="):
+        demo(DemoConfig(out=str(tmp_path / "photos")))
+    assert picture.exists()

@@ -12,7 +12,8 @@ from pipeline.base.errors import UserError
 from pipeline.estimate.cluster import HEADROOM, Cluster, choose
 from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe, readers, run, to_dict
-from pipeline.estimate.memory import rank_memory
+from pipeline.estimate.memory import rank_memory, refuse_too_large
+from pipeline.model import create, save
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import RunConfig
@@ -146,6 +147,19 @@ def test_a_model_that_fits_nowhere() -> None:
         choose(config, make_forecast(config).model, Cluster.parse("1x1xV100-16GB"))
 
 
+def test_a_stage_that_the_optimizer_cannot_use_is_never_advised() -> None:
+    """The advice for Muon was stage 3 where the others did not fit, and training refused it."""
+    forecast = make_forecast(load("optimizer.name=muon"))
+    assert {layout.zero_stage for layout in forecast.layouts} == {1, 2}
+    assert load("engine.precision=fp32").zero_stages == (0, 1, 2, 3)
+    with pytest.raises(UserError, match=r"even with engine\.zero_stage=2, engine\.activation_checkpointing=true"):
+        choose(forecast.config, forecast.model, Cluster.parse("1x1xV100-1GB"))
+    stage_2 = load("optimizer.name=muon", "engine.zero_stage=2")
+    with pytest.raises(UserError) as error:
+        refuse_too_large(stage_2, forecast.plan, forecast.model, 2**20)
+    assert "zero_stage" not in str(error.value)
+
+
 def train_on_a_small_gpu(overrides: list[str]) -> None:
     """In a rank whose device says that it has a gigabyte."""
     setup.device_memory = lambda device: 10**9
@@ -197,6 +211,16 @@ def test_refusals(overrides: list[str], said: str) -> None:
 def test_weights_that_are_not_there() -> None:
     with pytest.raises(UserError, match=r"Or plan without them: variant=ViT-L/16\."):
         make_forecast(load("init.weights=nowhere", file=ROOT / "configs/finetune/imagenet_384px.yaml"))
+
+
+def test_weights_that_training_refuses(tmp_path: Path) -> None:
+    """The plan took any: training then ended, as BiT has no dropout."""
+    save(create("BiT-R50x1", 64, 5, units=(1,), width=32), tmp_path / "bit.pt")
+    tuned = ROOT / "configs/finetune/imagenet_384px.yaml"
+    with pytest.raises(UserError, match=r"bit\.pt: is a ResNet, which has no dropout\. Leave it out"):
+        make_forecast(load(f"init.weights={tmp_path}/bit.pt", file=tuned))
+    found = make_forecast(load(f"init.weights={tmp_path}/bit.pt", "model.dropout=0", file=tuned)).model
+    assert (found.num_classes, found.image_size) == (21841, (384, 384))
 
 
 @pytest.mark.slow

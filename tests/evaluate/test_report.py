@@ -196,6 +196,12 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
     refused("headless.pt has no head", save_headless(tmp_path / "headless.pt"))
     other = save(tmp_path / "other.pt", K, classes=["ant", "cat|dog", "wasp", *CLASSES[3:]])
     refused(r"class 1 is 'cat\|dog' in .*other.pt, but 'bee' in .*match_classes=false", other)
+    # Names of classes may be left of a head, or stand for two classes: a match by name would be one of anything.
+    model = models.create("ViT-mu/4", SIDE, 0)
+    models.save(model, tmp_path / "objective.pt", {"classes": [*reversed(CLASSES), "wasp"], "loss": "mae"})
+    refused("objective.pt has no head", tmp_path / "objective.pt")
+    twice = save(tmp_path / "twice.pt", K + 1, classes=["bee", *CLASSES])
+    refused(r"twice.pt has several classes 'bee', so .*match_classes=false", twice)
     refused("has no split 'extra' to choose shots from. It has: train, val", weights, "train_split=extra")
     refused("eval_resize = 6 is smaller than image_size = 8", weights, "eval_resize=6", "eval_crop=center")
     refused("image_size = 3 is not divisible by patch_size = 4", weights, "image_size=3")

@@ -2,8 +2,8 @@
 
 import io
 import json
-import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from pipeline.explain.attention import POOLING, Attention
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 SIDE = 16
 CLASSES = ["ant", "$bee_x", "a class of a very long name"]
 ALL = [
@@ -61,7 +60,7 @@ def save(path: Path, name: str = "ViT-mu/4", num_classes: int = 3, **changes: ob
 
 def run(weights: Path, out: Path, *more: str) -> dict:
     settings = [f"weights={weights}", f"out={out}", "device=cpu", *more]
-    return explain.run(schema.load(ExplainConfig, None, settings))[0]
+    return explain.run(schema.load(ExplainConfig, None, settings))
 
 
 def drawn(folder: Path) -> list[str]:
@@ -78,9 +77,8 @@ def test_command_to_folder_and_mlflow(photos: Path, tmp_path: Path, capsys: pyte
     client.create_experiment(
         "explain", artifact_location=(tmp_path / "artifacts").as_uri()
     )  # Creates the database, too.
-    command = runpy.run_path(str(ROOT / "launch" / "explain.py"))["explain"]
     settings = [f"weights={weights}", f"images={photos}", f"out={out}", "device=cpu", "num_drawn=3", f"mlflow={uri}"]
-    command(schema.load(ExplainConfig, None, settings))
+    explain.run(schema.load(ExplainConfig, None, settings))
 
     said = capsys.readouterr().out
     assert "9.png cannot be read (no image" in said
@@ -148,6 +146,21 @@ def test_drawings_that_do_not_apply_are_reported(
             run(weights, tmp_path / "none", *more)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "none").exists()
+
+
+def test_weights_that_change_meanwhile_are_those_that_are_drawn(tmp_path: Path, monkeypatch) -> None:
+    """A run in training commits a checkpoint while its figures are drawn: MLflow is told which weights these are of."""
+    weights, sent = save(tmp_path / "model.pt"), []
+    draw = explain._draw_weights
+
+    def draw_slowly(*arguments: Any) -> None:
+        draw(*arguments)
+        save(tmp_path / "new.pt").rename(tmp_path / "model.safetensors")  # comes before model.pt
+
+    monkeypatch.setattr(explain, "_draw_weights", draw_slowly)
+    monkeypatch.setattr(explain, "send_report", lambda uri, folder, facts, *more: sent.append(facts))
+    run(tmp_path, tmp_path / "out", "draw=cost", "mlflow=sqlite:///x.db")
+    assert sent[0].origin.path == str(weights)
 
 
 def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def expected(weights: Path, keys: list[str], **changes: object) -> np.ndarray:
         return model.features(images.float() / 127.5 - 1).numpy()
 
 
+@pytest.mark.filterwarnings("error")  # A table that is given up ended in a traceback when it was collected.
 def test_the_table_has_what_the_head_reads(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +96,16 @@ def test_the_table_has_what_the_head_reads(
     run(weights, photos, tmp_path / "parts.parquet")
     assert pq.read_table(tmp_path / "parts.parquet").equals(table)
     assert pq.read_metadata(tmp_path / "parts.parquet").num_row_groups == 5
+
+    # The budget is a share of all images, wherever the unreadable ones are: here two of the last four.
+    for name in ("7.png", "8.png"):
+        next(photos.rglob(name)).write_bytes(b"junk")
+    next(photos.rglob("4.png")).unlink()
+    monkeypatch.setattr(features, "_PART", 4)
+    run(weights, photos, tmp_path / "two.parquet", "max_bad_share=0.25")
+    with pytest.raises(UserError, match=r"2 samples of 8 cannot be read, more than max_bad_share = 0.2 allows \(1\)"):
+        run(weights, photos, tmp_path / "none.parquet", "max_bad_share=0.2")
+    assert not (tmp_path / "none.parquet").exists()
 
 
 def test_weights_without_a_head_and_a_data_set(dataset: Path, tmp_path: Path) -> None:

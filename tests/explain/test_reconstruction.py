@@ -40,7 +40,7 @@ def draw(weights: Path, images: Path, out: Path, *more: str) -> dict:
         "draw=[reconstruction]",
         "num_drawn=2",
     ]
-    return explain.run(schema.load(ExplainConfig, None, [*settings, *more]))[0]
+    return explain.run(schema.load(ExplainConfig, None, [*settings, *more]))
 
 
 @pytest.fixture

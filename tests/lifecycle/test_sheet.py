@@ -1,5 +1,6 @@
 """The contact sheet of a step: every view that the objective wants of an image, side by side."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +8,14 @@ import pytest
 from PIL import Image
 from tiny import make_dataset
 
+from pipeline import objectives
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.views import Views, train_views
 from pipeline.lifecycle import samples
 from pipeline.objectives.classification import Classification
 from pipeline.settings import schema
+from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import AugmentConfig, RunConfig
 
 GIVEN = ["name=x", "model.name=S/16", "model.image_size=16", "train.length=1 steps", "data.path=x"]
@@ -45,3 +48,26 @@ def test_large_views_are_drawn_small_in_one_scale(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Classification, "views", classmethod(lambda cls, config: groups))
     samples._draw(config, split, np.arange(1), np.zeros(1, np.int64), tmp_path / "sheet.png")
     assert Image.open(tmp_path / "sheet.png").size == (96 + 32, 96)
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes"),
+    [
+        # Two images beside each other, of two large views and a small one, which are eight of 96 pixels by default.
+        (["train.loss=dino", "augment.crop=inception", "objective={local_views: 1, local_size: 8}"], {1: (80, 80)}),
+        (["train.image_sizes=8"], {1: (24, 24), 2: (48, 48)}),
+    ],
+)
+def test_a_checkpoint_has_the_settings_of_its_objective(
+    tmp_path: Path, more: list[str], sizes: dict[int, tuple[int, int]]
+) -> None:
+    data = make_dataset(tmp_path / "data", {"train": 30})
+    given = ["name=x", "model.name=ViT-Ti/8", "model.image_size=16", "train.length=2 steps", "train.global_batch=9"]
+    config = schema.load(RunConfig, None, [*given, f"data.path={data}", "data.eval_split=", "data.streams=1", *more])
+    split = open_dataset(data)
+    identity = {**objectives.flat_settings(config), "fingerprint": split.fingerprint}
+    (tmp_path / "state.json").write_text(json.dumps({"format": 1, "step": 1, "identity": identity}))
+    for step, size in sizes.items():
+        sheet = tmp_path / "sheet.png"
+        samples.run(schema.load(SamplesConfig, None, [f"run={tmp_path}", f"step={step}", f"sheet={sheet}"]))
+        assert Image.open(sheet).size == size

@@ -1,10 +1,10 @@
-"""Bits that kills change: `OMP_NUM_THREADS=1 python tests/measure/measure_kills.py [KILLS] [OBJECTIVES] [STAGES] [SEED]`.
+"""Bits that kills change: `OMP_NUM_THREADS=1 python tests/measure/measure_kills.py [KILLS] [OBJECTIVES] [STAGES] [PRECISIONS] [SEED]`.
 
-For each objective and ZeRO stage (fp32 below stage 2, else bf16) two ranks train a tiny model on generated images, once in one life and again
+For each objective, ZeRO stage and precision two ranks train a tiny model on generated images, once in one life and again
 while SIGKILL hits random ranks at random moments, some of them before the first step of a life. A run that was killed is
 compared with the first: all metrics of all steps but the times, and each tensor and count of the last checkpoint: weights and the
 objective's state in them, such as a centre; moments; the mean of the weights, which is the teacher. Ends with 1 if a bit differs.
-OBJECTIVES, STAGES: names and numbers between commas.
+OBJECTIVES, STAGES, PRECISIONS: names and numbers between commas.
 """
 
 import random
@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -42,22 +43,24 @@ _MEASURED = ("system/", "time_", "checkpoint_", "images_per_second", "mfu", "dat
 _SECONDS = 4.0  # within which a rank is killed, after the start of a life or after its first step
 
 
-def main(kills: str = "20", objectives: str = "mae,dino,lejepa", stages: str = "1,3", seed: str = "0") -> int:
+def main(
+    kills: str = "20", objectives: str = "mae,dino,lejepa", stages: str = "0,1,2,3", precisions: str = "fp32,bf16", seed: str = "0"
+) -> int:  # fmt: skip
     different = 0
     with tempfile.TemporaryDirectory() as folder, Forge(Path(folder)) as forge:
         data = make_dataset(Path(folder) / "data", {"train": 150, "val": 37}, labelled=False)
-        for objective in objectives.split(","):
-            for stage in map(int, stages.split(",")):
-                draw = random.Random(f"{seed} {objective} {stage}")
-                different += measure(forge, data, Path(folder), objective, stage, int(kills), draw)
+        for case in product(objectives.split(","), map(int, stages.split(",")), precisions.split(",")):
+            different += measure(forge, data, Path(folder), *case, int(kills), random.Random(f"{seed} {case}"))
     return int(different > 0)
 
 
-def measure(forge: Forge, data: Path, out: Path, objective: str, stage: int, kills: int, draw: random.Random) -> int:
-    """Print a line about one objective at one stage; returns the number of runs with a bit that differs."""
+def measure(
+    forge: Forge, data: Path, out: Path, objective: str, stage: int, precision: str, kills: int, draw: random.Random
+) -> int:
+    """Print a line about one objective at one stage in one precision; returns the number of differences."""
     given = (*_OF_ALL, f"train.loss={objective}", f"engine.zero_stage={stage}", *_OBJECTIVES[objective],
-             f"engine.precision={'fp32' if stage < 2 else 'bf16'}")  # fmt: skip
-    whole, begin = out / f"{objective}-{stage}", time.monotonic()
+             f"engine.precision={precision}")  # fmt: skip
+    whole, begin = out / f"{objective}-{stage}-{precision}", time.monotonic()
     forge.start(2, settings(data, out, whole.name, *given)).finish()
     done = in_start = runs = 0
     differences: list[str] = []
@@ -73,7 +76,7 @@ def measure(forge: Forge, data: Path, out: Path, objective: str, stage: int, kil
             else:
                 ranks.finish()
         differences += [f"{run.name}: {found}" for found in compare(whole, run)]
-    print(f"{objective} at stage {stage}: {done} kills in {runs} runs, {in_start} of them before the first step of a life, "
+    print(f"{objective} at stage {stage} in {precision}: {done} kills in {runs} runs, {in_start} of them before the first step of a life, "
           f"{time.monotonic() - begin:.0f} s; {len(differences)} differences", *differences[:9], sep="\n    ", flush=True)  # fmt: skip
     return len(differences)
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from families import FAMILIES, SIZES, difference, random_family, randomised
 
-from pipeline.model import load, read_weights, to_huggingface
+from pipeline.model import create, load, read_weights, to_huggingface
+from pipeline.model.convert import mae
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.files import write_folder
 from pipeline.model.position import sincos2d
+from pipeline.objectives.mae import Mae, MaeSettings
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +106,11 @@ def test_published_files_of_ijepa_and_msn(tmp_path, transformers):
         assert (found.pool, found.num_heads) == (config.pool, 2)
         assert any("ean" in line and "0.485" in line for line in said)
         assert all(torch.equal(tensor, again[key]) for key, tensor in state.items() if "patch_embedding" not in key)
+
+
+@pytest.mark.parametrize(("gelu", "name"), [("erf", "gelu"), ("tanh", "gelu_pytorch_tanh"), ("quick", "quick_gelu")])
+def test_mae_of_hugging_face_computes_its_own_gelu(gelu, name):
+    """quick was written as the exact one."""
+    model = Mae(create("ViT-mu/8", 16, 0, gelu=gelu), MaeSettings(decoder_width=32, decoder_depth=1, decoder_heads=4))
+    decoder = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith("backbone.")}
+    assert mae.to_huggingface(model.backbone, decoder, model.facts, {})[1]["hidden_act"] == name

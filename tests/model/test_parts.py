@@ -121,6 +121,13 @@ def test_rope_turns_pairs_by_the_angles_of_the_centre():
     assert rotated(x.bfloat16(), rotation(config, config.grid)).dtype == torch.bfloat16
 
 
+def test_rope_of_every_width_of_a_head():
+    """A step of 4/196 gave 50 periods of the 49, and the first batch a RuntimeError."""
+    for width in range(4, 516, 4):
+        config = configure("ViT-mu/4", 8, 0, width=width, num_heads=1, positions="none", rope_base=100.0)
+        assert rotation(config, config.grid)[0].shape == (5, width)
+
+
 @torch.no_grad()
 def test_swiglu_and_layer_scale_are_their_formulae():
     mlp = randomised(create("ViT-mu/4", 8, 0, **SIZES, swiglu=True, layer_scale=0.5)).blocks[0].mlp

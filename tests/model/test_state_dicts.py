@@ -9,10 +9,12 @@ import torch
 
 from pipeline.base.errors import UserError
 from pipeline.model import configure, create, load, read_weights, save_safetensors, to_huggingface, to_npz, to_timm
+from pipeline.model.convert import preprocessing as images_of
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.convert.resnets import bit_entries
 from pipeline.model.convert.timm_format import timm_architecture
 from pipeline.model.files import write_safetensors
+from pipeline.model.position import sincos2d
 
 D, GRID = 16, 4
 TIMM_CONFIG = {
@@ -143,6 +145,28 @@ def test_preprocessing_and_classes_of_timm_are_read(tmp_path, timm_weights):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "crop",
+    [{"eval_crop": "resize"}, *({"eval_crop": crop, "eval_resize": 450} for crop in ("center", "resize_center"))],
+)
+def test_preprocessing_goes_out_and_comes_back(crop):
+    """timm divides 384 by crop_pct = 384 / 450 and rounds down to 449."""
+    view = {"image_size": 384, "resize_filter": "bicubic", **crop}
+    assert images_of.from_timm(images_of.to_timm(view, (384, 384))).view == view
+    assert images_of.from_huggingface(images_of.to_huggingface(view, (384, 384))).view == view
+    tall = images_of.from_huggingface(images_of.to_huggingface(view, (512, 384))).view
+    assert tall == view
+
+
+def test_sizes_of_earlier_processors_are_short_sides_if_the_centre_is_cropped():
+    """As in OpenAI's CLIP, and not in ViTs of Google."""
+    crop = {"size": 224, "crop_size": 224, "do_center_crop": True}
+    view = {"eval_crop": "center", "eval_resize": 224, "image_size": 224, "resize_filter": "antialias"}
+    assert images_of.from_huggingface(crop).view == view
+    view = {"eval_crop": "resize", "image_size": 224, "resize_filter": "antialias"}
+    assert images_of.from_huggingface({"size": 224}).view == view
+
+
 def test_another_mean_of_the_images_is_folded_into_the_patch_embedding(
     tmp_path, timm_weights, equations, random_arrays
 ):
@@ -153,6 +177,22 @@ def test_another_mean_of_the_images_is_folded_into_the_patch_embedding(
     pixels = np.random.default_rng(3).uniform(0, 1, (3, 16, 16, 3))
     expected = equations(random_arrays(representation=False), (pixels - mean) / std, "erf")
     np.testing.assert_allclose(run(model, (pixels - 0.5) / 0.5), expected, atol=5e-5)
+
+
+def test_a_mean_that_no_file_tells_is_named(tmp_path, timm_weights):
+    """That of DINO's files cannot be known, and that of MAE's fine-tuned models is known by positions that were trained further."""
+    config = {"model_args": {"num_heads": 4}}
+    (line,) = notes_of(folder(tmp_path / "plain", timm_weights, config))
+    assert line.startswith("no file tells the mean of its images: taken as 0.5")
+    images = {"pretrained_cfg": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}}
+    (line,) = notes_of(folder(tmp_path / "plain", timm_weights, config | images))
+    assert line.startswith("mean (0.485, 0.456, 0.406)")
+    assert "folded into the patch embedding" in line
+    sizes = {"width": D, "num_heads": 4, "depth": 2, "mlp_width": 32}
+    fixed = sincos2d(configure("ViT-mu/4", 16, 0, **sizes, positions="sincos2d_mae"))
+    trained = fixed + 0.1 * torch.randn(fixed.shape, generator=torch.Generator().manual_seed(0))
+    line, _ = notes_of(folder(tmp_path / "mae", timm_weights | {"pos_embed": trained}, config))
+    assert line.startswith("no file tells the mean of its images: taken as that of MAE")
 
 
 def test_no_position_of_the_class_token_and_no_biases_are_zeros(
@@ -474,6 +514,7 @@ def test_the_pooler_is_the_representation_layer(tmp_path, transformers):
     ("changes", "preprocessing"),
     [
         ({}, {"eval_crop": "resize", "resize_filter": "bicubic"}),
+        ({}, {"eval_crop": "resize_center", "eval_resize": 20, "image_size": 16}),
         ({"gelu": "erf", **SMALL}, {"eval_crop": "center", "eval_resize": 20, "image_size": 16}),
         ({"classes": 0, "representation": True}, {"eval_crop": "resize"}),
     ],

@@ -1,12 +1,15 @@
 """Ranks that start meet, or say for which rank they wait."""
 
 import contextlib
+import socket
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from pipeline.base.errors import CrashError
+from pipeline.base.errors import CrashError, OneRankError, UserError
 from pipeline.process import waits
 from pipeline.process.distributed import Ranks, all_started
 from pipeline.process.launcher import free_port
@@ -57,3 +60,45 @@ def test_a_rank_that_never_starts_ends_the_wait(alone: int, missing: str, capsys
         pass
     assert error.value.on_one_rank == (alone == 1), "rank 0 is not there to say it"
     assert f"waiting for {missing}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "said"),
+    [("no file w", ["no file w", ""], "no file w"), ("", ["", "rank 1 on b: no file w"], "rank 1 on b: no file w")],
+)
+def test_a_mistake_that_one_rank_finds_is_raised_on_all(own: str, others: list[str], said: str) -> None:
+    def read() -> str:
+        if own:
+            raise UserError(own)
+        return "read"
+
+    with pytest.raises(UserError, match=f"^{said}$"):
+        of_two(0, lambda value: others if value == others[0] else []).on_all(read)
+
+
+def test_another_host_names_itself() -> None:
+    def read() -> str:
+        raise UserError("no file w")
+
+    with pytest.raises(UserError, match=f"^rank 1 on {socket.gethostname()}: no file w$"):
+        of_two(1, lambda value: ["", value]).on_all(read)
+    assert of_two(1, lambda value: ["", value]).on_all(lambda: "read") == "read"
+
+
+def test_what_rank_0_finds_for_all_it_says_alone() -> None:
+    def read() -> None:
+        raise OneRankError("access denied")
+
+    with pytest.raises(UserError, match=r"^access denied$") as error:
+        Ranks(0, 0, 1, torch.device("cpu")).on_main(read)
+    assert not error.value.on_one_rank, "every rank would print it"
+
+
+def of_two(number: int, gather: Callable[[Any], list[Any]]) -> Ranks:
+    """A rank whose `gather` is that function."""
+
+    class Rank(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            return gather(value)
+
+    return Rank(number, 0, 2, torch.device("cpu"))

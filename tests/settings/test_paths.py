@@ -24,7 +24,7 @@ CLASSES = {
 # How the help of a path begins, and what begins in the same way without being one.
 PATH_WORDS = re.compile(
     r"(YAML |JSON |PNG )?files?\b|folders?\b|data sets?\b|weights:|images:|runs?, as|the run:|run (folders?|files?)|result folders|"
-    r"deepspeed's hostfile|start from these weights|more data sets|write a slurm script|imagenet1k: labels",
+    r"an image file|deepspeed's hostfile|start from these weights|more data sets|write a slurm script|imagenet1k: labels",
     re.IGNORECASE,
 )
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]

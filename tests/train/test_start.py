@@ -15,6 +15,8 @@ from ranks import settings
 from tiny import make_dataset
 
 from pipeline.architecture.variants import configure
+from pipeline.base.errors import UserError
+from pipeline.train import start
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +47,20 @@ def refused(command: str, *overrides: str, **environment: str) -> str:
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
+
+
+def test_another_host_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which speaks for all, has it, and would wait for that host without a reason."""
+    for rank, local_rank, said in (
+        ("8", "0", f"{socket.gethostname()}: no data"),
+        ("9", "1", "no data"),
+        ("0", "0", "no data"),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(UserError) as error, start._said_by_each_host():
+            raise UserError("no data")
+        assert (str(error.value), error.value.on_one_rank) == (said, said != "no data")
 
 
 @pytest.mark.slow

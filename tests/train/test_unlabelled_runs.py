@@ -44,6 +44,21 @@ def load(photos: Path, *more: str) -> RunConfig:
     return schema.load(RunConfig, None, settings(photos, photos.parent / "runs", "x", *more))
 
 
+def test_a_plan_names_no_evaluation_that_there_is_not(dataset: Path) -> None:
+    """LeJEPA measures nothing on held-out images: its log said how often."""
+    more = [
+        "train.loss=lejepa",
+        "augment.crop=inception",
+        "model.representation=false",
+        "objective.local_views=0",
+        "train.micro_batch=24",
+    ]
+    for probe, due in (("0%", []), ("1 steps", ["probe"])):
+        plan = prepare(load(dataset, *more, f"probe.every={probe}", "probe.shots=1")).plan
+        assert sorted(plan.due(plan.steps).evaluations) == due
+        assert ", no evaluation, checkpoint every" in plan.describe()
+
+
 def test_the_held_out_split_is_optional_without_labels_or_when_it_is_said(photos: Path, dataset: Path) -> None:
     bare, labelled = open_dataset(photos), open_dataset(dataset)
     usual = DataConfig(path="x")

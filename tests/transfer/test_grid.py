@@ -222,6 +222,7 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
 
     for wrong, line in {
         "settings=[init.weights=x,data.eval_split=test]": "has no split 'test'",
+        "settings=[init.weights=x,train.loss=mae]": "train.loss = mae learns no classes",
         f"also=[{tmp_path}/nowhere:val]": "nowhere: no such data set",
         f"also=[{data}:test]": "has no split 'test'",
         f"also=[{other}:train]": f"also: {other}:train has 5 classes, {data} has 4",

@@ -230,6 +230,11 @@ def test_tasks_that_are_not_prepared_are_named(
     assert said.endswith("/tasks/eurosat: no such data set. Make it with launch/vtab_prepare.py tasks=[eurosat] ...")
     assert "there is no task 'cifar'. There are: caltech101, cifar100" in refused(tmp_path, prepared, "tasks=[cifar]")
     assert "no such data set" in refused(tmp_path, prepared, f"data={tmp_path / 'nowhere'}")
+    # A damaged one is not taken for one that is not there.
+    shutil.copytree(Path(prepared[1].partition("=")[2]) / "dtd", tmp_path / "tasks" / "dtd")
+    (tmp_path / "tasks" / "pets").mkdir()
+    (tmp_path / "tasks" / "pets" / "dataset.json").write_text("{")
+    assert "pets/dataset.json is damaged" in refused(tmp_path, prepared, f"data={tmp_path / 'tasks'}")
     assert "copy the tasks' data sets to a disk" in refused(tmp_path, prepared, "data=s3://bucket/vtab")
     assert "2 steps, but a training of 2 steps has 2" in refused(tmp_path, prepared, "protocol.schedule.warmup=2 steps")
 
@@ -255,6 +260,12 @@ def test_data_sets_of_other_files_than_the_published_ones_are_named(
         said
         in _facts(open_sweep(schema.load(VtabConfig, None, settings), tmp_path / "new"), results, 1, "").description
     )
+    # A start of other tasks keeps the score, and the mark.
+    again = sweep(tmp_path / "out", settings, "method=linear", "tasks=[svhn]")
+    assert [row["task"] for row in again["scores"]] == list(PREPARED)
+    assert again["unpublished"] == ["pets"]
+    others = open_sweep(schema.load(VtabConfig, None, [*settings, "tasks=[svhn]"]), tmp_path / "new")
+    assert said in _facts(others, again, 1, "").description
 
 
 def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_is_written(
@@ -267,6 +278,10 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
     models.save(models.create("ViT-mu/4", 8, 7, positions="relative"), tmp_path / "relative.pt")
     relative = [*prepared, f"weights={tmp_path / 'relative.pt'}", "protocol.image_size=16"]
     assert "protocol.image_size = 16 does not suit" in refused(tmp_path / "out", relative)
+    models.save(models.create("BiT-R50x1", 8, 7, units=(1,), width=32), tmp_path / "bit.pt")
+    bit = [*prepared, f"weights={tmp_path / 'bit.pt'}", "protocol.dropout=0.1"]
+    assert "protocol.dropout = 0.1: " in (said := refused(tmp_path / "out", bit))
+    assert "bit.pt is a ResNet, which has none" in said
     assert not (tmp_path / "out").exists()
     # Of small images alone, which DTD has none of.
     config = schema.load(VtabConfig, None, [*prepared, small, "tasks=[dtd]", "plan=true"])

@@ -50,6 +50,7 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
     """Open the images of a command. Files of a folder are sorted by path; files given by name keep their order.
 
     places: files, folders, tars and glob patterns; or a single data set, from which `split` and `exclude` select samples.
+    Hidden files of a folder or tar are ignored, as in sharding: macOS adds a `._NAME.jpg`, which is no image, to each file.
     names: class names of the weights. The label of an image file is the name of its folder if that is one of `names`. In a
     tar, the label is the number in the sample's .cls file, into the classes of the data set that the tar belongs to, else
     into `names`.
@@ -104,26 +105,34 @@ def _expand(place: str) -> Iterator[Path]:
         raise UserError(f"images = {place} is a data set: give it alone, or give its tars.")
     elif path.is_dir():
         files = (file for file, _ in walk_files(path) if isinstance(file, Path))
-        found = sorted(file for file in files if file.suffix.lower() in EXTENSIONS)
+        found = sorted(file for file in files if _is_image(str(file.relative_to(path))))
         if not found:
             raise UserError(f"images = {place}: no image in this folder or below it. For tars, use {path / '*.tar'}.")
         yield from found
-    else:
+    elif path.is_file():
         yield path
+    else:  # Opening a FIFO would wait for its writer.
+        raise UserError(f"images = {place} is not a regular file.")
+
+
+def _is_image(name: str) -> bool:
+    """Whether a file below a folder or in a tar is an image, by its name."""
+    parts = [part for part in name.split("/") if part not in (".", "..")]
+    is_hidden = any(part.startswith(".") or part == "__MACOSX" for part in parts)
+    return Path(name).suffix.lower() in EXTENSIONS and not is_hidden
 
 
 def _in_tar(path: Path, num_classes: int) -> list[_Image]:
-    """List the images of a tar, each with the number in the .cls file of the same key. Raises UserError."""
+    """List the images of a tar, each with the number in its .cls file, or in that of its webdataset key. Raises UserError."""
     images, labels = {}, {}
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                folder, slash, last = member.name.rpartition("/")
-                key = folder + slash + last.partition(".")[0]
-                if Path(member.name).suffix.lower() in EXTENSIONS and member.isfile():
-                    images[key] = _Image(f"{path.name}/{member.name}", path, member.offset_data, member.size, -1)
-                elif member.name.endswith(".cls") and (content := tar.extractfile(member)):
-                    labels[key] = int(content.read())
+                name = member.name
+                if _is_image(name) and member.isfile():
+                    images[name] = _Image(f"{path.name}/{name}", path, member.offset_data, member.size, -1)
+                elif name.endswith(".cls") and (content := tar.extractfile(member)):
+                    labels[name.removesuffix(".cls")] = int(content.read())
     except (tarfile.TarError, ValueError) as error:
         raise UserError(
             f"images = {path} is not a complete tar of samples ({error}). Copy it again, or leave it out."
@@ -131,7 +140,14 @@ def _in_tar(path: Path, num_classes: int) -> list[_Image]:
     if not images:
         raise UserError(f"images = {path}: no image in this tar.")
     known = {key: label for key, label in labels.items() if 0 <= label < num_classes}
-    return [image._replace(label=known.get(key, -1)) for key, image in images.items()]
+    return [image._replace(label=_label_of(name, known)) for name, image in images.items()]
+
+
+def _label_of(name: str, known: dict[str, int]) -> int:
+    """The label of an image in a tar, -1 if unknown. known: name of a .cls file without its suffix -> label."""
+    folder, slash, last = name.rpartition("/")
+    # Of `2023.05.01.jpg`, webdataset's key is `2023`, which other images may have, too.
+    return known.get(name.rpartition(".")[0], known.get(folder + slash + last.partition(".")[0], -1))
 
 
 def _names_of_tar(path: Path) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ class ShardReader:
         shard = self.split.shard_of_row(row)
         part, own = self.split.part_of(row)
         try:
-            data = self._shard(shard).read_at(int(part.offsets[own]), int(part.sizes[own]))
+            opened = self._shard(shard)
+            data = opened.read_at(int(part.offsets[own]), int(part.sizes[own]))
         except OSError as error:
             if error.errno is None:  # Only errors of the operating system and of the store have a number.
                 raise
@@ -66,7 +67,7 @@ class ShardReader:
             raise StorageError(f"{path} cannot be read: {reason}. Restore the file or its permissions.") from None
         expected = part.hash_of(own)
         if expected is not None and content_hash(data) != expected:
-            raise OSError(f"its bytes in {self.split.shard_paths[shard]} are not those of the manifest (xxh128)")
+            raise OSError(f"its bytes in {opened.name} are not those of the manifest (xxh128)")
         return data
 
     def ahead(self, requests: Iterable[Request]) -> Iterator[Request]:
@@ -142,7 +143,7 @@ class ShardReader:
             if self.cache is not None:
                 file = self.cache.open(path, size, self._sha256(shard))
                 if file is not None:
-                    return _OpenFile(file, str(path), cached=True)
+                    return _OpenFile(file, f"{path} (its copy in {self.cache.folder})", cached=True)
             return _Ranges(path, size, time.monotonic() + _SECONDS_WITHOUT_CACHE if self.cache else float("inf"))
         except OSError as error:
             if error.errno is None:
@@ -181,7 +182,7 @@ class _OpenFile:
     until = float("inf")
 
     def __init__(self, file: int, name: str, cached: bool = False) -> None:
-        self._file, self._name, self._cached = file, name, cached
+        self._file, self.name, self._cached = file, name, cached
         self._touched = time.monotonic()
 
     def __del__(self) -> None:
@@ -190,7 +191,7 @@ class _OpenFile:
     def read_at(self, offset: int, size: int) -> bytes:
         data = os.pread(self._file, size, offset)
         if len(data) != size:
-            raise OSError(f"{self._name} ends before byte {offset + size}")
+            raise OSError(f"{self.name} ends before byte {offset + size}")
         if self._cached and time.monotonic() - self._touched > _SECONDS_BETWEEN_TOUCHES:
             self._touched = time.monotonic()
             os.utime(self._file)
@@ -210,7 +211,7 @@ class _Ranges:
             raise OSError(
                 f"{path} has {counted(reader.size(), 'byte')}, but {size:,} in the manifest: it was replaced or damaged."
             )
-        self.read_at, self.until = reader.read_at, until
+        self.read_at, self.name, self.until = reader.read_at, str(path), until
 
     def is_evicted(self) -> bool:
         return False

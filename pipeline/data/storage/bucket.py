@@ -28,7 +28,13 @@ from pipeline.data.storage.object_store import ObjectReader, Store
 from pipeline.data.storage.retry import Retry
 
 _READ_AHEAD = 2**20
-_OPTIONS = {"region", "endpoint_override", "scheme", "anonymous"}
+# Of a URL, each with its values in lower case; none is any text.
+_OPTIONS = {
+    "region": (),
+    "endpoint_override": (),
+    "scheme": ("http", "https"),
+    "anonymous": ("true", "false", "1", "0"),
+}
 
 
 @dataclass(frozen=True)
@@ -187,11 +193,15 @@ def to_path(location: str | Path | BucketPath, retry: Retry | None = None) -> An
         raise UserError(f"{location}: {scheme}:// is not supported. Use a local folder, s3://... or gs://...")
     key, _, query = rest.partition("?")
     key = "/".join(part for part in key.split("/") if part)
-    unknown = set(urllib.parse.parse_qs(query, keep_blank_values=True)) - _OPTIONS
+    options = urllib.parse.parse_qs(query, keep_blank_values=True)
+    unknown = options.keys() - _OPTIONS.keys()
     if not key or unknown:
         what = f"has an unknown option {min(unknown)!r}" if unknown else "names no bucket"
         raise UserError(f"{location} {what}. Write {scheme}://bucket/folder, and options as ?region=...&scheme=http "
                         f"(known: {', '.join(sorted(_OPTIONS))}).")  # fmt: skip
+    for name, values in options.items():
+        if (known := _OPTIONS[name]) and values[-1].lower() not in ("", *known):
+            raise UserError(f"{location}: {name}={values[-1]} is not one of {', '.join(known)}.")
     return BucketPath(scheme, key, query, retry or Retry())
 
 

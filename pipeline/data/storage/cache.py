@@ -78,6 +78,8 @@ class ShardCache:
                         coming.unlink()
                         return None
                     self._download(path, lock.file, size, sha256)
+                    # The bytes before the name: after a power failure the file would have its size, and zeros in place of images.
+                    os.fsync(lock.file)
                     os.rename(coming, ready)
                 except BaseException:
                     coming.unlink(missing_ok=True)

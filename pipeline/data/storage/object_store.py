@@ -179,11 +179,12 @@ def _connect(
 ) -> fs.FileSystem:
     options = dict(urllib.parse.parse_qsl(query))
     anonymous = options.get("anonymous", "").lower() in ("1", "true")
+    transport = options.get("scheme", "").lower() or None
     if scheme == "gs":
         return fs.GcsFileSystem(
             anonymous=anonymous,
             endpoint_override=options.get("endpoint_override"),
-            scheme=options.get("scheme"),
+            scheme=transport,
             retry_time_limit=timedelta(seconds=stall_seconds if writing else _CONNECT_SECONDS),
         )
     # AWS's tools read these two variables, pyarrow does not.
@@ -199,7 +200,7 @@ def _connect(
         anonymous=anonymous,
         region=region or ("us-east-1" if endpoint else fs.resolve_s3_region(bucket)),
         endpoint_override=endpoint,
-        scheme=options.get("scheme"),
+        scheme=transport,
         proxy_options=_proxy(endpoint or "https://s3.amazonaws.com"),
         request_timeout=stall_seconds,
         connect_timeout=_CONNECT_SECONDS,

@@ -11,7 +11,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import Weights
-from pipeline.model.convert.names import NAMES, Hints, vit_entries
+from pipeline.model.convert.names import HIDDEN_ACTS, NAMES, Hints, vit_entries
 from pipeline.model.convert.plain import as_plain, move_patch_bias
 from pipeline.model.convert.preprocessing import Json
 from pipeline.model.convert.reading import ConfigFiles, gelu_of, join, pair, read_vit, rename
@@ -164,7 +164,7 @@ def to_huggingface(
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
         "hidden_size": config.width, "num_hidden_layers": config.depth, "num_attention_heads": config.num_heads,
-        "intermediate_size": config.mlp_width, "hidden_act": _ACTIVATIONS[config.gelu],
+        "intermediate_size": config.mlp_width, "hidden_act": HIDDEN_ACTS[config.gelu],
         "layer_norm_eps": config.layer_norm_eps, "image_size": height if height == width else [height, width],
         "patch_size": config.patch_size, "num_channels": 3, **own,
     }  # fmt: skip
@@ -172,9 +172,6 @@ def to_huggingface(
         names = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
         found |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     return tensors, found, preprocessing.to_huggingface(view, config.image_size)
-
-
-_ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu", "quick": "quick_gelu"}
 
 
 def _family(config: ViTConfig) -> tuple[str, str, dict[str, Any]]:

@@ -129,6 +129,8 @@ NAMES = {
         layer_scale=("ls_1.gamma", "ls_2.gamma"), patch_bias=False,
     ),
 }  # fmt: skip
+# GELU -> `hidden_act` of Hugging Face's config.json.
+HIDDEN_ACTS: dict[Gelu, str] = {"tanh": "gelu_pytorch_tanh", "erf": "gelu", "quick": "quick_gelu"}
 
 
 @dataclass(frozen=True)

@@ -103,12 +103,15 @@ def from_huggingface(processor: Json) -> Preprocessing:
     if found.do_normalize is False:
         mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     size = 224 if found.size is None else found.size
-    short = size.get("shortest_edge") if isinstance(size, dict) else None
+    side = _side(size)
     view: dict[str, Any] = {"resize_filter": _FILTERS.get(found.resample or 2, "antialias")}
-    if found.do_center_crop and short:
-        view |= {"eval_crop": "center", "eval_resize": short, "image_size": _side(found.crop_size or short)}
+    if found.do_center_crop:
+        # A number, in files of earlier versions such as OpenAI's CLIP, is the short side.
+        is_square = isinstance(size, list) or (isinstance(size, dict) and not size.get("shortest_edge"))
+        crop = "resize_center" if is_square else "center"
+        view |= {"eval_crop": crop, "eval_resize": side, "image_size": _side(found.crop_size or side)}
     else:
-        view |= {"eval_crop": "resize", "image_size": _side(size)}
+        view |= {"eval_crop": "resize", "image_size": side}
     return Preprocessing(view, mean, std)
 
 
@@ -121,9 +124,11 @@ def from_timm(cfg: Json) -> Preprocessing:
     _check_size(where, "input_size", list(found.input_size or ()))
     side = found.input_size[1] if found.input_size else 224
     view: dict[str, Any] = {"resize_filter": _FILTERS.get(found.interpolation or "", "antialias"), "image_size": side}
+    resize = int(side / (0.875 if found.crop_pct is None else found.crop_pct))
     if (found.crop_mode or "center") == "center":
-        share = 0.875 if found.crop_pct is None else found.crop_pct
-        view |= {"eval_crop": "center", "eval_resize": int(side / share)}
+        view |= {"eval_crop": "center", "eval_resize": resize}
+    elif found.crop_mode == "squash" and resize > side:
+        view |= {"eval_crop": "resize_center", "eval_resize": resize}
     else:
         view |= {"eval_crop": "resize"}
     return Preprocessing(view, found.mean or IMAGENET_MEAN, found.std or IMAGENET_STD)
@@ -158,11 +163,14 @@ def to_huggingface(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
 
 def to_timm(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
     """The fields of timm's `pretrained_cfg` about images. image_size: (height, width)."""
-    crop = view.get("eval_crop", "center")
+    crop, side = view.get("eval_crop", "center"), min(image_size)
+    resize = side if crop == "resize" else eval_resize(view, image_size)
+    share = side / resize
     return {
         "input_size": [3, *image_size], "mean": list(HALF), "std": list(HALF),
         "interpolation": "bicubic" if view.get("resize_filter") == "bicubic" else "bilinear",
-        "crop_pct": 1.0 if crop == "resize" else min(image_size) / eval_resize(view, image_size),
+        # timm divides the side by it and rounds down.
+        "crop_pct": share if int(side / share) == resize else side / (resize + 0.5),
         "crop_mode": "center" if crop == "center" else "squash",
     }  # fmt: skip
 
@@ -190,9 +198,10 @@ def fold_normalisation(
 
 
 def _side(size: Size) -> int:
+    """The shorter side."""
     if isinstance(size, dict):
-        return size.get("height") or size.get("shortest_edge") or 224
-    return size[0] if isinstance(size, list) else size
+        return min(filter(None, (size.get(name) for name in ("height", "width", "shortest_edge"))), default=224)
+    return min(size) if isinstance(size, list) else size
 
 
 def _check_size(where: str, name: str, size: Size | None) -> None:

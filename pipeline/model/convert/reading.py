@@ -71,6 +71,10 @@ def _assumed(config: ViTConfig, state: dict[str, Tensor], notes: list[str]) -> t
     elif config.layer_scale is not None:
         family, images = "DINOv2, DINOv3 and DeiT III, by their LayerScale,", preprocessing.IMAGENET
     else:
+        notes.append(
+            "no file tells the mean of its images: taken as 0.5, that of the official weights; for those of DINO or DeiT, say so in a "
+            "config.json (docs/weights.md)"
+        )
         return Preprocessing({}), config
     notes.append(f"no file tells the mean of its images: taken as that of {family} {images.mean}")
     return images, config

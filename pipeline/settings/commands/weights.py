@@ -166,7 +166,7 @@ class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
     out: str = setting(REQUIRED, "File for the table, .parquet", output="file")
-    like: str = setting("", "An image file: the most similar images are drawn on a sheet. Empty draws none.")
+    like: str = setting("", "An image file: the most similar images are drawn on a sheet. Empty draws none.", path=True)
     num_like: int = setting(16, "With like: number of similar images.", min=1, max=1000)
     sheet: str = setting("", "With like: the sheet, .png; empty is out with the suffix .png.", output="file")
 

@@ -228,7 +228,7 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
         "Each cell is a run below this one: parameters `task`, `lr`, ..., metrics `eval/val_top1` (search) and `eval/test_top1`.",
         "Copies of test images in the pre-training data: " + (", ".join(searched) if found else "not searched") + ".",
     ]
-    description += unpublished_warning(sweep.unpublished)
+    description += unpublished_warning(header["unpublished"])
     if sweep.missing:
         description.append(f"Not prepared, so without a score: {', '.join(sweep.missing)}.")
     return RunFacts(

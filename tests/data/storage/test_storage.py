@@ -53,7 +53,9 @@ def test_locations() -> None:
     assert name_inside(to_path("s3://bucket/ab"), to_path("s3://bucket/a")) is None
     assert name_inside(Path("/a/.b/c"), Path("/a")) == ".b/c"
     for wrong, said in (("hdfs://a/b", "hdfs:// is not supported"), ("s3://", "names no bucket"),
-                        ("s3://a/b?regoin=x", "unknown option 'regoin'")):  # fmt: skip
+                        ("s3://a/b?regoin=x", "unknown option 'regoin'"),
+                        ("s3://a/b?scheme=ftp&region=x", "scheme=ftp is not one of http, https"),
+                        ("gs://a/b?anonymous=yes", "anonymous=yes is not one of true, false")):  # fmt: skip
         with pytest.raises(UserError, match=said):
             to_path(wrong)
 
@@ -226,6 +228,23 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
     fetch(2)
     assert not cache.has(split.shard_sha256[0].as_py())
     assert reader.read(0) == first
+    # A copy that its disk has damaged is named, not only the intact object.
+    (tmp_path / f"{split.shard_sha256[2].as_py()}.shard").write_bytes(bytes(sizes[2]))
+    with pytest.raises(OSError, match=f"its copy in {tmp_path}"):
+        ShardReader(split).read(int(split.shard_starts[2]))
+
+
+def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power failure leaves a file of the right name and size, full of zeros, which no later run downloads again."""
+    steps = []
+    rename = os.rename
+    monkeypatch.setattr(ShardCache, "_download", lambda cache, path, file, *rest: os.pwrite(file, b"shard", 0))
+    monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.pread(file, 9, 0)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (steps.append(new.name), rename(old, new)))
+    file = ShardCache(tmp_path, 10).open(bucket_path("s3://bucket/x.tar"), 5, "a1")
+    assert steps == [b"shard", "a1.shard"]
+    assert file is not None
+    os.close(file)
 
 
 def test_shards_in_use_are_not_evicted_but_others_read_in_ranges(s3: Server, dataset: Path, tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Images named on the command line as a split."""
+
+import io
+import os
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.data.loading.adhoc_split import open_adhoc_split
+from pipeline.data.loading.shard_reader import ShardReader
+
+
+def write_tar(path: Path, members: Mapping[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def test_images_of_a_tar_whose_names_begin_alike(tmp_path: Path) -> None:
+    """Webdataset's key ends at the first full stop, which names of photographs may have early: none of them is lost."""
+    days = {f"2023.05.{day}.jpg": b"%d" % day for day in (11, 12, 13)}
+    pair = {"a/x.left.jpg": b"l", "a/x.right.jpg": b"r", "a/x.cls": b"1", "2023.05.12.cls": b"0"}
+    write_tar(tmp_path / "photos.tar", {**days, **pair})
+    split = open_adhoc_split([str(tmp_path / "photos.tar")], "val", "all", ["cat", "dog"]).split
+    assert split.keys(range(len(split))) == [f"photos.tar/{name}" for name in (*days, *list(pair)[:2])]
+    reader = ShardReader(split)
+    assert [reader.read(row) for row in range(len(split))] == [b"11", b"12", b"13", b"l", b"r"]
+    assert [split.labels_of(row).tolist() for row in range(len(split))] == [[], [0], [], [1], [1]]
+
+
+def test_hidden_files_are_ignored(tmp_path: Path) -> None:
+    """As by sharding: a folder copied from a Mac has a `._NAME` for each file."""
+    folder = tmp_path / ".album"
+    for name in ("a.jpg", "._a.jpg", "__MACOSX/a.jpg", ".thumbnails/a.jpg", "b/c.jpg"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    found = open_adhoc_split([str(folder)], "val", "all", []).split
+    assert found.keys(range(len(found))) == [str(folder / "a.jpg"), str(folder / "b" / "c.jpg")]
+    write_tar(tmp_path / "album.tar", {"./a.jpg": b"x", "./._a.jpg": b"y", "__MACOSX/._a.jpg": b"z"})
+    found = open_adhoc_split([str(tmp_path / "album.tar")], "val", "all", []).split
+    assert found.keys(range(len(found))) == ["album.tar/./a.jpg"]
+
+
+def test_a_fifo_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jpg")
+    with pytest.raises(UserError, match=r"a\.jpg is not a regular file"):
+        open_adhoc_split([str(tmp_path / "a.jpg")], "val", "all", [])
