@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.driver import only_driver
+from data_tools.driver import only_driver, remove_leftovers
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
 from data_tools.sharding.write_shard import PARTS, load_part, write_part
@@ -126,7 +126,9 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
         )
         for number, (split, _, path) in enumerate(files)
     ]
-    _remove_leftovers(out)
+    remove_leftovers(out / PARTS)
+    for name in (INFO, SAMPLES_FILE, SHARDS_FILE, SKIPPED):  # Exactly these: the folder may have other files.
+        remove_leftovers(out, pattern=f".{name}.*.tmp")
     if finished:
         # To verify the manifest, every tar is read again.
         remove_tree(out / PARTS)
@@ -347,17 +349,6 @@ def _read_part(path: AnyPath, seen: dict[str, Any]) -> _IndexedTar | None:
     if about is None or about.seen != seen:
         return None
     return _IndexedTar(about.shard, about.skipped, len(about.unlabelled))
-
-
-def _remove_leftovers(out: AnyPath) -> None:
-    """Remove unfinished files of a killed run, by their exact names: the folder may have other files."""
-    if isinstance(out, BucketPath):
-        return  # Uploads are atomic.
-    names = (INFO, SAMPLES_FILE, SHARDS_FILE, SKIPPED)
-    for leftover in [path for name in names for path in out.glob(f".{name}.*.tmp")] + list(
-        (out / PARTS).glob(".*.tmp")
-    ):
-        leftover.unlink(missing_ok=True)
 
 
 def _print_done(dataset: Dataset, results: list[_IndexedTar], seconds: float, verified: bool) -> None:

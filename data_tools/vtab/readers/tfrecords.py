@@ -2,7 +2,7 @@
 
 Prepared files are named <name>/<version>/<name>-<split>.tfrecord-00000-of-00016. Their records are in the order of the
 hash, so each key is checked against its position; in versions without keys (which are numbers), the position gives the
-key. Images are not copied but read by offset.
+key. Images are read by offset, as they are but for dSprites'.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.vtab.datasets import DataSet
-from data_tools.vtab.readers import labels
+from data_tools.vtab.readers import convert, labels
 from data_tools.vtab.readers.examples import Example, records
 from data_tools.vtab.readers.files import DatasetFiles, FileLocation, MissingError, sources_of
 from data_tools.vtab.readers.original import Original, Pool
@@ -65,7 +65,7 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
             notes.append(f"the records of {pool!r} have no keys in this version: they are told by the records' order")
         keys = _checked(content.keys, pool, folder)
         pools[pool] = Pool(keys, np.array(content.labels, np.int64), content.places)
-    return Original(_class_names(task, names), pools, notes)
+    return Original(_class_names(task, names), pools, notes, convert.dsprites if dataset.name == "dsprites" else None)
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,11 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
     strangers = {f"x/{i}.jpg": jpeg(picture(3000 + i)) for i in range(6)}
     other = shard.run(settings(write_folder(strangers, tmp_path / "raw"), tmp_path / "other"))
     train = copy(sets[0], tmp_path)
+    unfinished = train.path / "dedup/thumbnails/.a.npz.12345678.tmp"  # Of a killed task.
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.write_bytes(b"x")
     dedup.run(config(train, other.path))
+    assert not unfinished.exists()
     assert len(read_lists(train)["test_copies"]) == 0
     assert not (train.path / "dedup/pairs.png").exists()
 
