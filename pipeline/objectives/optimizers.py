@@ -103,7 +103,8 @@ def set_rates(optimizer: torch.optim.Optimizer, step: int, lr: float, weight_dec
         group["lr"] = 0.0 if group["is_frozen"] else lr * group["factor"]
         if weight_decay is not None and group["decays"]:
             group["weight_decay"] = weight_decay
-        if weight_decay is not None and group["frozen_steps"] and not group["is_frozen"] and "betas" in group:
+        by_adam = "betas" in group and not group["matrices"]  # Muon corrects no bias.
+        if weight_decay is not None and group["frozen_steps"] and not group["is_frozen"] and by_adam:
             factor = _correction_after(group["frozen_steps"], step, *group["betas"])
             group["lr"] *= factor
             group["weight_decay"] /= factor  # AdamW multiplies it by the rate.
