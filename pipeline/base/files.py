@@ -170,8 +170,16 @@ def _rename(hidden: Path, path: Path) -> None:
 
 def _link(hidden: Path, path: Path) -> None:
     """As a rename, but raises FileExistsError where the path exists."""
-    os.link(hidden, path)
-    hidden.unlink()
+    try:
+        os.link(hidden, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        # exFAT and some shared folders have no hard links. There, another process may see an empty file for a moment.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        os.replace(hidden, path)
+    else:
+        hidden.unlink()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Small files that a user names: regular files only, and nothing that waits or has no end."""
 
+import errno
 import os
 import signal
 import socket
@@ -81,3 +82,18 @@ def test_content_and_limit(tmp_path: Path) -> None:
     for name in ("a\0b", "a\ud800"):
         with pytest.raises(UserError, match="is not a path"):
             files.read_bytes(tmp_path / name)
+
+
+@pytest.mark.parametrize("with_links", [True, False])
+def test_the_first_creates_a_file(with_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a disk without hard links, such as exFAT, where a new MLflow database ended in "permission denied"."""
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted", str(source), None, str(target))
+
+    if not with_links:
+        monkeypatch.setattr(os, "link", refuse)
+    assert files.create(tmp_path / "a", b"first")
+    assert not files.create(tmp_path / "a", b"second")
+    assert (tmp_path / "a").read_bytes() == b"first"
+    assert os.listdir(tmp_path) == ["a"]

@@ -24,12 +24,12 @@ from pyarrow import fs
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
-from pipeline.data.storage.object_store import ObjectReader, Store
+from pipeline.data.storage.object_store import ObjectReader, Store, key_of_url
 from pipeline.data.storage.retry import Retry
 
 _READ_AHEAD = 2**20
 # Of a URL, each with its values in lower case; none is any text.
-_OPTIONS = {
+_OPTIONS: dict[str, tuple[str, ...]] = {
     "region": (),
     "endpoint_override": (),
     "scheme": ("http", "https"),
@@ -192,7 +192,7 @@ def to_path(location: str | Path | BucketPath, retry: Retry | None = None) -> An
     if scheme not in ("s3", "gs"):
         raise UserError(f"{location}: {scheme}:// is not supported. Use a local folder, s3://... or gs://...")
     key, _, query = rest.partition("?")
-    key = "/".join(part for part in key.split("/") if part)
+    key = key_of_url("/".join(part for part in key.split("/") if part))
     options = urllib.parse.parse_qs(query, keep_blank_values=True)
     unknown = options.keys() - _OPTIONS.keys()
     if not key or unknown:

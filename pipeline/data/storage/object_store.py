@@ -7,6 +7,7 @@ failures raise StorageError at once.
 import errno
 import functools
 import os
+import re
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
@@ -26,6 +27,8 @@ T = TypeVar("T")
 _CONNECT_SECONDS = 5.0
 # A whole object is downloaded in pieces, because one connection carries only some 50-100 MB/s.
 _PIECE, _CONNECTIONS = 8 * 2**20, 4
+# How a URL holds a question mark of a key, and with further 25s what looks like one: see `key_in_url`.
+_ESCAPED = re.compile("%((?:25)*)3F")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Store:
     retry: Retry = field(compare=False)
 
     def url(self, key: str) -> str:
-        return f"{self.scheme}://{key}" + (f"?{self.query}" if self.query else "")
+        return f"{self.scheme}://{key_in_url(key)}" + (f"?{self.query}" if self.query else "")
 
     def info(self, key: str) -> fs.FileInfo:
         """What is stored under a key; its type says whether that is an object, a folder or nothing."""
@@ -107,11 +110,23 @@ class Store:
             return self.retry.call(self.url(key), action, is_transfer)
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "no such object", self.url(key)) from None
+        except pa.ArrowInvalid as error:  # An impossible setting, or a key with an empty part (a//b).
+            raise StorageError(f"{self.url(key)} cannot be used: {error}.") from None
 
     def _connection(self, writing: bool = False) -> fs.FileSystem:
         # One for each process: a forked process must not use the locks and sockets of its parent.
         seconds, attempts = self.retry.stall_seconds, self.retry.upload_attempts if writing else 1
         return _connect(self.scheme, self.bucket, self.query, seconds, attempts, writing, os.getpid())
+
+
+def key_in_url(key: str) -> str:
+    """A key as in a URL, where a question mark begins the options: names that came from the web have some."""
+    return _ESCAPED.sub(r"%25\g<1>3F", key).replace("?", "%3F")
+
+
+def key_of_url(text: str) -> str:
+    """The inverse of `key_in_url`."""
+    return _ESCAPED.sub(lambda found: f"%{found[1][2:]}3F" if found[1] else "?", text)
 
 
 class ObjectReader:
