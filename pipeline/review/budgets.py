@@ -1,5 +1,6 @@
 """Runs side by side: curves against steps, images seen and FLOPs, and scores at equal budgets of these."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -106,7 +107,7 @@ def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[
         title = title[:1].upper() + title[1:]
         about = {run: title if r.further[key] == key else f"{title} on {evaluated[run]}" for run, r in found.items()}
         percent = all(record.metric(record.further[key]).is_share for record in found.values())
-        file = f"metric_{key.replace('/', '_')}"
+        file = "metric_" + re.sub(r"[^\w.-]", "_", key)  # Of a probe, it contains the name of a data folder.
         series = {run: record.metrics[record.further[key]] for run, record in found.items()}
         yield from _curves(found, file, about, series, percent=percent, smooth=True)
 

@@ -6,6 +6,7 @@ Curves, the figures of the last evaluation and MAE's reconstructions are drawn e
 without labels the patches' components, when the run has ended (--final). A figure that cannot be drawn costs one line, and not the others.
 """
 
+import json
 import signal
 import sys
 import tempfile
@@ -112,7 +113,7 @@ def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:
     drawn = [name for name in names if name not in not_drawn]
     with tempfile.TemporaryDirectory() as out:
         settings = [
-            f"weights={folder}", f"images=[{data.path}]", f"split={data.eval_split or data.train_split}", f"draw=[{','.join(drawn)}]", f"out={out}",
+            f"weights={folder}", f"images={json.dumps([data.path])}", f"split={data.eval_split or data.train_split}", f"draw=[{','.join(drawn)}]", f"out={out}",
             f"num_drawn={_NUM_EXPLAINED}", "device=cpu", "threads=1",
         ]  # fmt: skip
         if drawn:

@@ -154,8 +154,9 @@ def from_folder(folder: Path) -> RunRecord:
     ignored += PageFolder(folder).refused(_READ)
     status = read_status(folder)
     word, outcome = (status.status, status.reason or status.status) if status else ("", "")
-    if word == "running" and holder(folder) is None:
-        word, outcome = "killed", "ended without a word: killed, or its host was lost"
+    with contextlib.suppress(PermissionError):  # Of another user's run only the status is known.
+        if word == "running" and holder(folder) is None:
+            word, outcome = "killed", "ended without a word: killed, or its host was lost"
     end = _parsed(files, "end.json", End)
     tags = end.tags if end else {}
     if not word:

@@ -1,5 +1,6 @@
 """Scores the weights of several runs again on one split, with precision, recall and F1 of each class."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,14 +46,30 @@ def rescore(records: Mapping[str, RunRecord], config: CompareConfig) -> Scores:
 
 
 def class_rows(scores: Scores) -> list[dict[str, Any]]:
-    """One row per class: name, support, and precision, recall and F1 of each run."""
+    """One row per class: name, support, and precision, recall and F1 of each run.
+
+    The classes are those that all weights have, which include those of the data; their order may differ.
+    """
+    by_run = {name: _by_class(of_run["per_class"]) for name, of_run in scores.items()}
+    first, *others = by_run.values()
     rows = []
-    for of_class in zip(*(of_run["per_class"] for of_run in scores.values()), strict=True):
-        row = {"class": of_class[0]["class"], "support": of_class[0]["support"]}
-        for name, values in zip(scores, of_class, strict=True):
-            row |= {f"{name} {key}": values[key] for key in _OF_CLASS}
-        rows.append(row)
+    for key, of_first in first.items():
+        if all(key in of_run for of_run in others):
+            row = {"class": of_first["class"], "support": of_first["support"]}
+            for name, of_run in by_run.items():
+                row |= {f"{name} {score}": of_run[key][score] for score in _OF_CLASS}
+            rows.append(row)
     return rows
+
+
+def _by_class(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Rows by name, and by the order of classes that have the same name, as ImageNet's two cranes."""
+    count: Counter[str] = Counter()
+    found = {}
+    for row in rows:
+        found[row["class"], count[row["class"]]] = row
+        count[row["class"]] += 1
+    return found
 
 
 def page(scores: Scores) -> list[Block]:

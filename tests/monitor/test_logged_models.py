@@ -8,6 +8,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.monitor.mlflow.mirror import MirrorSettings, RunMirror
+from pipeline.monitor.mlflow.models import ModelStore
 from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.state import SentModel, SyncState
 from pipeline.monitor.mlflow.store import MlflowStore, _with_children
@@ -100,7 +102,9 @@ def test_a_checkpoint_that_was_removed_or_trained_again_is_no_model_any_more(tmp
     ]  # fmt: skip
 
 
-def test_weights_that_are_not_where_the_run_wrote_them(tmp_path: Path, cache: Path) -> None:
+def test_weights_that_are_not_where_the_run_wrote_them(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = [checkpoint(tmp_path, "a", 10)]
     tracked(tmp_path, "a", found, {10: 0.25})
     (model,) = logged(tmp_path)
@@ -113,8 +117,18 @@ def test_weights_that_are_not_where_the_run_wrote_them(tmp_path: Path, cache: Pa
     tracked(tmp_path, "b", uploaded, {10: 0.25}, upload_weights=True)
     model = next(model for model in logged(tmp_path) if model.tags["run"] == "b")
     shutil.rmtree(tmp_path / "b" / "checkpoints")
+    cached = cache / "vit-pipeline" / "models" / uploaded[0].sha256 / "model.safetensors"
+    download = ModelStore.download_model_file
+
+    def seen_by_others(*arguments: Any) -> Path:
+        found = download(*arguments)
+        assert not cached.exists(), "another process could read a part of it"
+        return found
+
+    monkeypatch.setattr(ModelStore, "download_model_file", seen_by_others)
     path = weights_path(model.model_uri, default_uri(tmp_path))
-    assert path == str(cache / "vit-pipeline" / "models" / uploaded[0].sha256 / "model.safetensors")
+    assert path == str(cached)
+    assert os.listdir(cached.parent) == [cached.name]
     assert models.load(path).config.depth == 1
     with open(path, "r+b") as file:  # A damaged download is not used, and not kept.
         file.write(b"damaged")

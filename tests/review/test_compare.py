@@ -16,7 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.page import markdown
 from pipeline.checkpoint.store import FORMAT
 from pipeline.evaluate import architecture
-from pipeline.review import budgets, compare
+from pipeline.review import budgets, compare, reader, rescore
 from pipeline.review.reader import from_folder
 from pipeline.review.statistics import STUDENT, by_evaluation
 from pipeline.settings import schema
@@ -291,3 +291,30 @@ def test_a_run_is_the_same_in_its_folder_and_in_mlflow(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="are the same run"):
         compare._refuse_twice(["a", "mlflow:1f"], [record, dataclasses.replace(record, folder=None)])
     compare._refuse_twice(["a", "mlflow:2f"], [record, dataclasses.replace(record, folder=None, run_id="2f")])
+
+
+def test_classes_of_weights_are_joined_by_name_whatever_their_order_and_number() -> None:
+    """They were by their place: a traceback for weights of more classes, and another class beside it for another order."""
+
+    def scored(*classes: tuple[str, int, float]) -> dict[str, list[dict[str, object]]]:
+        return {"per_class": [{"class": c, "support": n, "precision": f, "recall": f, "f1": f} for c, n, f in classes]}
+
+    few = scored(("cat", 5, 0.1), ("crane", 3, 0.2), ("crane", 4, 0.3))
+    more = scored(("crane", 3, 0.4), ("dog", 0, 0.0), ("cat", 5, 0.5), ("crane", 4, 0.6))
+    rows = rescore.class_rows({"few": few, "more": more})
+    assert [(row["class"], row["support"], row["few f1"], row["more f1"]) for row in rows] == [
+        ("cat", 5, 0.1, 0.5), ("crane", 3, 0.2, 0.4), ("crane", 4, 0.3, 0.6),
+    ]  # fmt: skip
+
+
+def test_a_running_run_of_another_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock may not be opened to write, which ended the comparison."""
+    run = write_run(tmp_path / "theirs", evaluations={10: 0.5})
+    (run / "status.json").write_text('{"status": "running", "step": 10, "code": -1, "reason": ""}')
+    assert from_folder(run).status == "killed"
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(reader, "holder", refuse)
+    assert from_folder(run).status == "running"

@@ -18,10 +18,11 @@ from pipeline.data.dataset.split import Split
 from pipeline.evaluate import report
 from pipeline.evaluate.classify import Predictions, label_table
 from pipeline.evaluate.render import draw_confusion
+from pipeline.explain import explain
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.tracking import default_uri
-from pipeline.review.draw import draw, others
+from pipeline.review.draw import _of_weights, draw, others
 from pipeline.review.figures import draw_run, draw_worst
 from pipeline.review.reader import from_folder
 from pipeline.review.record import parse_predictions
@@ -118,6 +119,15 @@ def test_other_runs_on_the_same_data_are_in_the_background(tmp_path: Path) -> No
     assert pixels[0].shape == pixels[1].shape
     light = [int(((image > 190) & (image < 220)).sum()) for image in pixels]  # Grey 0.8 is 204.
     assert light[1] > light[0] + 100
+
+
+def test_images_are_explained_of_a_data_folder_with_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its comma made two folders of it, which do not exist."""
+    given: list[list[str]] = []
+    monkeypatch.setattr(explain, "run", lambda config: given.append(config.images))
+    run = write_run(tmp_path / "run", "data.path=/data/cats, dogs [2]")
+    assert list(_of_weights(run, "attention", "positions")) == [None, None]
+    assert given == [["/data/cats, dogs [2]"]]
 
 
 @pytest.mark.parametrize("num_classes", [2, 1000])

@@ -9,6 +9,7 @@ model = load(weights_path("models:/m-5adfe06462174153a4f8cbb493d9510b"))
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,8 +58,10 @@ def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], obje
     folder = cache_home() / "models" / sha256
     file = folder / WEIGHTS
     if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            file = store.download_model_file(model_id, WEIGHTS, folder)
+            with tempfile.TemporaryDirectory(dir=folder) as own:  # Another process may download the same.
+                os.replace(store.download_model_file(model_id, WEIGHTS, Path(own)), file)
         except UserError:
             raise UserError(
                 f"{weights}: its weights are not in {path} (of step {tags.get('step', '?')}, SHA-256 {sha256[:16]}...), and were not "

@@ -13,11 +13,13 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, replacing
+from pipeline.checkpoint.store import step_of
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.estimate.plan import make_plan
 from pipeline.lifecycle.run_folder import read_end
 from pipeline.monitor.mlflow.weights import weights_path
+from pipeline.process.committed import NAME
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.commands.study import StudyConfig, StudyModel
@@ -156,7 +158,7 @@ def open_study(config: StudyConfig) -> Study:
     dataset = open_dataset(base.data.path)
     notes: list[str] = []
     cells = []
-    extra = pretraining_compute(config, notes)
+    extra = pretraining_compute(config, base.track.uri, notes)
     for model in config.models:
         for size in config.data_sizes or [base.data.limit]:
             for seed in config.seeds:
@@ -270,15 +272,15 @@ def _starting_model(config: RunConfig, num_classes: int) -> models.Config:
     return replace(models.resized(found, config.model.image_size), num_classes=num_classes)
 
 
-def pretraining_compute(config: StudyConfig, notes: list[str]) -> float:
+def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> float:
     """FLOPs of the longest pre-training among the weights of a study, if others shall train for as much longer; else 0.
 
-    notes: gets a sentence for each of the weights, for the report.
+    uri: MLflow's, for weights that it names. notes: gets a sentence for each of the weights, for the report.
     """
     found = {}
     for model in config.models:
         if model.weights:
-            found[model.name] = compute = _compute_of_run(Path(model.weights))
+            found[model.name] = compute = _compute_of(Path(weights_path(model.weights, uri)))
             notes.append(
                 f"{model.name} starts from {model.weights}, "
                 + (f"pre-trained for {_in_words(compute)}." if compute else "whose pre-training is not known.")
@@ -295,14 +297,17 @@ def _in_words(flops: float) -> str:
     return f"{flops / _EXA / size:.4g} {unit}"
 
 
-def _compute_of_run(folder: Path) -> float:
-    """FLOPs of a run that has ended, from its folder; 0 if it is not known."""
+def _compute_of(weights: Path) -> float:
+    """FLOPs of the run that weights are of: its folder, or one of its checkpoints; 0 if it is not known."""
+    checkpoint = next((path for path in (weights, weights.parent) if NAME.fullmatch(path.name)), None)
+    folder = checkpoint.parents[1] if checkpoint else weights
     end = read_end(folder)
     if end is None or not (folder / "config.yaml").exists():
         return 0.0
     config = schema.load(RunConfig, folder / "config.yaml", [])
-    built = models.read_weights(folder)[0]
-    return float(end.step) * config.train.global_batch * objectives.training_flops(config, built)
+    built = models.read_weights(weights)[0]
+    steps = step_of(checkpoint) if checkpoint else end.step
+    return float(steps) * config.train.global_batch * objectives.training_flops(config, built)
 
 
 def _with_trunk(

@@ -12,15 +12,16 @@ from tiny_study import write_run
 from pipeline.base import files
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
-from pipeline.model import create, save
+from pipeline.model import create, save, save_safetensors
 from pipeline.process import waits
 from pipeline.ray_tasks import LostError
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import cell_run, driver
-from pipeline.study.running.cells import Study, new_flops, open_study, scored_on
+from pipeline.study.running.cells import Study, _compute_of, new_flops, open_study, scored_on
 from pipeline.study.running.cost import CostEstimate, estimate, plan_table, refuse_too_long
 from pipeline.study.running.slurm import write_script
+from pipeline.transfer.child_run import make_child
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -369,6 +370,23 @@ def test_a_budget_below_one_step_is_told(base: Path) -> None:
     """It was a train.length of 0 steps "of the command line"."""
     with pytest.raises(UserError, match=r"^1e-15 exaFLOPs are less than one step of model slim: give it more\.$"):
         open_study(make(base, SCALING, "budgets=[1e-15,1e-9]", "models=[{name: slim}]"))
+
+
+def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) -> None:
+    """Weights by the path that a run's report shows counted as free beside a new model."""
+    run = make_child("mae", str(base), ["name=mae", f"out={base.parent}", "train.length=30 steps"])
+    last = run.folder / "checkpoints" / "step-00000030"
+    for path in (last, last.with_name("step-00000010")):
+        path.mkdir(parents=True)
+        save_safetensors(create("ViT-mu/4", 16, 4), path / "model.safetensors", {})
+    (last.parent / "latest").write_text(last.name)
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(schema.to_dict(run.config)))
+    (run.folder / "status.json").write_text('{"status": "finished", "step": 30, "code": 0, "reason": ""}')
+    whole = _compute_of(run.folder)
+    assert whole > 0
+    assert _compute_of(last) == _compute_of(last / "model.safetensors") == whole
+    assert _compute_of(last.with_name("step-00000010")) == pytest.approx(whole / 3)
+    assert _compute_of(base.parent) == _compute_of(last.with_name("elsewhere") / "step-00000010") == 0
 
 
 def test_the_score_is_said_with_the_images_that_it_is_of(base: Path) -> None:
