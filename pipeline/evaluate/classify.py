@@ -3,13 +3,15 @@
 A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, eval_requests
@@ -118,6 +120,18 @@ def label_table(split: Split) -> np.ndarray:
     present = np.arange(table.shape[1]) < np.diff(split.label_offsets)[:, None]
     table[present] = split.label_values[split.label_offsets[0] : split.label_offsets[-1]]
     return table
+
+
+def label_map(classes: Sequence[str], names: Sequence[str]) -> np.ndarray:
+    """int32, the number of each of `classes` among `names`, which has them all. Raises UserError if it has one of them twice."""
+    count = Counter(names)
+    if shared := next((name for name in classes if count[name] > 1), None):
+        raise UserError(
+            f"several classes of the weights have the name {shared!r}, so classes cannot be matched by name. If those of the data have "
+            "the same order: match_classes=false."
+        )
+    number = {name: place for place, name in enumerate(names)}
+    return np.array([number[name] for name in classes], np.int32)
 
 
 def is_any(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -27,6 +27,7 @@ from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ExportConfig
 
 NUM_IMAGES = 4
+_FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folders.
 Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)
 
 
@@ -77,7 +78,7 @@ def run(config: ExportConfig) -> LogitDifference:
 
     # ------------------------------------------------------------------ written, and compared with the target program
     out = Path(config.out)
-    with _unfinished(out) as unfinished:
+    with _unfinished(out, config.format) as unfinished:
         _write(model, config.format, unfinished, extra)
         name, forward = _other_side(config.format, unfinished, model.config)
         if forward is None:
@@ -92,7 +93,7 @@ def run(config: ExportConfig) -> LogitDifference:
 
 def _export_mae(config: ExportConfig, path: Path, extra: dict[str, Any]) -> LogitDifference:
     model = export_mae.read(path)
-    with _unfinished(Path(config.out)) as unfinished:
+    with _unfinished(Path(config.out), config.format) as unfinished:
         export_mae.write(model, config.format, unfinished, extra.get("preprocessing", {}))
         name, *found = export_mae.compare(model, config.format, unfinished)
         difference = LogitDifference(*found)
@@ -110,6 +111,11 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
     if form == "safetensors":
         models.save_safetensors(model, path, extra)
     elif form in ("npz", "big_vision"):
+        if isinstance(model, VisionTransformer) and len(set(model.config.grid)) > 1:
+            rows, columns = model.config.grid
+            raise UserError(
+                f"format = {form} holds square grids of patches, and this one is {rows} x {columns}. Use format=safetensors."
+            )
         arrays: dict[str, Any] = models.to_npz(model, "big_vision" if form == "big_vision" else None)
         np.savez(path, **arrays)
     elif form == "timm":
@@ -149,10 +155,12 @@ def _write_graph(model: Model, form: str, path: Path) -> None:
 
 
 @contextmanager
-def _unfinished(out: Path) -> Iterator[Path]:
+def _unfinished(out: Path, form: str) -> Iterator[Path]:
     """A hidden path beside `out`, which is renamed to `out` when the block succeeds and removed when it fails."""
-    if out.is_dir():
-        raise UserError(f"{out} is an existing folder. Remove it, or choose another path.")
+    if out.is_dir() or (form in _FOLDERS and out.exists()):
+        raise UserError(
+            f"{out} is an existing {'folder' if out.is_dir() else 'file'}. Remove it, or choose another path."
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden = out.with_name(f".{out.stem}.{os.getpid()}.tmp{out.suffix}")
     try:

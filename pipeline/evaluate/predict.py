@@ -1,5 +1,6 @@
 """Predicts the most likely classes of images and writes them as a table; entry point: `run`."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.data.storage.atomic import replacing
-from pipeline.evaluate.classify import Predictions, predict
+from pipeline.evaluate.classify import Predictions, label_map, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import LookConfig, PredictConfig
@@ -70,6 +71,8 @@ def run(config: PredictConfig) -> pa.Table:
 def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, list[str]]:
     """Open `config.images`; returns them and the class names of the weights, readable ones where they are known.
 
+    Labels of a data set whose classes are among those of the weights become labels of these, as in launch/evaluate.py.
+
     Names come from `config.class_names`, else the weights, else the data set, else they are numbers ("class 3"). Raises
     UserError if the number of names differs from the number of classes.
     """
@@ -82,6 +85,10 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
         )
     numbers = [f"class {number}" for number in range(num_classes)]
     images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers)
+    if own and images.label_names and images.label_names != own and set(images.label_names) <= set(own):
+        with contextlib.suppress(UserError):  # Of names that are not unique; then no true class is known.
+            split = images.split.relabelled(label_map(images.label_names, own))
+            images = replace(images, split=split, label_names=list(own))
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
     of_weights = zip(loaded.extra.get("classes") or (), loaded.extra.get("class_names") or (), strict=False)
     readable = {**images.readable, **dict(of_weights)}
@@ -94,7 +101,7 @@ def read_class_names(config: LookConfig) -> list[str] | None:
     if not config.class_names:
         return None
     try:
-        return read_bytes(Path(config.class_names)).decode().splitlines()
+        return read_bytes(Path(config.class_names)).decode("utf-8-sig").splitlines()  # Notepad may write a mark.
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"class_names = {config.class_names} cannot be read: {reason}.") from None

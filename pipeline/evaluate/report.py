@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate import architecture, render
-from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
+from pipeline.evaluate.classify import Predictions, label_map, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics, spread_rows
@@ -150,17 +149,10 @@ def _in_classes_of_weights(
         and names != dataset.classes
         and set(dataset.classes) <= set(names)
     ):
-        count = Counter(names)
-        if shared := next((name for name in dataset.classes if count[name] > 1), None):
-            raise UserError(
-                f"{config.weights} has several classes {shared!r}, so the class of that name in {config.data} is unclear. If the classes "
-                "of both have the same order: match_classes=false."
-            )
+        numbers = label_map(dataset.classes, names)
         print(
             f"classes by name: the {len(dataset.classes):,} of {config.data} are among the {len(names):,} of the weights"
         )
-        number = {name: place for place, name in enumerate(names)}
-        label_map = np.array([number[name] for name in dataset.classes], np.int32)
         shown = dict(zip(dataset.classes, dataset.class_names, strict=True))
         info = {
             **dataset.info,
@@ -168,7 +160,7 @@ def _in_classes_of_weights(
             "num_classes": len(names),
             "class_names": [shown.get(name, name) for name in names],
         }
-        return replace(dataset, info=info), split.relabelled(label_map)
+        return replace(dataset, info=info), split.relabelled(numbers)
     _check_classes(config, num_classes, names, dataset)
     return dataset, split
 

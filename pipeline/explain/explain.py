@@ -200,7 +200,7 @@ def _draw_images(
         )
         results.numbers["reconstruction_losses"] = painted.losses.tolist()
     if "gradcam" in drawings:
-        results.drawings["gradcam"] = _draw_gradcam(loaded, names, drawn, captions)
+        results.drawings["gradcam"] = _draw_gradcam(loaded, names, drawn, captions, config.batch)
     if "predictions" in drawings:
         chosen = np.sort(order[: config.num_predicted])
         _draw_predictions(config, loaded, pictures.true_classes(names).split.only(chosen), names, results)
@@ -247,12 +247,15 @@ def _draw_attention(
         results.numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
 
 
-def _draw_gradcam(loaded: LoadedModel, names: Sequence[str], drawn: Tensor, captions: Sequence[str]) -> Figure:
+def _draw_gradcam(
+    loaded: LoadedModel, names: Sequence[str], drawn: Tensor, captions: Sequence[str], batch: int
+) -> Figure:
     with torch.no_grad():
-        shares = loaded.probabilities(drawn)
+        shares = torch.cat([loaded.probabilities(part) for part in drawn.split(batch)])
     maps, labels = [], []
     for classes in shares.topk(min(2, shares.shape[1])).indices.T:
-        maps.append(gradcam(loaded.model, loaded.images(drawn), classes))
+        parts = zip(drawn.split(batch), classes.split(batch), strict=True)
+        maps.append(torch.cat([gradcam(loaded.model, loaded.images(part), of_part) for part, of_part in parts]))
         labels.append([f"{names[c]}: {shares[i, c]:.0%}" for i, c in enumerate(classes.tolist())])
     config = loaded.model.config if isinstance(loaded.model.config, ViTConfig) else None
     return galleries.draw_gradcam(maps, labels, config, drawn.numpy(), captions)

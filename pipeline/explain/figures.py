@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
+from pipeline.base.errors import UserError
 from pipeline.base.page import style_axes
 from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
@@ -26,6 +27,7 @@ from pipeline.explain.parameters import Cost, Filters
 from pipeline.model import ViTConfig
 
 DPI = 150  # of the PNGs
+_MAX_PIXELS = 2**16  # Matplotlib's limit of each side.
 _SMALL, _TEXT, _TITLE = 7, 8, 10  # points
 _TILE, _GAP, _LINE, _MARGIN, _MIN_WIDTH = 1.2, 0.08, 0.16, 0.2, 3.2  # inches
 _MAX_CHARACTERS = 17  # of a line over a tile
@@ -43,13 +45,21 @@ class Tile:
 
 
 def gallery(rows: Sequence[Sequence[Tile | None]], title: str, note: str = "", bar: str = "") -> Figure:
-    """Tiles in rows; None leaves a place empty. bar: label of a colour bar from 0 to the largest value; empty for none."""
+    """Tiles in rows; None leaves a place empty. bar: label of a colour bar from 0 to the largest value; empty for none.
+
+    Raises UserError for more rows than a picture can have.
+    """
     num_lines = [max((len(tile.lines) for tile in row if tile), default=0) for row in rows]
     heights = [lines * _LINE + _TILE + _GAP for lines in num_lines]
     inside = max(max(map(len, rows)) * (_TILE + _GAP) - _GAP, 0.088 * len(title), _MIN_WIDTH)
     notes = textwrap.wrap(note, int(inside / 0.063))
     above, below = 0.3 + (len(notes) + 0.4) * _LINE, 0.65 if bar else 0.0
     width, height = inside + 2 * _MARGIN, sum(heights) + above + below + 2 * _MARGIN
+    if height * DPI >= _MAX_PIXELS:
+        fitting = int(len(rows) * _MAX_PIXELS / (height * DPI))
+        raise UserError(
+            f"{title}: {len(rows):,} rows, but a picture holds some {fitting:,}. Draw fewer images (num_drawn)."
+        )
     figure = Figure(figsize=(width, height))
     # One canvas for all tiles, in inches: separate axes would take 30 ms a tile.
     canvas = figure.add_axes((0, 0, 1, 1))

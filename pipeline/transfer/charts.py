@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from pipeline.base.page import COLOURS, add_legend, png, style_axes
 from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
-from pipeline.transfer.score_table import OVERALL, Column, TableScore, members, unpublished_warning
+from pipeline.transfer.score_table import MEMBERS, OVERALL, Column, TableScore, unpublished_warning
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
 # Greys for the paper's columns.
@@ -41,13 +41,13 @@ def draw_means(table: Sequence[Column]) -> bytes:
     axes = figure.add_subplot()
     names = [*GROUPS, OVERALL]
     rows = [[column.means.get(name) for name in names] for column in table]
-    _bars(axes, table, [f"{name} ({len(members()[name])})" for name in names[:-1]] + ["all 19 tasks"], rows)
+    _bars(axes, table, [f"{name} ({len(MEMBERS[name])})" for name in names[:-1]] + ["all 19 tasks"], rows)
     width = _width(len(table))
     for number, column in enumerate(table):
         for place, name in enumerate(names):
             if name not in column.means:
-                num_scored = sum(task not in column.absent for task in members()[name])
-                text = f"only {num_scored} of {counted(len(members()[name]), 'task')}"
+                num_scored = sum(task not in column.absent for task in MEMBERS[name])
+                text = f"only {num_scored} of {counted(len(MEMBERS[name]), 'task')}"
                 axes.text(place + _shift(number, len(table)), 1, text, rotation=90, ha="center", va="bottom",
                           fontsize=max(6, 40 * width), color=_colours(table)[number])  # fmt: skip
     axes.set_title(f"VTAB-1k: unweighted means over tasks{_caveat(table)}")

@@ -17,6 +17,7 @@ from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.transfer import charts
 from pipeline.transfer.published import PAPER, PROTOCOL, RESNET, SOURCE
 from pipeline.transfer.score_table import (
+    MEMBERS,
     OVERALL,
     UNPUBLISHED_TAG,
     Column,
@@ -24,7 +25,6 @@ from pipeline.transfer.score_table import (
     columns,
     common_tasks,
     mean_of,
-    members,
     unpublished_warning,
 )
 from pipeline.transfer.track.children import attach
@@ -98,7 +98,7 @@ def score_table(table: Sequence[Column]) -> Table:
             if task.group == group:
                 rows.append([task.title, *(_score_text(column, task.name) for column in table)])
         bold.add(len(rows))
-        rows.append([f"{group} (mean of {len(members()[group])})", *(_mean(column, group) for column in table)])
+        rows.append([f"{group} (mean of {len(MEMBERS[group])})", *(_mean(column, group) for column in table)])
     bold.add(len(rows))
     rows.append([OVERALL, *(_mean(column, OVERALL) for column in table)])
     common = common_tasks(table)
@@ -170,7 +170,7 @@ def _scores(table: Sequence[Column]) -> Iterator[tuple[Any, ...]]:
                 values = (*_csv_values(score), int(task.name not in column.unpublished))
                 yield (column.name, "task", task.name, task.group, *values)
         for name, score in column.means.items():
-            values = (*_csv_values(score), int(not set(members()[name]) & set(column.unpublished)))
+            values = (*_csv_values(score), int(not set(MEMBERS[name]) & set(column.unpublished)))
             yield (column.name, "mean", "all" if name == OVERALL else name, "", *values)
 
 
@@ -214,10 +214,10 @@ def _score_text(column: Column, task: str) -> str:
 
 def _mean(column: Column, name: str) -> str:
     if score := column.means.get(name):
-        mark = "†" if set(members()[name]) & set(column.unpublished) else ""
+        mark = "†" if set(MEMBERS[name]) & set(column.unpublished) else ""
         interval = f" [{100 * score.interval.low:.2f}, {100 * score.interval.high:.2f}]" if score.interval else ""
         return f"{100 * score.accuracy:.2f}{mark}{interval}"
-    names = members()[name]
+    names = MEMBERS[name]
     return f"– ({sum(task in column.tasks for task in names)} of {len(names)})"
 
 

@@ -15,6 +15,11 @@ from pipeline.transfer.published import PAPER, Published
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
 OVERALL = "mean of 19 tasks"
+# Group or OVERALL -> names of its tasks.
+MEMBERS: dict[str, list[str]] = {
+    **{group: [task.name for task in TASKS if task.group == group] for group in GROUPS},
+    OVERALL: [task.name for task in TASKS],
+}
 RESULTS_FILE = "results.json"
 _WAY_OUT = "Run its launch/vtab.py again: that writes the file anew from its cells."
 # MLflow tag of a sweep: the tasks that were not made from the published files.
@@ -155,7 +160,7 @@ def column_of(name: str, results: dict[str, Any]) -> Column:
     for task in TASKS:
         if by_seed := by_task.get(task.name):
             tasks[task.name] = _of_task(list(by_seed.values()))
-    for mean, names in members().items():
+    for mean, names in MEMBERS.items():
         if all(name in tasks for name in names):
             means[mean] = _of_mean([by_task[name] for name in names])
     absent = [task.name for task in TASKS if task.name not in tasks]
@@ -189,7 +194,7 @@ def column_as_published(published: Published) -> Column:
     tasks = {task.name: TableScore(value / 100, None, 0, 0) for task, value in zip(TASKS, published.tasks, strict=True)}
     means = {
         mean: TableScore(float(np.mean([tasks[name].accuracy for name in names])), None, 0, 0)
-        for mean, names in members().items()
+        for mean, names in MEMBERS.items()
     }
     return Column(published.name, tasks, means, [], {})
 
@@ -220,12 +225,6 @@ def common_tasks(table: Sequence[Column]) -> list[str]:
 def mean_of(column: Column, names: Sequence[str]) -> float:
     """Unweighted mean of a column over tasks that it has."""
     return float(np.mean([column.tasks[name].accuracy for name in names]))
-
-
-def members() -> dict[str, list[str]]:
-    """Group or OVERALL -> names of its tasks."""
-    groups: dict[str, list[str]] = {group: [task.name for task in TASKS if task.group == group] for group in GROUPS}
-    return {**groups, OVERALL: [task.name for task in TASKS]}
 
 
 def _of_task(scores: list[dict[str, Any]]) -> TableScore:

@@ -173,6 +173,7 @@ def test_of_hugging_face_into_ours_asks_transformers_first(weights, tmp_path, ca
         ({"representation": True}, "timm", "timm", "cannot hold a representation layer .*head=false"),
         ({"positions": "relative"}, "huggingface", "hf", "cannot hold relative positions"),
         ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "Use format=torch_export"),
+        ({"size": (16, 24)}, "npz", "a.npz", "square grids of patches, and this one is 4 x 6"),
         ({}, "onnx", "a.bin", r"out = .*a\.bin of format = onnx must end in \.onnx"),
         ({}, "timm", "", "is an existing folder"),
     ],
@@ -183,6 +184,13 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form,
     with pytest.raises(UserError, match=message):
         run(tmp_path / "model.pt", form, tmp_path / "out" / out)
     assert not any((tmp_path / "out").iterdir())
+
+
+def test_a_folder_does_not_replace_a_file(weights, tmp_path):
+    (tmp_path / "mine").write_text("notes")
+    with pytest.raises(UserError, match=r"mine is an existing file\. Remove it"):
+        run(weights, "timm", tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "notes"
 
 
 def test_a_head_that_is_not_trained_is_said(tmp_path, capsys):

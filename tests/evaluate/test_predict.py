@@ -20,6 +20,7 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.adhoc_split import open_adhoc_split
 from pipeline.evaluate import predict
+from pipeline.evaluate.loaded_model import load_model
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import PredictConfig
 
@@ -150,9 +151,21 @@ def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dat
     nameless = save(tmp_path / "nameless.pt")
     assert {row["class"] for row in run(nameless, other.path, "top=3")} == {"class 0", "class 1", "class 2"}
     assert {row["class"] for row in run(nameless, tmp_path / "first")} == {*CLASSES, None}
-    (tmp_path / "names.txt").write_text("one\ntwo\nthree\n")
+    (tmp_path / "names.txt").write_text("one\ntwo\nthree\n", encoding="utf-8-sig")
     named = run(nameless, other.path, f"class_names={tmp_path / 'names.txt'}")
     assert {row["class"] for row in named} == {"one", "two", "three"}
+
+
+def test_true_classes_are_those_of_the_same_name(weights: Path, make_dataset, tmp_path: Path) -> None:
+    """Of a set of a mixture, say, which has some of the weights' classes in another order."""
+    part = make_dataset({"val": [[1], [0], []]}, [CLASSES[2], CLASSES[0]])
+    for own, expected in ((CLASSES, [[0], [2], []]), ([*CLASSES[:2], CLASSES[0], CLASSES[2]], [[], [], []])):
+        path = save(tmp_path / "some.pt", len(own), classes=own)
+        config = schema.load(PredictConfig, None, [f"weights={path}", f"images={part.path}", "device=cpu"])
+        images, names = predict.open_images(config, load_model(config))
+        true = images.true_classes(names).split
+        assert [true.labels_of(row).tolist() for row in range(3)] == expected
+        assert images.labels(range(3)) == [CLASSES[0], CLASSES[2], None]
 
 
 def test_readable_names_are_shown(data: Dataset, tmp_path: Path, make_dataset) -> None:

@@ -201,7 +201,7 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
     models.save(model, tmp_path / "objective.pt", {"classes": [*reversed(CLASSES), "wasp"], "loss": "mae"})
     refused("objective.pt has no head", tmp_path / "objective.pt")
     twice = save(tmp_path / "twice.pt", K + 1, classes=["bee", *CLASSES])
-    refused(r"twice.pt has several classes 'bee', so .*match_classes=false", twice)
+    refused(r"several classes of the weights have the name 'bee', so .*match_classes=false", twice)
     refused("has no split 'extra' to choose shots from. It has: train, val", weights, "train_split=extra")
     refused("eval_resize = 6 is smaller than image_size = 8", weights, "eval_resize=6", "eval_crop=center")
     refused("image_size = 3 is not divisible by patch_size = 4", weights, "image_size=3")

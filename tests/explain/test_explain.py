@@ -180,6 +180,33 @@ def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> 
     assert run(weights, out, f"images=[{','.join(files)}]", "draw=patches")["images"] == files
 
 
+def test_no_forward_pass_is_of_more_images_than_a_batch(photos: Path, tmp_path: Path, monkeypatch) -> None:
+    seen, forward = [], models.VisionTransformer.embed
+
+    def embed(self: models.VisionTransformer, images: torch.Tensor, **more: Any) -> torch.Tensor:
+        seen.append(len(images))
+        return forward(self, images, **more)
+
+    monkeypatch.setattr(models.VisionTransformer, "embed", embed)
+    run(
+        save(tmp_path / "random.pt"),
+        tmp_path / "out",
+        f"images={photos}",
+        "draw=[attention,components,gradcam]",
+        "batch=4",
+    )
+    assert max(seen) == 4
+
+
+def test_more_images_than_a_picture_holds_are_refused() -> None:
+    """Matplotlib ended in a ValueError, at the end."""
+    tile = figures.Tile(np.zeros((2, 2, 3)), ["a line"])
+    with pytest.raises(
+        UserError, match=r"Attention: 500 rows, but a picture holds some 30\d\. Draw fewer images \(num_drawn\)"
+    ):
+        figures.gallery([[tile]] * 500, "Attention")
+
+
 def test_maps_of_layers_and_heads() -> None:
     maps = torch.rand(2, 4, 3, 5, 5)  # three blocks and the pooling
     layers = ["block 1", "block 2", "block 3", POOLING]

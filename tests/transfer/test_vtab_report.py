@@ -21,7 +21,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.transfer import report
 from pipeline.transfer.published import PAPER
-from pipeline.transfer.score_table import OVERALL, column_as_published, columns, members, read_results
+from pipeline.transfer.score_table import MEMBERS, OVERALL, column_as_published, columns, read_results
 from pipeline.transfer.vtab_tasks import TASKS
 
 
@@ -75,7 +75,7 @@ def test_the_papers_columns_have_the_means_it_prints(number: int, group_means: t
         group_means, abs=0.006
     )
     assert 100 * found[OVERALL].accuracy == pytest.approx(mean, abs=0.006)
-    assert {group: len(names) for group, names in members().items()} == {
+    assert {group: len(names) for group, names in MEMBERS.items()} == {
         "natural": 7, "specialized": 4, "structured": 8, OVERALL: 19
     }  # fmt: skip
 
