@@ -13,24 +13,20 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, replacing
-from pipeline.checkpoint.store import step_of
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.estimate.plan import make_plan
-from pipeline.lifecycle.run_folder import read_end
 from pipeline.monitor.mlflow.weights import weights_path
-from pipeline.process.committed import NAME
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.commands.study import StudyConfig, StudyModel
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig
-from pipeline.study.results import compute_unit
+from pipeline.study.running.compute import EXA, pretraining_compute
 from pipeline.transfer.child_run import ChildRun, make_child
 
 STUDY_FILE = "study.json"
-_EXA = 1e18
 
 
 @dataclass(frozen=True)
@@ -224,7 +220,7 @@ def _cells_of(
     ]
     batch = first.train.global_batch
     in_steps = [
-        *((f"{budget:g}", "EF", "exaFLOPs", round(budget * _EXA / (flops * batch))) for budget in config.budgets),
+        *((f"{budget:g}", "EF", "exaFLOPs", round(budget * EXA / (flops * batch))) for budget in config.budgets),
         *((f"{minutes:g}", "min", "minutes", round(minutes * 60 * model.speed / batch)) for minutes in config.minutes),
     ]
     for amount, short, unit, steps in in_steps:
@@ -270,44 +266,6 @@ def _starting_model(config: RunConfig, num_classes: int) -> models.Config:
         return objectives.new_backbone(config, num_classes)
     found = models.read_weights(weights_path(config.init.weights, config.track.uri))[0]
     return replace(models.resized(found, config.model.image_size), num_classes=num_classes)
-
-
-def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> float:
-    """FLOPs of the longest pre-training among the weights of a study, if others shall train for as much longer; else 0.
-
-    uri: MLflow's, for weights that it names. notes: gets a sentence for each of the weights, for the report.
-    """
-    found = {}
-    for model in config.models:
-        if model.weights:
-            found[model.name] = compute = _compute_of(Path(weights_path(model.weights, uri)))
-            notes.append(
-                f"{model.name} starts from {model.weights}, "
-                + (f"pre-trained for {_in_words(compute)}." if compute else "whose pre-training is not known.")
-            )
-    if not config.equal_compute or not any(found.values()):
-        return 0.0
-    longest = max(found, key=found.__getitem__)
-    notes.append(f"Models without weights train for {_in_words(found[longest])} more, those of {longest}.")
-    return found[longest]
-
-
-def _in_words(flops: float) -> str:
-    size, unit = compute_unit(flops / _EXA)
-    return f"{flops / _EXA / size:.4g} {unit}"
-
-
-def _compute_of(weights: Path) -> float:
-    """FLOPs of the run that weights are of: its folder, or one of its checkpoints; 0 if it is not known."""
-    checkpoint = next((path for path in (weights, weights.parent) if NAME.fullmatch(path.name)), None)
-    folder = checkpoint.parents[1] if checkpoint else weights
-    end = read_end(folder)
-    if end is None or not (folder / "config.yaml").exists():
-        return 0.0
-    config = schema.load(RunConfig, folder / "config.yaml", [])
-    built = models.read_weights(weights)[0]
-    steps = step_of(checkpoint) if checkpoint else end.step
-    return float(steps) * config.train.global_batch * objectives.training_flops(config, built)
 
 
 def _with_trunk(

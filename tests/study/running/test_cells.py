@@ -18,7 +18,8 @@ from pipeline.ray_tasks import LostError
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import cell_run, driver
-from pipeline.study.running.cells import Study, _compute_of, new_flops, open_study, scored_on
+from pipeline.study.running.cells import Study, new_flops, open_study, scored_on
+from pipeline.study.running.compute import compute_of
 from pipeline.study.running.cost import CostEstimate, estimate, plan_table, refuse_too_long
 from pipeline.study.running.slurm import write_script
 from pipeline.transfer.child_run import make_child
@@ -382,11 +383,11 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) 
     (last.parent / "latest").write_text(last.name)
     (run.folder / "config.yaml").write_text(yaml.safe_dump(schema.to_dict(run.config)))
     (run.folder / "status.json").write_text('{"status": "finished", "step": 30, "code": 0, "reason": ""}')
-    whole = _compute_of(run.folder)
+    whole = compute_of(run.folder)
     assert whole > 0
-    assert _compute_of(last) == _compute_of(last / "model.safetensors") == whole
-    assert _compute_of(last.with_name("step-00000010")) == pytest.approx(whole / 3)
-    assert _compute_of(base.parent) == _compute_of(last.with_name("elsewhere") / "step-00000010") == 0
+    assert compute_of(last) == compute_of(last / "model.safetensors") == whole
+    assert compute_of(last.with_name("step-00000010")) == pytest.approx(whole / 3)
+    assert compute_of(base.parent) == compute_of(last.with_name("elsewhere") / "step-00000010") == 0
 
 
 def test_the_score_is_said_with_the_images_that_it_is_of(base: Path) -> None:
