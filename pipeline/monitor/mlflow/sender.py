@@ -334,24 +334,16 @@ class MlflowSender:
         found = store.find_run(experiment_id, FOLDER_TAG, self.tags[FOLDER_TAG])
         # A new folder may have the path and the inode number of one that was removed.
         if found and self._had_metrics:
-            run_id, has_parameters = found
             # What it has received is not known: send all again, a database keeps equal points once.
-            self._update(
-                state,
-                run_id=run_id,
-                sent_bytes=0,
-                has_parameters=has_parameters,
-                back_to=self.start,
-                artifacts={},
-                models={},
-            )
+            (run_id, has_parameters), back_to = found, self.start
             outcome = f"continuing run {run_id}, which has this folder's tag."
         else:
             run_id = store.create_run(experiment_id, self.facts.name, self.tags, self._started)
-            self._update(
-                state, run_id=run_id, sent_bytes=0, has_parameters=False, back_to=None, artifacts={}, models={}
-            )
+            has_parameters, back_to = False, None
             outcome = f"no run at {self.shown_uri} has this folder's tag, so everything is sent to a new one, {run_id}."
+        self._update(
+            state, run_id=run_id, sent_bytes=0, has_parameters=has_parameters, back_to=back_to, artifacts={}, models={}
+        )
         if self._damage:
             warn(f"{self.state_path}, which names the MLflow run, was {self._damage}: {outcome}")
         self._damage = ""
