@@ -58,7 +58,7 @@ def gallery(rows: Sequence[Sequence[Tile | None]], title: str, note: str = "", b
     if height * DPI >= _MAX_PIXELS:
         fitting = int(len(rows) * _MAX_PIXELS / (height * DPI))
         raise UserError(
-            f"{title}: {len(rows):,} rows, but a picture holds some {fitting:,}. Draw fewer images (num_drawn)."
+            f"{title}: {counted(len(rows), 'row')}, but a picture holds some {fitting:,}. Draw fewer images (num_drawn)."
         )
     figure = Figure(figsize=(width, height))
     # One canvas for all tiles, in inches: separate axes would take 30 ms a tile.
