@@ -171,8 +171,9 @@ def index_tar(job: IndexJob) -> _IndexedTar:
         seen = {"job": asdict(job), "bytes": num_bytes, "version": version(path)}
     except FileNotFoundError:
         raise UserError(f"A worker cannot access {path}: the tars must be on storage shared by all nodes.") from None
-    if part.exists() and (found := _read_part(part, seen)):
-        return found
+    # A complete part file of a tar that has not changed.
+    if part.exists() and (found := load_part(part, _IndexPartMetadata)) and found.seen == seen:
+        return _IndexedTar(found.shard, found.skipped, len(found.unlabelled))
     cv2.setNumThreads(1)
     with lost_if_unreadable(job.path):
         columns, skipped, unlabelled, sha256 = _scan(job, path)
@@ -341,14 +342,6 @@ def _refuse_others(finished: Dataset, results: list[_IndexedTar]) -> None:
         )
     if not finished.is_intact():
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
-
-
-def _read_part(path: AnyPath, seen: dict[str, Any]) -> _IndexedTar | None:
-    """The result in a part file, if it is complete and the tar has not changed. Raises StorageError."""
-    about = load_part(path, _IndexPartMetadata)
-    if about is None or about.seen != seen:
-        return None
-    return _IndexedTar(about.shard, about.skipped, len(about.unlabelled))
 
 
 def _print_done(dataset: Dataset, results: list[_IndexedTar], seconds: float, verified: bool) -> None:

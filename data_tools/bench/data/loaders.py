@@ -27,15 +27,6 @@ from pipeline.settings.run import AugmentConfig
 
 _SHORT = 256
 _LATE_STEP = 1_000_000
-_MODULES = {
-    "files + DataLoader": "torch.utils.data",
-    "webdataset": "webdataset",
-    "LitData": "litdata",
-    "MosaicML streaming": "streaming",
-    "Grain": "grain",
-    "SPDL": "spdl.pipeline",
-    "DALI": "nvidia.dali.fn",
-}
 _WHOLE, _REGION, _PILLOW = "libjpeg-turbo", "libjpeg-turbo, region", "Pillow"
 
 
@@ -110,20 +101,20 @@ def _others(
         (", Pillow", peers.pillow_float, ("float32", _PILLOW, "antialias")),
     ]
     for suffix, view, about in views:
-        readers: dict[str, Callable[[], Iterator[int]]] = {
-            "files + DataLoader": partial(peers.read_files, files, view, *size),
-            "webdataset": partial(peers.read_webdataset, split.shard_paths, view, *size),
-            "LitData": partial(peers.read_litdata, litdata, view, *size),
-            "MosaicML streaming": partial(peers.read_mosaic, mosaic, view, *size),
-            "Grain": partial(peers.read_grain, files, view, *size),
+        readers: dict[str, tuple[str, Callable[[], Iterator[int]]]] = {
+            "files + DataLoader": ("torch.utils.data", partial(peers.read_files, files, view, *size)),
+            "webdataset": ("webdataset", partial(peers.read_webdataset, split.shard_paths, view, *size)),
+            "LitData": ("litdata", partial(peers.read_litdata, litdata, view, *size)),
+            "MosaicML streaming": ("streaming", partial(peers.read_mosaic, mosaic, view, *size)),
+            "Grain": ("grain", partial(peers.read_grain, files, view, *size)),
         }
         if view is not peers.pillow_float:
-            readers["SPDL"] = partial(peers.read_spdl, files, view, *size)
-        for name, read in readers.items():
-            yield Contestant(name + suffix, about, cores, read, _MODULES[name])
+            readers["SPDL"] = "spdl.pipeline", partial(peers.read_spdl, files, view, *size)
+        for name, (module, read) in readers.items():
+            yield Contestant(name + suffix, about, cores, read, module)
     for suffix, method in (("", "linear"), (", antialias", "antialias")):
-        read = partial(peers.read_dali, files, method == "antialias", *size)
-        yield Contestant(f"DALI{suffix}", ("uint8", _REGION, method), cores, read, _MODULES["DALI"])
+        work = partial(peers.read_dali, files, method == "antialias", *size)
+        yield Contestant(f"DALI{suffix}", ("uint8", _REGION, method), cores, work, "nvidia.dali.fn")
 
 
 def _view(config: BenchConfig, method: str, region: bool) -> ViewWriter:
