@@ -38,7 +38,7 @@ from pipeline.transfer.vtab_cell import warmup_steps
 ROOT = Path(__file__).parents[2]
 CLASSES = {
     **vars(run_sections), **vars(run_execution), **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings),
-    **vars(transfer_settings), **vars(suite_settings), **vars(study_settings), "SplitChoice": run_sections.DataConfig,  # The protocol by which data/ reads it.
+    **vars(transfer_settings), **vars(suite_settings), **vars(study_settings),
 }  # fmt: skip
 # Classes that hold settings: class -> (where, which).
 HOLDERS = {
