@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipeline.base.errors import UserError
+from pipeline.data.loading.augment import write_eval_view
 from pipeline.model import configure, create, load, read_weights, save_safetensors, to_huggingface, to_npz, to_timm
 from pipeline.model.convert import preprocessing as images_of
 from pipeline.model.convert.names import NAMES, vit_entries
@@ -15,6 +16,7 @@ from pipeline.model.convert.resnets import bit_entries
 from pipeline.model.convert.timm_format import timm_architecture
 from pipeline.model.files import write_safetensors
 from pipeline.model.position import sincos2d
+from pipeline.settings.run_sections import AugmentConfig
 
 D, GRID = 16, 4
 TIMM_CONFIG = {
@@ -539,6 +541,30 @@ def test_out_to_transformers_and_in_again(tmp_path, transformers, changes, prepr
     assert pixels.shape == (1, 3, 16, 16)
     if preprocessing["eval_crop"] == "center":
         assert np.allclose(pixels[0].permute(1, 2, 0), picture[2:18, 2:18] / 127.5 - 1, atol=1e-5)
+
+
+SQUARE, CROP = {"height": 40, "width": 40}, {"height": 32, "width": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("ViT", {"size": CROP}),
+        ("CLIP", {"size": 40, "crop_size": 32, "do_center_crop": True}),  # as in the files of OpenAI's models
+        ("Bit", {"size": {"shortest_edge": 40}, "crop_size": CROP, "do_center_crop": True}),
+        ("Bit", {"size": SQUARE, "crop_size": CROP, "do_center_crop": True}),
+    ],
+)
+def test_images_are_read_as_transformers_reads_them(transformers, kind, settings):
+    halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3}
+    picture = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    processor = getattr(transformers, f"{kind}ImageProcessor")(**settings, **halves)
+    expected = np.asarray(processor(picture, return_tensors="pt")["pixel_values"][0]).transpose(1, 2, 0)
+    view = dict(images_of.from_huggingface(settings | halves).view)
+    assert view.pop("image_size") == 32
+    found = np.zeros((32, 32, 3), np.uint8)
+    write_eval_view(picture, found, AugmentConfig(**view))
+    assert np.abs(found / 127.5 - 1 - expected).mean() < 0.001  # a level is 0.008
 
 
 @torch.no_grad()
