@@ -51,7 +51,7 @@ def study(config: StudyConfig) -> None:
     folder = Path(str(shared_path("out", config.out))) / config.name
     shared_path("data.path", run_for_all(config).config.data.path)
     if config.plan or config.cell:
-        run(config)
+        run(config, at_a_time=config.num_tasks or 1 if config.on == "ray" else 1)
         return
     on_cluster = config.on == "ray" and not (config.slurm or config.report)
     with only_driver(folder) if not config.slurm else nullcontext():

@@ -107,7 +107,7 @@ def repair(path: Path, last_step: int) -> Repair:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open metrics.jsonl for new records, after a line break if a kill cut the last line short. Raises UserError for a folder."""
+    """Open a file of lines for new ones, after a line break if a kill cut the last line short. Raises UserError for a folder."""
     try:
         file = open(path, "ab+")  # noqa: SIM115  (closed by the caller)
     except IsADirectoryError:
@@ -174,6 +174,12 @@ def _number(value: Any) -> float:
     if type(value) in (float, int) and abs(value) <= _MAX_VALUE:
         return float(value)
     raise ValueError
+
+
+@functools.cache
+def accepted_name(name: str) -> str:
+    """A metric's name with "_" for what MLflow refuses: one may contain that of a model ("R50+ViT") or of a data folder ("photos (2)")."""
+    return re.sub(r"^[./]|[^/\w.\- :]", "_", name)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import path_inside, read_bytes, write_text
 from pipeline.base.json_record import Count, Time
+from pipeline.monitor.metrics_file import open_to_append
 from pipeline.monitor.run_page import RunFacts
 
 PAGE = "page"
@@ -75,8 +76,8 @@ class PageFolder:
         (self.path / _END).unlink(missing_ok=True)
         write_text(self.path / _FACTS, json.dumps(asdict(SavedFacts(experiment, facts)), indent=1))
         if facts.steps:
-            with open(self.path / _STARTS, "a") as file:
-                file.write(json.dumps(asdict(start)) + "\n")
+            with open_to_append(self.path / _STARTS) as file:
+                file.write(json.dumps(asdict(start)).encode() + b"\n")
 
     def write_text(self, name: str, lines: list[str]) -> None:
         """Write a text file, such as plan.txt."""
@@ -114,26 +115,26 @@ class PageFolder:
 
         Only regular files inside of the folder: see `refused`.
         """
-        for name in dict.fromkeys(self._names(names)):
-            with contextlib.suppress(FileNotFoundError, UserError):
+        for name, found in self._checked(names):
+            if isinstance(found, Path):
                 folder = Path(name).parent
                 in_page = folder.relative_to(PAGE).as_posix() if folder.is_relative_to(PAGE) else "."
-                yield path_inside(self.run_folder, name), "" if in_page == "." else in_page
+                yield found, "" if in_page == "." else in_page
 
     def refused(self, names: tuple[str, ...] = ()) -> list[str]:
         """Why files of the page, and `names` beside it, are neither sent nor shown: one line each.
 
         A folder that somebody else made may name any file of this machine, by its path or by a link.
         """
-        lines = []
+        return [str(found) for _, found in self._checked(names) if isinstance(found, UserError)]
+
+    def _checked(self, names: tuple[str, ...]) -> Iterator[tuple[str, Path | UserError]]:
         for name in dict.fromkeys(self._names(names)):
-            try:
-                path_inside(self.run_folder, name)
-            except FileNotFoundError:
-                continue
-            except UserError as error:
-                lines.append(str(error))
-        return lines
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    yield name, path_inside(self.run_folder, name)
+                except UserError as error:
+                    yield name, error
 
     def _names(self, names: tuple[str, ...]) -> Iterator[str]:
         """`names`, then those of the files in `page/` that are uploaded, relative to the run folder."""

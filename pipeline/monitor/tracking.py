@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
-from pipeline.monitor.metrics_file import METRICS_FILE, Record, open_to_append, repair
+from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, open_to_append, repair
 from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings
 from pipeline.monitor.mlflow.sender import Experiment, MlflowSender, SenderTimeouts
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
@@ -33,7 +33,8 @@ class Tracker:
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
-        facts = replace(facts, tags={**facts.tags, **source_tags()})
+        declared = {accepted_name(name): metric for name, metric in facts.metrics.items()}
+        facts = replace(facts, tags={**facts.tags, **source_tags()}, metrics=declared, score=accepted_name(facts.score))
         self._page = PageFolder(folder)
         self._page.begin(config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before))
         self._sender = make_sender(config, out, folder, facts, start, timing, find_models)
@@ -48,7 +49,8 @@ class Tracker:
             self._sender.begin()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record metrics of a step. Never waits for MLflow."""
+        """Record metrics of a step, under names that MLflow accepts. Never waits for it."""
+        metrics = {accepted_name(name): value for name, value in metrics.items()}
         if step == self.start:
             # After a kill between an evaluation's record and its scores.json, the evaluation runs again.
             metrics = {name: value for name, value in metrics.items() if name not in self._logged}

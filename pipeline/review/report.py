@@ -1,5 +1,6 @@
 """One run on one page: lineage, plan and measurement, scores, curves, warnings, settings, data, code, weights."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -362,10 +363,13 @@ def _weights(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     ]
     yield Table(("role", "step", "SHA-256 of model.safetensors", "where", "in MLflow"), rows)
     chosen = next((weights for weights in found if "best" in weights.roles), found[-1])
-    held_out = record.dataset("evaluation")
-    data = f" data={held_out.source} split={held_out.split}" if held_out else ""
+    words = [f"weights={chosen.path}"]
+    if held_out := record.dataset("evaluation"):
+        # "dev" is a part of the training split, of which that command knows nothing.
+        split = str(record.settings.get("data.eval_split") or "") if held_out.split == "dev" else held_out.split
+        words += [f"data={held_out.source}", *([f"split={split}"] if split else [])]
     yield Code(
-        f"python launch/evaluate.py weights={chosen.path}{data}\n\n"
+        f"python launch/evaluate.py {shlex.join(words)}\n\n"
         f'from pipeline.model import load\nmodel = load("{chosen.path}")'
     )
 

@@ -50,7 +50,7 @@ def _named(text: str) -> list[str]:
 @_with_options
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model: its name, its image size, and the fields of `ViTConfig` and `ResNetConfig` that are marked as options."""
+    """The model: its name, its image size, and the fields of `ViTConfig` that are marked as options."""
 
     name: str | None = setting(
         None,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,8 +13,17 @@ from pipeline.base.json_record import Count, Limits, Share
 from pipeline.settings.commands.study import Question
 
 RESULTS_FILE = "results.json"
+# Units of compute, the largest first: (in exaFLOPs, name).
+_UNITS = ((1.0, "exaFLOPs"), (1e-3, "petaFLOPs"), (1e-6, "teraFLOPs"), (1e-9, "gigaFLOPs"))
 # damaged: its run has ended, and what its files say cannot be used.
 State = Literal["done", "diverged", "failed", "damaged", "not run"]
+# Of the cells that a start runs. One that failed, or is damaged, is tried again; one that diverged would diverge again.
+TO_RUN: tuple[State, ...] = ("not run", "failed", "damaged")
+
+
+def compute_unit(exaflops: float) -> tuple[float, str]:
+    """The largest unit of which this amount is at least one: (in exaFLOPs, name)."""
+    return next((unit for unit in _UNITS if exaflops >= unit[0]), _UNITS[-1])
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class CellResult:
 class StudyResults:
     """A study's results. score: the name of the score that its figures show. data: path; fingerprint: of the data set.
 
-    evaluated_on: the data and split of top1. image_size: side of the pre-training images in pixels. notes: sentences for the reader.
+    evaluated_on: the data and split of the score, "" for VTAB-1k. image_size: side of the pre-training images in pixels. notes: sentences for the reader.
     """
 
     name: str
@@ -67,6 +77,11 @@ class StudyResults:
     def counts_images(self) -> bool:
         """Whether its cells are compared by their number of training images; else by compute."""
         return self.question in ("data_size", "labels")
+
+    @cached_property
+    def unit(self) -> tuple[float, str]:
+        """The unit in which the compute of all cells is shown, that of the longest: (in exaFLOPs, name)."""
+        return compute_unit(max((cell.exaflops for cell in self.cells), default=1.0))
 
     @property
     def done(self) -> list[CellResult]:

@@ -125,6 +125,13 @@ def remove_unreadable_scores(run: ChildRun) -> None:
         file.unlink(missing_ok=True)
 
 
+def is_evaluated(run: ChildRun) -> bool:
+    """Whether a run measures anything of a held-out split, and has a scores.json then."""
+    from pipeline import objectives  # Late: imports torch.
+
+    return bool(objectives.metrics(run.config)["scores"])
+
+
 def read_evaluation(run: ChildRun) -> ScoresFile:
     """The last evaluation of a run. Raises FileNotFoundError, and UserError for a damaged file."""
     from pipeline import objectives  # Late: imports torch.
@@ -191,7 +198,8 @@ def _unreadable_scores(run: ChildRun) -> dict[Path, str]:
     """Files of the scores of a finished run that are damaged or missing, with the reason."""
     unreadable = {}
     try:
-        read_evaluation(run)
+        if is_evaluated(run):
+            read_evaluation(run)
     except FileNotFoundError:
         unreadable[run.folder / _SCORES] = f"{run.folder / _SCORES} is missing."
     except UserError as error:

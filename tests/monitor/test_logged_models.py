@@ -2,18 +2,23 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
+from pipeline.base.metric import Metric
+from pipeline.monitor.mlflow.mirror import MirrorSettings, RunMirror
 from pipeline.monitor.mlflow.sender import SenderTimeouts
-from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.mlflow.state import SentModel, SyncState
+from pipeline.monitor.mlflow.store import MlflowStore, _with_children
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
@@ -149,6 +154,38 @@ def test_the_registered_model_names_the_last_and_the_best(tmp_path: Path, capfd:
     )
 
 
+def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    """It stayed so for ever, because no number is above it."""
+    aliases: dict[str, dict[str, str]] = {}
+
+    class Store:
+        def set_version_tags(self, name: str, version: str, tags: dict[str, str]) -> None:
+            self.tags = tags
+
+        def set_alias(self, name: str, alias: str, version: str) -> None:
+            aliases[alias] = self.tags
+
+        def tags_of_alias(self, name: str, alias: str) -> dict[str, str] | None:
+            return aliases.get(alias)
+
+    facts = RunFacts(
+        "a", "pretrain", datasets=(DATA,), score="val_loss", metrics={"val_loss": Metric("loss", "lower", "eval")}
+    )
+    mirror = RunMirror(tmp_path, facts, lambda ended: [], MirrorSettings(register="photos"), lambda *_: None, print)
+    model = ModelFacts(10, "a", "f00", ("kept",))
+    state = SyncState("run", models={"f00": SentModel("m", (), 1, "1")})
+
+    def register(value: float) -> str | None:
+        points = {10: [SimpleNamespace(key="eval/val_loss", value=value)]}
+        mirror._register(Store(), state, model, points)  # type: ignore[arg-type]
+        return aliases.get("best", {}).get("score")
+
+    assert register(math.nan) is None
+    assert register(2.0) == "2.0"
+    aliases["best"]["score"] = "nan"  # As earlier versions left it.
+    assert [register(3.0), register(math.nan), register(1.0)] == ["3.0", "3.0", "1.0"]
+
+
 def test_a_run_whose_name_has_dots_gets_its_logged_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Every run of a grid has such a name, `lr-0.003`, and MLflow allows no dot in that of a model."""
     tracked(tmp_path, "lr-0.003", [checkpoint(tmp_path, "lr-0.003", 20)], {20: 0.25})
@@ -233,3 +270,18 @@ def test_a_parent_and_its_child_name_each_other(tmp_path: Path) -> None:
     assert len(tags["mlflow.note.content"].partition("**Made from this run**\n\n")[2].splitlines()) == 3
     # A parent in another store costs nothing.
     assert run("lost", "0" * 32)
+
+
+def test_a_description_lists_as_many_runs_as_it_may_hold() -> None:
+    """MLflow cut it at 8,000 characters, after which it looked edited, and was never written again."""
+    one = "finetune [pets-384px](#/experiments/1/runs/0123456789abcdef0123456789abcdef), 91.34 % pets:test"
+    for count in (1, 84, 85, 1000):
+        tags = {f"mlflow.made_from_this.{number:032x}": f"{one} {number}" for number in range(count)}
+        note = _with_children("What it is.", tags)
+        *listed, last = note.partition("**Made from this run**\n\n")[2].splitlines()
+        assert len(note) <= 8000
+        if last.startswith("- and "):
+            assert last == f"- and {count - len(listed):,} more"
+            assert len(listed) > 70
+        else:
+            assert len(listed) + 1 == count < 85

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import UserError
+from pipeline.base.metric import Metric
 from pipeline.monitor.metrics_file import Record, by_name, open_to_append, read_metrics, repair
+from pipeline.monitor.page_folder import PageFolder
+from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.tracking import Tracker
+from pipeline.settings.run import TrackConfig
 
 
 def write(path: Path, *records: tuple[int, dict[str, float]]) -> list[bytes]:
@@ -52,6 +57,21 @@ def test_later_steps_repeats_and_damage_are_removed(tmp_path: Path) -> None:
 def test_a_removed_file_has_mlflow_delete_later_points(tmp_path: Path) -> None:
     plan = repair(tmp_path / "metrics.jsonl", 7)
     assert (plan.lines, plan.changed, plan.unchanged_bytes, plan.back_to) == ([], False, 0, 7)
+
+
+def test_names_that_mlflow_refuses_lose_no_record(tmp_path: Path) -> None:
+    """They were damaged lines: nothing of a study of R50+ViT arrived, and a resumed run removed them."""
+    declared = {"photos (2)_20nn": Metric("share", "higher", "probe")}
+    facts = RunFacts("a", "pretrain", metrics=declared, score="photos (2)_20nn")
+    tracker = Tracker(TrackConfig(enabled=False), tmp_path, tmp_path / "run", facts)
+    tracker.log(1, {"photos (2)_20nn": 0.5, "best_R50+ViT-B/16": 0.75, ".a_20nn": 1.0})
+    tracker.finish("FINISHED")
+    (record,), num_damaged = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert record.metrics == {"photos _2__20nn": 0.5, "best_R50_ViT-B/16": 0.75, "_a_20nn": 1.0}
+    assert num_damaged == 0
+    saved = PageFolder(tmp_path / "run").read_facts().facts
+    assert saved.as_sent(record.metrics)["score"] == 50
+    assert saved.metric(saved.score) == declared["photos (2)_20nn"]
 
 
 def test_a_new_record_does_not_continue_a_damaged_line(tmp_path: Path) -> None:

@@ -167,6 +167,22 @@ def test_an_unknown_gpu_is_timed_with_a_product_that_fills_it(monkeypatch: pytes
     assert source == "matrix product timed at start"
 
 
+def test_a_slow_first_product_and_a_busy_host_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first took longer than all of the measurement on a busy CPU, and was the only one: a hundred times too slow."""
+    now, taken = [0.0], iter([0.5, 0.3, 0.004, 0.2, 0.3, 0.4, *[1.0] * 9])
+
+    def read() -> float:
+        """The clock. It is read twice for each product, before and after it."""
+        read.calls += 1  # type: ignore[attr-defined]
+        if read.calls % 2 == 1 and read.calls > 1:  # type: ignore[attr-defined]
+            now[0] += next(taken)
+        return now[0]
+
+    read.calls = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(profile.time, "perf_counter", read)
+    assert profile._product_seconds(8, CPU, torch.float32) == pytest.approx(0.004)
+
+
 def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

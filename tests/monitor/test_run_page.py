@@ -15,6 +15,7 @@ import pytest
 from pipeline.monitor.mlflow import view
 from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, metric_name, plain_name
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig
@@ -42,6 +43,16 @@ def tracked(
     client = MlflowStore(default_uri(out)).client
     experiment = client.get_experiment_by_name("vit")
     return client, experiment, client.search_runs([experiment.experiment_id])[0]
+
+
+def test_a_start_after_one_that_was_cut_short_is_recorded(out: Path) -> None:
+    page = PageFolder(out)
+    for step in (0, 10):
+        page.begin("vit", RunFacts("a", "pretrain", steps=20), Start(1.0, step, []))
+        if not step:
+            with open(page.path / "starts.jsonl", "a") as file:
+                file.write('{"time": 2.0, "st')
+    assert [start.step for start in page.starts()] == [0, 10]
 
 
 def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

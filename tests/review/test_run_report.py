@@ -250,3 +250,18 @@ def test_flops_are_those_of_the_whole_objective(tmp_path: Path) -> None:
     assert _flops_per_image({"train.loss": "dino"}, None, parameters, 1e9) == 7e9
     assert _flops_per_image({"train.loss": "sigmoid"}, None, parameters, 1e9) == 1e9
     assert _flops_per_image({"train.loss": "mae"}, None, {}, 1e9) == 1e9
+
+
+def test_the_command_that_scores_the_weights_names_a_split_that_there_is(out: Path) -> None:
+    """Images held out of the training split ("dev") are no split of the data."""
+    run = write_run(out / "two words", evaluations={20: 0.5})
+    path = checkpoint(run, 20)
+    record = from_folder(run)
+    held_out = replace(record.datasets[1], split="dev")
+    for settings, datasets, split in (
+        ({}, record.datasets, " split=test"),
+        ({"data.eval_split": "test"}, (record.datasets[0], held_out), " split=test"),
+        ({"data.eval_split": None}, (record.datasets[0], held_out), ""),
+    ):
+        *_, code = report._weights(replace(record, datasets=datasets, settings=record.settings | settings), reader(out))
+        assert f"evaluate.py 'weights={path.resolve()}' data=datasets/digits{split}\n" in code.text

@@ -1,6 +1,7 @@
 """Keeps the artifacts and logged models of an MLflow run equal to its run folder. Used by the sender's thread."""
 
 import contextlib
+import math
 import re
 import time
 from collections.abc import Callable
@@ -162,11 +163,11 @@ class RunMirror:
         assert state.run_id is not None
         sent, scores = state.models[model.sha256], {point.key: point.value for point in points.get(model.step, [])}
         name = self.settings.register
-        score = scores.get(self.facts.sent_name(self.facts.score))
+        score = scores.get(self.facts.sent_name(self.facts.score), math.nan)
         evaluated = self._evaluation_data()
         data = evaluated.digest if evaluated else ""
         tags = {"run": self.facts.name, "step": str(model.step), "sha256": model.sha256}
-        if score is not None:
+        if math.isfinite(score):
             tags |= {"score": repr(score), "score_name": self.facts.score, "score_data": data}
         if sent.version is None:
             sent = replace(sent, version=store.register(name, state.run_id, sent.model_id, tags))
@@ -175,7 +176,7 @@ class RunMirror:
         store.set_version_tags(name, sent.version, tags)
         if "last" in model.roles:
             store.set_alias(name, "last", sent.version)
-        if score is None:
+        if not math.isfinite(score):
             return
         best = store.tags_of_alias(name, "best")
         sign = self.facts.metric(self.facts.score).sign
@@ -184,7 +185,7 @@ class RunMirror:
                 f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')} on data "
                 f"{best.get('score_data')}) cannot be compared with {self.facts.score} on {data}."
             )
-        elif best is None or sign * score > sign * float(best.get("score", "nan")):
+        elif best is None or not sign * score <= sign * float(best.get("score", "nan")):
             store.set_alias(name, "best", sent.version)
 
 

@@ -23,8 +23,8 @@ from pipeline.monitor.run_page import (
 
 T = TypeVar("T")
 
-# MLflow's limits: characters of a parameter's value, parameters per request.
-_MAX_VALUE = 6000
+# MLflow's limits: characters of a parameter's value, and of a tag's, which it cuts; parameters per request.
+_MAX_VALUE, _MAX_TAG = 6000, 8000
 _MAX_PARAMETERS = 100
 # Digest of the description that this project wrote: with another digest, someone has edited it.
 # MLflow does not show tags that begin with "mlflow."
@@ -184,11 +184,9 @@ class MlflowStore:
     # ---------------------------------------------------------------- what a run holds
     def log_parameters(self, run_id: str, parameters: dict[str, Any]) -> None:
         """Log parameters; longer values are cut to MLflow's limit."""
-        from mlflow.entities import Param
-
-        params = [Param(name, str(value)[:_MAX_VALUE]) for name, value in parameters.items()]
-        for first in range(0, len(params), _MAX_PARAMETERS):
-            self.client.log_batch(run_id, params=params[first : first + _MAX_PARAMETERS])
+        items = list(parameters.items())
+        for first in range(0, len(items), _MAX_PARAMETERS):
+            self.log_metrics(run_id, (), {}, dict(items[first : first + _MAX_PARAMETERS]))
 
     def log_metrics(
         self, run_id: str, records: Iterable[Record], tags: dict[str, str], parameters: dict[str, Any] | None = None
@@ -270,9 +268,18 @@ class MlflowStore:
 
 
 def _with_children(note: str, tags: dict[str, str]) -> str:
-    """The description, and links to the runs that were made from this one, which its tags name."""
+    """The description, and links to the runs that were made from this one, which its tags name; as many as it may hold."""
     children = [text for name, text in sorted(tags.items()) if name.startswith((_CHILD, _SHOWN_CHILD))]
-    return note + _CHILDREN + "\n".join(f"- {child}" for child in dict.fromkeys(children)) if children else note
+    lines = [f"- {child}\n" for child in dict.fromkeys(children)]
+    room, shown = _MAX_TAG - len(note) - len(_CHILDREN) - len(_others(len(lines))), len(lines)
+    while shown and sum(map(len, lines[:shown])) > room:
+        shown -= 1
+    more = _others(len(lines) - shown) if shown < len(lines) else ""
+    return note + _CHILDREN + "".join([*lines[:shown], more]).rstrip() if lines else note
+
+
+def _others(count: int) -> str:
+    return f"- and {count:,} more"
 
 
 def _link(name: str, info: Any) -> str:

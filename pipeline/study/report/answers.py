@@ -3,7 +3,7 @@
 A *point* is the mean over seeds of one model at one data size and length. A *line* is the points that one law is fitted to:
 
     data size    each model: error against number of training images
-    scaling      each model: error against exaFLOPs, over its lengths; and each family: its frontier, that is its points that no other
+    scaling      each model: error against compute, over its lengths; and each family: its frontier, that is its points that no other
                  model of the family beats at the same compute or less. The paper's Figure 5 has one line a family; a law through all
                  points of a family would describe badly chosen models, too.
     ablation     none
@@ -13,9 +13,10 @@ Nothing here raises on poor data: what cannot be said has a sentence in place of
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from operator import attrgetter
 
 import numpy as np
 
@@ -37,19 +38,22 @@ PAIRED_FROM = 4
 _MAX_STEP = 4.0
 _MIN_SIZES = 4
 _SEED = 0
+_x = attrgetter("x")
 
 
 @dataclass(frozen=True)
 class Point:
     """The runs of one model at one data size and length, which differ in their seed only. scores: in the order of seeds, shares.
 
-    num_test: test images of each score; 0 where it is no proportion of images, or unknown.
+    x: what the study compares by: the number of training images, or compute in `StudyResults.unit`. num_test: test images of each
+    score; 0 where it is no proportion of images, or unknown.
     """
 
     model: str
     family: str
     data_size: int
     exaflops: float
+    x: float
     seeds: tuple[int, ...]
     scores: tuple[float, ...]
     num_test: int
@@ -131,29 +135,18 @@ class Answers:
         """Those that a figure shows: families, else models."""
         return self.families or self.models
 
-    def x(self, point: Point) -> float:
-        return x_of(point, self.results)
-
-
-def x_of(point: Point, results: StudyResults) -> float:
-    return float(point.data_size) if results.counts_images else point.exaflops
-
 
 def answer(results: StudyResults) -> Answers:
     points = points_of(results)
     is_scaling, has_variants = results.question == "scaling", results.question in ("ablation", "labels")
-    unit = "training images" if results.counts_images else "exaFLOPs"
-
-    def x(point: Point) -> float:
-        return x_of(point, results)
-
+    unit = "training images" if results.counts_images else results.unit[1]
     models = {name: [p for p in points if p.model == name] for name in results.models}
     of_family = {name: [p for p in points if p.family == name] for name in results.families}
     model_lines, family_lines = [], []
     if not has_variants:
-        model_lines = _lines(models, x, unit)
+        model_lines = _lines(models, unit)
     if is_scaling and any(len({p.model for p in of_one}) > 1 for of_one in of_family.values()):
-        family_lines = _lines({name: frontier(of_one, x) for name, of_one in of_family.items()}, x, unit)
+        family_lines = _lines({name: frontier(of_one) for name, of_one in of_family.items()}, unit)
     variants, baseline = _variants(points, results) if has_variants else ([], "")
     return Answers(
         results,
@@ -161,8 +154,8 @@ def answer(results: StudyResults) -> Answers:
         points,
         model_lines,
         family_lines,
-        [] if has_variants else _leads(points, x, _SAME_BUDGET if is_scaling else 1.0),
-        _optimal(model_lines, points, x) if is_scaling else [],
+        [] if has_variants else _leads(points, _SAME_BUDGET if is_scaling else 1.0),
+        _optimal(model_lines, points) if is_scaling else [],
         variants,
         baseline,
     )
@@ -186,29 +179,30 @@ def points_of(results: StudyResults, score: str = "") -> list[Point]:
         # A mean over tasks is no proportion of images.
         num_test = 0 if name == "vtab" else min(cell.num_test.get(name, 0) for cell in cells)
         seeds, scores = tuple(cell.seed for cell in cells), tuple(cell.scores[name] for cell in cells)
-        found.append(Point(first.model, first.family, first.data_size, first.exaflops, seeds, scores, num_test))
+        x = float(first.data_size) if results.counts_images else first.exaflops / results.unit[0]
+        found.append(Point(first.model, first.family, first.data_size, first.exaflops, x, seeds, scores, num_test))
     return found
 
 
 # -------------------------------------------------------------------- laws
-def frontier(points: Sequence[Point], x: Callable[[Point], float]) -> list[Point]:
+def frontier(points: Sequence[Point]) -> list[Point]:
     """The points that no other model beats at the same compute or less, by x.
 
     Another model's score is interpolated in the logarithm of compute between its points, and beyond its largest it is that of the largest. A
     model's own cheaper run removes nothing: where the score falls by chance, that run would otherwise be left out, and the
     frontier be too high.
     """
-    points = [point for point in points if x(point) > 0]
+    points = [point for point in points if point.x > 0]
     models = list(dict.fromkeys(point.model for point in points))
     curves = {}
     for model in models:
-        own = sorted((p for p in points if p.model == model), key=x)
-        curves[model] = np.log([x(p) for p in own]), np.array([p.mean for p in own])
+        own = sorted((p for p in points if p.model == model), key=_x)
+        curves[model] = np.log([p.x for p in own]), np.array([p.mean for p in own])
 
     def is_beaten(point: Point) -> bool:
         for place, model in enumerate(models):
             logs, means = curves[model]
-            at = math.log(x(point))
+            at = math.log(point.x)
             if model == point.model or at < logs[0] - math.log(_SAME_BUDGET):
                 continue
             nearest = int(np.abs(logs - at).argmin())
@@ -219,30 +213,30 @@ def frontier(points: Sequence[Point], x: Callable[[Point], float]) -> list[Point
                 return True
         return False
 
-    return sorted((point for point in points if not is_beaten(point)), key=x)
+    return sorted((point for point in points if not is_beaten(point)), key=_x)
 
 
-def _lines(points: dict[str, list[Point]], x: Callable[[Point], float], unit: str) -> list[Line]:
+def _lines(points: dict[str, list[Point]], unit: str) -> list[Line]:
     """Fit each; from two laws on, with the noise of all together, because a few sizes of one line tell little of it."""
-    lines = [_fitted(Line(name, p[0].family, sorted(p, key=x)), x, unit, None) for name, p in points.items() if p]
+    lines = [_fitted(Line(name, p[0].family, sorted(p, key=_x)), unit, None) for name, p in points.items() if p]
     fits = [line.fit for line in lines if line.fit]
     if len(fits) > 1:
         noise = common_noise(fits)
-        lines = [_fitted(line, x, unit, noise) if line.fit else line for line in lines]
+        lines = [_fitted(line, unit, noise) if line.fit else line for line in lines]
     return lines
 
 
-def _runs(points: Sequence[Point], x: Callable[[Point], float]) -> tuple[list[float], list[float], list[str]]:
-    runs = [(x(point), 1 - score, f"{point.model} at {x(point):g}") for point in points for score in point.scores]
+def _runs(points: Sequence[Point]) -> tuple[list[float], list[float], list[str]]:
+    runs = [(point.x, 1 - score, f"{point.model} at {point.x:g}") for point in points for score in point.scores]
     return [run[0] for run in runs], [run[1] for run in runs], [run[2] for run in runs]
 
 
-def _fitted(line: Line, x: Callable[[Point], float], unit: str, noise: Noise | None) -> Line:
-    sizes = len({x(point) for point in line.points})
+def _fitted(line: Line, unit: str, noise: Noise | None) -> Line:
+    sizes = len({point.x for point in line.points})
     if sizes < _MIN_SIZES:
         text = f"No law is fitted to {line.name}: it needs scores at {_MIN_SIZES} different numbers of {unit}, there {'is' if sizes == 1 else 'are'} {sizes}."
         return replace(line, why_not=text, no_prediction=text, no_check=text)
-    runs = _runs(line.points, x)
+    runs = _runs(line.points)
     try:
         fit = fit_power_law(*runs, noise=noise, unit=unit)
     except UserError as error:
@@ -250,7 +244,7 @@ def _fitted(line: Line, x: Callable[[Point], float], unit: str, noise: Noise | N
         return replace(line, why_not=text, no_prediction=text, no_check=text)
     prediction, no_prediction = None, ""
     try:
-        prediction = fit.predict(next_larger([x(point) for point in line.points]))
+        prediction = fit.predict(next_larger([point.x for point in line.points]))
     except UserError as error:
         no_prediction = f"{line.name}: {error}"
     holdout, no_check = _holdout(runs, unit, noise)
@@ -280,14 +274,12 @@ def next_larger(xs: Iterable[float]) -> float:
     return float(f"{sizes[-1] * min(step, _MAX_STEP):.3g}")
 
 
-def _optimal(
-    lines: Sequence[Line], points: Sequence[Point], x: Callable[[Point], float]
-) -> list[tuple[float, Optimal | str]]:
+def _optimal(lines: Sequence[Line], points: Sequence[Point]) -> list[tuple[float, Optimal | str]]:
     """The best model of each budget of the study and of the next larger, by the models' laws."""
     fits = {line.name: line.fit for line in lines if line.fit and not line.why_not}
     if len(fits) < 2:
         return []
-    budgets = [min(map(x, group)) for group in _same(points, x, _SAME_BUDGET)]
+    budgets = [group[0].x for group in _same(points, _SAME_BUDGET)]
     found: list[tuple[float, Optimal | str]] = []
     for budget in [*budgets, next_larger(budgets)]:
         try:
@@ -309,27 +301,27 @@ def difference(first: Point, second: Point) -> ScoreDifference | None:
     return None
 
 
-def _same(points: Sequence[Point], x: Callable[[Point], float], tolerance: float) -> list[list[Point]]:
+def _same(points: Sequence[Point], tolerance: float) -> list[list[Point]]:
     """Points in groups of the same x, by x."""
     groups: list[list[Point]] = []
-    for point in sorted(points, key=x):
-        if groups and x(point) <= x(groups[-1][0]) * tolerance:
+    for point in sorted(points, key=_x):
+        if groups and point.x <= groups[-1][0].x * tolerance:
             groups[-1].append(point)
         else:
             groups.append([point])
     return groups
 
 
-def _leads(points: Sequence[Point], x: Callable[[Point], float], tolerance: float) -> list[Lead]:
+def _leads(points: Sequence[Point], tolerance: float) -> list[Lead]:
     pairs, found = [], []
-    for group in _same(points, x, tolerance):
+    for group in _same(points, tolerance):
         best_first = sorted(group, key=lambda point: -point.mean)
         if len({point.model for point in group}) < 2:
             continue
         tested = [difference(*pair) for pair in combinations(best_first, 2)]
         pairs += [one.p for one in tested if one]
         # The first pair is that of the best and the second.
-        found.append((Lead(x(group[0]), best_first[0], best_first[1], tested[0], 1.0), len(pairs), tested))
+        found.append((Lead(group[0].x, best_first[0], best_first[1], tested[0], 1.0), len(pairs), tested))
     corrected = holm(pairs)
     return [
         replace(lead, corrected=corrected[end - sum(one is not None for one in tested)]) if lead.difference else lead

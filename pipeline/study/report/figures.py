@@ -33,7 +33,7 @@ def draw_scores(answers: Answers) -> bytes | None:
     Each model has a colour and a marker; the models of a family have shades of one colour. Where a law says something it is drawn with its band, the prediction for the next
     larger run, and what the law without the largest runs predicts for these. None if nothing can be drawn on a logarithmic axis.
     """
-    points = [point for point in answers.points if answers.x(point) > 0]
+    points = [point for point in answers.points if point.x > 0]
     if not points:
         return None
     figure, axes = _figure(11, 5.6)
@@ -41,17 +41,17 @@ def draw_scores(answers: Answers) -> bytes | None:
     laws = _plotted_laws(answers)
     with_law = {line.name for line in laws}
     for model in dict.fromkeys(point.model for point in points):
-        own = sorted((point for point in points if point.model == model), key=answers.x)
+        own = sorted((point for point in points if point.model == model), key=lambda point: point.x)
         if answers.families:
-            _connect(axes, own, answers, looks.colour(own[0].model), ":", 0.8)
+            _connect(axes, own, looks.colour(own[0].model), ":", 0.8)
         elif model not in with_law:
-            _connect(axes, own, answers, looks.colour(model), looks.style(own[0]), 1.6)
+            _connect(axes, own, looks.colour(model), looks.style(own[0]), 1.6)
         for point in own:
-            _draw_point(axes, point, answers.x(point), looks)
+            _draw_point(axes, point, looks)
     for line in answers.families:
         if line.name not in with_law:
-            _connect(axes, line.points, answers, looks.line_colour(line), "-", 1.8)
-    ends = _range(points, laws, answers)
+            _connect(axes, line.points, looks.line_colour(line), "-", 1.8)
+    ends = _range(points, laws)
     for number, line in enumerate(laws, 1):
         _draw_law(axes, line, answers, looks, ends, number)
     paper = list(published.RUNS) if paper_is_near(answers) else []
@@ -61,7 +61,7 @@ def draw_scores(answers: Answers) -> bytes | None:
         ends = min(ends[0], *theirs), max(ends[1], *theirs)
     else:
         axes.set_ylim(*_limits(points, laws))
-    _log_axis(axes, *ends, [] if paper else [answers.x(point) for point in points] + [ends[1]], 0.06)
+    _log_axis(axes, *ends, [] if paper else [point.x for point in points] + [ends[1]], 0.06)
     axes.set_xlabel(_x_title(answers))
     axes.set_ylabel(f"{title_of(answers.results.score)}, %", parse_math=False)
     _legend(axes, looks.handles(points) + _law_handles(laws) + (_paper_handles() if paper else []))
@@ -88,13 +88,13 @@ def draw_laws(answers: Answers) -> bytes | None:
     figure = Figure(figsize=(max(7.5, 4.6 * columns), 3.7 * rows + 0.7), dpi=110, layout="constrained")
     looks = _Looks(answers)
     points = [point for line in lines for point in line.points]
-    ends, limits = _range(points, lines, answers), _limits(points, lines)
+    ends, limits = _range(points, lines), _limits(points, lines)
     for number, line in enumerate(lines, 1):
         axes = figure.add_subplot(rows, columns, number)
         _draw_law(axes, line, answers, looks, ends)
         for point in line.points:
-            _draw_point(axes, point, answers.x(point), looks)
-        _log_axis(axes, *ends, [answers.x(point) for point in points] + [ends[1]], 0.13)
+            _draw_point(axes, point, looks)
+        _log_axis(axes, *ends, [point.x for point in points] + [ends[1]], 0.13)
         axes.set_ylim(*limits)
         axes.set_title(shorten(line.name, _MAX_NAME), fontsize=10, parse_math=False)
         axes.set_xlabel(_x_title(answers))
@@ -111,17 +111,17 @@ def _plotted_laws(answers: Answers) -> list[Line]:
 
 
 def _x_title(answers: Answers) -> str:
-    return "training images" if answers.results.counts_images else "compute of pre-training, exaFLOPs"
+    return answers.unit if answers.results.counts_images else f"compute of pre-training, {answers.unit}"
 
 
-def _range(points: Sequence[Point], laws: Sequence[Line], answers: Answers) -> tuple[float, float]:
-    xs = [answers.x(point) for point in points] + [line.prediction.x for line in laws if line.prediction]
+def _range(points: Sequence[Point], laws: Sequence[Line]) -> tuple[float, float]:
+    xs = [point.x for point in points] + [line.prediction.x for line in laws if line.prediction]
     return min(xs), max(xs)
 
 
-def _connect(axes: Axes, points: Sequence[Point], answers: Answers, colour: str, style: str, width: float) -> None:
+def _connect(axes: Axes, points: Sequence[Point], colour: str, style: str, width: float) -> None:
     axes.plot(
-        [answers.x(p) for p in points], [100 * p.mean for p in points], style, color=colour, linewidth=width,
+        [p.x for p in points], [100 * p.mean for p in points], style, color=colour, linewidth=width,
         alpha=0.6 if width < 1 else 1,
     )  # fmt: skip
 
@@ -132,7 +132,7 @@ def _draw_law(
     """number: of the law among those on these axes."""
     assert line.fit
     colour, style = looks.line_colour(line), "-" if answers.families else looks.style(line.points[0])
-    smallest, measured = (edge(answers.x(point) for point in line.points) for edge in (min, max))
+    smallest, measured = (edge(point.x for point in line.points) for edge in (min, max))
     end = line.prediction.x if line.prediction else measured
     inside, beyond = np.geomspace(smallest, measured, 200), np.geomspace(measured, end, 100)
     law, low, high = line.fit.curve(np.concatenate([inside, beyond]))
@@ -236,7 +236,7 @@ def paper_is_near(answers: Answers) -> bool:
     """Whether the paper's points belong on the same axes: the same kind of score, and compute within a tenth to ten times of theirs."""
     if answers.results.question != "scaling" or published.data_set_of(answers.results.score) is None:
         return False
-    theirs, ours = [run.exaflops for run in published.RUNS], [answers.x(point) for point in answers.points]
+    theirs, ours = [run.exaflops for run in published.RUNS], [point.exaflops for point in answers.points]
     return bool(ours) and max(ours) >= min(theirs) / 10 and min(ours) <= max(theirs) * 10
 
 
@@ -327,14 +327,14 @@ def _shades(colour: str, count: int) -> list[str]:
     return [to_hex(pure * (1 + tone) if tone < 0 else pure + (1 - pure) * tone) for tone in np.linspace(*_TONES, count)]
 
 
-def _draw_point(axes: Axes, point: Point, x: float, looks: _Looks) -> None:
+def _draw_point(axes: Axes, point: Point, looks: _Looks) -> None:
     colour, marker = looks.colour(point.model), looks.marker(point)
     if len(point.scores) > 1:
-        axes.plot([x] * len(point.scores), [100 * score for score in point.scores], marker, color=colour, alpha=0.25,
+        axes.plot([point.x] * len(point.scores), [100 * score for score in point.scores], marker, color=colour, alpha=0.25,
                   markersize=4, markeredgewidth=0, zorder=2)  # fmt: skip
     low, high = _ends(point)
     axes.errorbar(
-        [x], [100 * point.mean], yerr=[[100 * (point.mean - low)], [100 * (high - point.mean)]], fmt=marker, color=colour,
+        [point.x], [100 * point.mean], yerr=[[100 * (point.mean - low)], [100 * (high - point.mean)]], fmt=marker, color=colour,
         markersize=5.5, elinewidth=1, capsize=2.5, zorder=3,
     )  # fmt: skip
 

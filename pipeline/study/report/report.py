@@ -233,7 +233,7 @@ def _optimal(answers: Answers) -> Iterator[Block]:
         )  # fmt: skip
     yield Table(
         (
-            "exaFLOPs",
+            answers.unit,
             "best model",
             "its score by the law",
             "probability that its law is the best",
@@ -262,17 +262,18 @@ def _cells(results: StudyResults) -> Iterator[Block]:
     yield Heading("All cells")
     names = score_names(results)
     has_families = any(cell.family != cell.model for cell in results.cells)
+    size, unit = results.unit
     rows = [
         (
             cell.name, *([cell.family] if has_families else []), cell.state if not cell.reason else f"{cell.state}: {cell.reason}",
             *(f"{100 * cell.scores[name]:.2f}" if name in cell.scores else "–" for name in names),
-            f"{cell.data_size:,}", f"{cell.exaflops:.3g}", f"{cell.steps:,}", f"{cell.images_seen:,}", f"{cell.parameters:,}",
+            f"{cell.data_size:,}", f"{cell.exaflops / size:.3g}", f"{cell.steps:,}", f"{cell.images_seen:,}", f"{cell.parameters:,}",
             "–" if cell.hours is None else f"{cell.hours:.2f}",
         )
         for cell in results.cells
     ]  # fmt: skip
     header = ("cell", *(["family"] if has_families else []), "state", *(f"{name}, %" for name in names))
-    yield Table((*header, "training images", "exaFLOPs", "steps", "images seen", "parameters", "hours"), rows)
+    yield Table((*header, "training images", unit, "steps", "images seen", "parameters", "hours"), rows)
 
 
 def method(answers: Answers) -> Iterator[str]:
@@ -280,7 +281,7 @@ def method(answers: Answers) -> Iterator[str]:
     results = answers.results
     yield (
         f"Data: {results.data}, fingerprint {results.fingerprint}; pre-training images have {results.image_size} px. Score: {title_of(results.score)}"
-        f"{f' on {results.evaluated_on}' if results.score in ('top1', 'top5') else ''}. A point is the mean over the seeds of one model at one data size and length. "
+        f"{f' on {results.evaluated_on}' if results.evaluated_on else ''}. A point is the mean over the seeds of one model at one data size and length. "
         "Its interval is Student's t over the seeds; a single run has Wilson's over its test images, which says nothing of other seeds. results.csv has the scores of all cells as shares."
     )
     yield from (note for note in results.notes if note)

@@ -51,7 +51,9 @@ def _missing(answers: Answers) -> Iterator[str]:
 def _of_leads(answers: Answers) -> Iterator[str]:
     best = max(answers.points, key=lambda point: point.mean)
     if all(lead.best != best for lead in answers.leads):
-        highest = f"The highest score is {percent(best.mean, best.interval)}, of {best.model} at {amount(answers.x(best), answers)}."
+        highest = (
+            f"The highest score is {percent(best.mean, best.interval)}, of {best.model} at {amount(best.x, answers)}."
+        )
         is_alone = len({point.model for point in answers.points}) > 1 and not answers.leads
         yield highest + (
             f" No two models have a score at the same number of {answers.unit}, so none is called better."
@@ -180,7 +182,7 @@ def verdict(item: Lead | AblationVariant) -> str:
 
 # -------------------------------------------------------------------- numbers
 def number(x: float, answers: Answers) -> str:
-    return f"{x:,.0f}" if answers.results.counts_images else f"{x:.3g}"
+    return f"{x:,.0f}" if answers.results.counts_images or x >= 1000 else f"{x:.3g}"
 
 
 def amount(x: float, answers: Answers) -> str:

@@ -14,18 +14,21 @@ from typing import IO, Any
 from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.files import write_text
+from pipeline.base.metric import metric_of
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder, step_of
 from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.lifecycle.run_folder import RESUME, holder, read_failures, read_status
 from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.process import waits
 from pipeline.ray_tasks import LostError
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import TrackConfig
 from pipeline.study.results import CellResult, State
-from pipeline.study.running.cells import Study, StudyCell
+from pipeline.study.running.cells import Study, StudyCell, own_name
 from pipeline.transfer.child_run import (
     ChildRun,
     how_ended,
+    is_evaluated,
     read_evaluation,
     read_outcome,
     remove_unreadable_scores,
@@ -90,9 +93,11 @@ def run_cell(cell: StudyCell, job: StudyJob) -> None:
     (job.folder / OUTPUT).mkdir(parents=True, exist_ok=True)
     with open(job.folder / OUTPUT / f"{cell.name}.txt", "ab") as output:
         if cell.trunk and how_ended(cell.run) is None and not _is_planted(cell):
-            if not _has_trunk(cell):
+            if max(_steps_of(cell.trunk), default=0) < cell.trunk_steps:
                 _run(cell.trunk, "pretrain", job, output)
-            _plant(cell)
+            # A trunk that has gone on to a longer cell may have removed this checkpoint. The run trains these steps itself then.
+            if cell.trunk_steps in _steps_of(cell.trunk):
+                _plant(cell)
         _run(cell.run, "finetune" if cell.run.config.init.weights else "pretrain", job, output)
         for finetune in cell.finetunes:
             _run(finetune, "finetune", job, output)
@@ -130,11 +135,13 @@ def _wait_until_free(folder: Path) -> None:
 
     Raises LostError if they do not end.
     """
-    end = time.monotonic() + _COMMIT_SECONDS
-    while (who := holder(folder)) is not None:
-        if time.monotonic() > end:
-            raise LostError(f"{folder} is in use by {who}.")
-        time.sleep(0.5)
+    if (who := holder(folder)) is None:
+        return
+    with waits.waiting(f"{who} to leave {folder}", _COMMIT_SECONDS) as wait:
+        while (who := holder(folder)) is not None:
+            if wait.left <= 0:
+                raise LostError(f"{folder} is in use by {who}.")
+            time.sleep(0.5)
 
 
 def _raise_unless_done(code: int, is_done: bool, what: str, output: str, folder: Path | None = None) -> None:
@@ -155,13 +162,13 @@ def _checkpoints(run: ChildRun) -> Checkpoints:
     return Checkpoints(checkpoint_folder(run.config))
 
 
+def _steps_of(run: ChildRun) -> list[int]:
+    """The steps of which a run has checkpoints."""
+    return [step_of(path) for path in _checkpoints(run).candidates()]
+
+
 def _is_planted(cell: StudyCell) -> bool:
-    return any(step_of(path) >= cell.trunk_steps for path in _checkpoints(cell.run).candidates())
-
-
-def _has_trunk(cell: StudyCell) -> bool:
-    assert cell.trunk
-    return any(step_of(path) == cell.trunk_steps for path in _checkpoints(cell.trunk).candidates())
+    return max(_steps_of(cell.run), default=0) >= cell.trunk_steps
 
 
 def _plant(cell: StudyCell) -> None:
@@ -208,7 +215,7 @@ def result_of(study: Study, cell: StudyCell, ends: Ends) -> CellResult:
     scores, num_test = _scores(study, cell)
     missing = [
         name
-        for name in [*(f"finetune:{_own_name(f)}" for f in cell.finetunes), *(["vtab"] if study.config.vtab else [])]
+        for name in [*(f"finetune:{own_name(f)}" for f in cell.finetunes), *(["vtab"] if study.config.vtab else [])]
         if name not in scores
     ]
     if missing:
@@ -223,13 +230,14 @@ def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, 
     """Returns (scores, numbers of test images) by name."""
     scores: dict[str, float] = {}
     num_test: dict[str, int] = {}
-    evaluation = read_evaluation(cell.run)
-    for name, value in (("top1", evaluation.top1), ("top5", evaluation.top5)):
-        if value is not None:
-            scores[name], num_test[name] = value, evaluation.num_samples
+    if is_evaluated(cell.run):
+        evaluation = read_evaluation(cell.run)
+        for name, value in (("top1", evaluation.top1), ("top5", evaluation.top5)):
+            if value is not None:
+                scores[name], num_test[name] = value, evaluation.num_samples
     with contextlib.suppress(FileNotFoundError, UserError):
         probe = probe_metrics(json_record.read(cell.run.folder / "probe.json", dict[str, Any]), "")
-        scores |= {name.removeprefix("_"): value for name, value in probe.items() if not name.endswith("_std")}
+        scores |= {name.removeprefix("_"): value for name, value in probe.items() if metric_of(name).is_share}
     if cell.run.config.checkpoint.best:
         kept = _checkpoints(cell.run).kept()
         if kept.metric and kept.metric.endswith("top1") and kept.value is not None:
@@ -237,16 +245,11 @@ def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, 
     for finetune in cell.finetunes:
         outcome = read_outcome(finetune)
         if outcome is not None and not isinstance(outcome, str):
-            name = f"finetune:{_own_name(finetune)}"
+            name = f"finetune:{own_name(finetune)}"
             scores[name], num_test[name] = outcome.top1, outcome.num_samples
     if study.config.vtab and (accuracy := _vtab_scores(study.folder, cell)) is not None:
         scores["vtab"] = accuracy
     return scores, num_test
-
-
-def _own_name(finetune: ChildRun) -> str:
-    """The name that the file of a fine-tuning gives it; in a study, that of the cell precedes it."""
-    return finetune.name.removeprefix(Path(str(finetune.config.init.weights)).name + "-")
 
 
 def _vtab_folder(folder: Path, cell: StudyCell) -> Path:

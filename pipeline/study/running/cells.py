@@ -12,7 +12,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import write_text
+from pipeline.base.files import as_bytes, replacing
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.estimate.plan import make_plan
@@ -24,6 +24,7 @@ from pipeline.settings.commands.study import StudyConfig, StudyModel
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig
+from pipeline.study.results import compute_unit
 from pipeline.transfer.child_run import ChildRun, make_child
 
 STUDY_FILE = "study.json"
@@ -139,7 +140,9 @@ class Study:
                 f"{self.folder} holds another study: {'; '.join(texts)}. Set it back, or choose another name=..."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps({**now, "cells": {**cells, **now["cells"]}}, indent=1) + "\n")
+        text = json.dumps({**now, "cells": {**cells, **now["cells"]}}, indent=1) + "\n"
+        with replacing(file) as replacement:  # All jobs of an array write it, often at the same moment.
+            replacement.write(as_bytes(text))
 
 
 def open_study(config: StudyConfig) -> Study:
@@ -208,6 +211,8 @@ def _cells_of(
     common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
     data = open_run_data(first.data, seed, first.train.global_batch, dataset.storage, first.reads_labels)
+    if data.eval_split != first.data.eval_split:  # The data have no such split, and the run itself sets none.
+        common.append("data.eval_split=")
     built = _starting_model(first, data.dataset.num_classes)
     flops = objectives.training_flops(first, built)
     split = data.split.parts[0]
@@ -215,12 +220,15 @@ def _cells_of(
     lengths: list[tuple[str, str]] = [
         (str(length).replace(" ", "_").replace("%", "pc"), str(length)) for length in config.lengths
     ]
-    for budget in config.budgets:
-        steps = round(budget * _EXA / (flops * first.train.global_batch))
-        lengths.append((f"{budget:g}EF", f"{steps} steps"))
-    for minutes in config.minutes:
-        steps = round(minutes * 60 * model.speed / first.train.global_batch)
-        lengths.append((f"{minutes:g}min", f"{steps} steps"))
+    batch = first.train.global_batch
+    in_steps = [
+        *((f"{budget:g}", "EF", "exaFLOPs", round(budget * _EXA / (flops * batch))) for budget in config.budgets),
+        *((f"{minutes:g}", "min", "minutes", round(minutes * 60 * model.speed / batch)) for minutes in config.minutes),
+    ]
+    for amount, short, unit, steps in in_steps:
+        if not steps:
+            raise UserError(f"{amount} {unit} are less than one step of model {model.name}: give it more.")
+        lengths.append((amount + short, f"{steps} steps"))
     found = []
     for label, length in lengths or [("", str(first.train.length))]:
         name = "-".join([stem, *([label] if len(lengths) > 1 else []), f"seed{seed}"])
@@ -229,7 +237,7 @@ def _cells_of(
         try:
             steps = _steps(run.config, data.epoch_samples)
             if extra:
-                steps += round(extra / (flops * first.train.global_batch))
+                steps += round(extra / (flops * batch))
                 overrides[-1] = f"train.length={steps} steps"
                 run = make_child(name, config.run, overrides)
             if config.cooldown:
@@ -273,13 +281,18 @@ def pretraining_compute(config: StudyConfig, notes: list[str]) -> float:
             found[model.name] = compute = _compute_of_run(Path(model.weights))
             notes.append(
                 f"{model.name} starts from {model.weights}, "
-                + (f"pre-trained for {compute / _EXA:.4g} exaFLOPs." if compute else "whose pre-training is not known.")
+                + (f"pre-trained for {_in_words(compute)}." if compute else "whose pre-training is not known.")
             )
     if not config.equal_compute or not any(found.values()):
         return 0.0
     longest = max(found, key=found.__getitem__)
-    notes.append(f"Models without weights train for {found[longest] / _EXA:.4g} exaFLOPs more, those of {longest}.")
+    notes.append(f"Models without weights train for {_in_words(found[longest])} more, those of {longest}.")
     return found[longest]
+
+
+def _in_words(flops: float) -> str:
+    size, unit = compute_unit(flops / _EXA)
+    return f"{flops / _EXA / size:.4g} {unit}"
 
 
 def _compute_of_run(folder: Path) -> float:
@@ -320,6 +333,11 @@ def _finetune(file: str, run: ChildRun, folder: Path, seed: int) -> ChildRun:
     own = schema.load(RunConfig, file, ["init.weights=any"])
     name = f"{run.name}-{own.name}"
     return make_child(name, file, [f"name={name}", f"out={folder}", f"seed={seed}", f"init.weights={run.folder}"])
+
+
+def own_name(finetune: ChildRun) -> str:
+    """The name that the file of a fine-tuning gives it; in a study, that of the cell precedes it."""
+    return finetune.name.removeprefix(Path(str(finetune.config.init.weights)).name + "-")
 
 
 def _finetune_flops(config: RunConfig, model: models.Config) -> float:
@@ -371,9 +389,24 @@ def score_names(config: StudyConfig, run: RunConfig) -> list[str]:
     names = ["top1", "top5"] if objectives.kind(run.train.loss).predicts_classes and run.data.evaluated else []
     names += ["best_top1"] if run.checkpoint.best.endswith("top1") else []
     if run.probe.every.amount:
-        names += [name.removeprefix("_") for name, metric in run.probe.metrics("").items() if metric.better]
+        found = run.probe.metrics("").items()
+        names += [name.removeprefix("_") for name, metric in found if metric.better and metric.is_share]
     names += [f"finetune:{schema.load(RunConfig, file, ['init.weights=any']).name}" for file in config.finetune]
     return names + (["vtab"] if config.vtab else [])
+
+
+def scored_on(study: Study) -> str:
+    """Data set and split of the study's score, as "photos:val"; "" for VTAB-1k, which says it."""
+    score, cell = study.config.score, study.cells[0]
+    kind, _, name = score.partition(":")
+    if kind == "vtab":
+        return ""
+    config = cell.run.config if kind != "finetune" else next(f for f in cell.finetunes if own_name(f) == name).config
+    if kind in ("finetune", "top1", "top5", "best_top1"):
+        data, split = config.data.path, config.data.evaluated[0]
+    else:
+        data, split = config.probe.data or config.data.path, config.probe.split
+    return f"{Path(data).name}:{split}"
 
 
 def _check_score(config: StudyConfig, cell: StudyCell) -> None:

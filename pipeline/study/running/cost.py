@@ -8,7 +8,7 @@ from statistics import median
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
-from pipeline.study.results import CellResult
+from pipeline.study.results import TO_RUN, CellResult
 from pipeline.study.running.cells import Study, StudyCell, new_flops
 
 # What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
@@ -56,18 +56,27 @@ def estimate(study: Study, results: Sequence[CellResult]) -> CostEstimate:
     if config.tflops:
         rate, source = config.tflops * 1e12 * devices, f"with {devices} x {config.tflops:g} TFLOP/s (tflops)"
     elif config.on == "here" and not config.gpus:
-        import torch  # Late: only this measurement needs it.
-
-        from pipeline.monitor.profile import peak_flops
-
-        peak, _ = peak_flops(torch.device("cpu"), torch.float32, 0.0)
-        rate = _SHARE_ON_A_CPU * peak
+        rate = _SHARE_ON_A_CPU * _speed_of_this_cpu()
         source = f"with {rate / 1e12:.2g} TFLOP/s, {_SHARE_ON_A_CPU:.0%} of what this CPU reaches in a matrix product"
     else:
         return CostEstimate(
             {}, "of unknown speed: set tflops=..., what a device keeps up in training (launch/plan.py predicts it)"
         )
     return CostEstimate({name: flops / rate / 3600 + fixed[name] for name, flops in added.items()}, source)
+
+
+def _speed_of_this_cpu() -> float:
+    """FLOP/s of a matrix product on all threads, from that of one: on a busy host, threads that share a product wait for each other."""
+    import torch  # Late: only this measurement needs it.
+
+    from pipeline.monitor.profile import peak_flops
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # Of this process, which trains nothing.
+    try:
+        return threads * peak_flops(torch.device("cpu"), torch.float32, 0.0)[0]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def refuse_too_long(
@@ -112,12 +121,12 @@ def plan_table(study: Study, estimated: CostEstimate, results: Sequence[CellResu
             f"{cell.flops / 1e18:>10.3g} {time:>8} {cost:>9}  {states[cell.name]}"
         )
     added = sum(sum(new_flops(job)) for job in study.jobs)
-    left = [cell.name for cell in study.cells if states[cell.name] != "done"]
-    summary = f"{counted(len(study.cells), 'cell')}, {len(study.cells) - len(left)} of them done; {added / 1e18:.3g} exaFLOPs are computed"
+    left = [cell.name for cell in study.cells if states[cell.name] in TO_RUN]
+    summary = f"{counted(len(study.cells), 'cell')}, {list(states.values()).count('done')} of them done; {added / 1e18:.3g} exaFLOPs are computed"
     if estimated.hours and left:
         work = sum(estimated.hours[name] for name in left)
         summary += f"; those left take {duration(3600 * estimated.total(left, at_a_time))} {estimated.source}"
-        summary += f", {at_a_time} at a time" if at_a_time > 1 else ""
+        summary += f", {at_a_time} at a time" if at_a_time > 1 or config.on == "ray" else ""
         summary += f", {work * max(1, config.gpus):,.3g} GPU hours" if config.gpus else ""
         summary += f", cost {work * gpu_price:,.0f}" if config.price else ""
     elif left:

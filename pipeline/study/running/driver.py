@@ -26,9 +26,9 @@ from pipeline.base.words import counted
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import LostError, RunJobs, run_here
 from pipeline.settings.commands.study import StudyConfig
-from pipeline.study.results import State, StudyResults, keep_earlier, read_results, write_results
+from pipeline.study.results import TO_RUN, State, StudyResults, keep_earlier, read_results, write_results
 from pipeline.study.running.cell_run import Ends, StoppedError, StudyJob, result_of, run_job, vtab_caveats
-from pipeline.study.running.cells import Study, StudyCell, open_study
+from pipeline.study.running.cells import Study, StudyCell, open_study, scored_on
 from pipeline.study.running.cost import estimate, plan_table, refuse_too_long
 from pipeline.study.running.slurm import write_script
 from pipeline.transfer.sweep_progress import SweepProgress
@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # Not imported without MLflow.
     from pipeline.study.running.study_page import StudyPage
 
 _SPENT = "spent.json"
-_TO_RUN = ("not run", "failed", "damaged")
 # Least time between two reports of an unfinished study, each of which draws figures.
 _REPORT_SECONDS = 60.0
 
@@ -114,7 +113,6 @@ def _earlier(folder: Path) -> StudyResults | None:
 
 def read_cells(study: Study, ends: Ends) -> StudyResults:
     """What is known of all cells, in the order of the settings. ends: as of `result_of`."""
-    first = study.cells[0].run.config.data
     models = [model.name for model in study.config.models]
     cells = sorted(study.cells, key=lambda cell: (models.index(cell.model.name), cell.data_size, cell.steps, cell.seed))
     return StudyResults(
@@ -123,7 +121,7 @@ def read_cells(study: Study, ends: Ends) -> StudyResults:
         study.config.score,
         str(study.dataset.path),
         study.dataset.fingerprint,
-        f"{study.dataset.path.name}:{first.evaluated_split}",
+        scored_on(study),
         study.image_size,
         [result_of(study, cell, ends) for cell in cells],
         [*study.notes, *vtab_caveats(study)],
@@ -131,8 +129,8 @@ def read_cells(study: Study, ends: Ends) -> StudyResults:
 
 
 def names_to_run(results: StudyResults) -> set[str]:
-    """Names of the cells that a start runs: neither done nor diverged. One that failed, or is damaged, is tried again."""
-    return {cell.name for cell in results.cells if cell.state in _TO_RUN}
+    """Names of the cells that a start runs."""
+    return {cell.name for cell in results.cells if cell.state in TO_RUN}
 
 
 def _run_one(study: Study, name: str) -> None:
@@ -175,7 +173,7 @@ def _run_cells(
 
     def fail(index: int, reason: str) -> None:
         for cell in started[index]:
-            if result_of(study, cell, {}).state in _TO_RUN:
+            if result_of(study, cell, {}).state in TO_RUN:
                 ends[cell.name] = "failed", reason
                 progress.gave_up(cell.model.name, cell.name, reason)
 

@@ -38,6 +38,8 @@ def write_script(study: Study, estimated: CostEstimate, file: str) -> None:
     """Write the script, or print it if file is '-'. It repeats the command line of this process."""
     config, jobs = study.config, study.jobs
     given = [text for text in sys.argv[1:] if not text.startswith("slurm=")]
+    if given == sys.argv[1:]:  # It is in the file of settings.
+        given.append("slurm=")
     command = shlex.join([sys.executable, sys.argv[0], *given])
     longest = (
         max((sum(estimated.hours[cell.name] for cell in job) for job in jobs), default=0.0) if estimated.hours else 0.0

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.data.storage.atomic import write_files
 from pipeline.monitor.page_folder import FIGURES
 from pipeline.monitor.run_page import RunFacts
 from pipeline.study.results import StudyResults
-from pipeline.study.running.cells import Study
+from pipeline.study.running.cells import Study, scored_on
 from pipeline.transfer.track.parent_page import ParentPage, facts_of_splits, tags_of_folder
 
 _BEST = "best_score"  # Of all models.
@@ -56,16 +57,16 @@ def _facts(study: Study) -> RunFacts:
         f"`{dataset.fingerprint}`): {len(study.cells)} pre-trainings, which are shown below this run, compared by {config.score}."
     )
     # As "61.00 % photos:val" for top-1, else as "61.00 % 5shot, photos:val".
-    scored_on = ", ".join([config.score] * (config.score != "top1") + [f"{dataset.path.name}:{data.eval_split}"])
+    named = {"top1": "", "vtab": "VTAB-1k"}.get(config.score, config.score)
     return RunFacts(
         config.name,
         "study",
         parameters,
         tags,
-        facts_of_splits(dataset, data),
+        facts_of_splits(dataset, replace(data, eval_split=data.evaluated_split)),
         description,
         {},
         artifacts=_FILES,
         score=_BEST,
-        scored_on=scored_on,
+        scored_on=", ".join(filter(None, (named, scored_on(study)))),
     )

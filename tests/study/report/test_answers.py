@@ -13,7 +13,7 @@ from pipeline.study.report.published import DATA_SETS, data_set_of, positions_of
 
 
 def point(model: str, x: float, *scores: float, seeds: tuple[int, ...] | None = None, num_test: int = 10_000) -> Point:
-    return Point(model, "F", 1000, x, seeds or tuple(range(len(scores))), scores, num_test)
+    return Point(model, "F", 1000, x, x, seeds or tuple(range(len(scores))), scores, num_test)
 
 
 # -------------------------------------------------------------------- points
@@ -40,8 +40,7 @@ def test_a_score_that_is_no_share_is_missing(score: float) -> None:
 def test_the_frontier_has_the_best_model_of_each_equal_budget() -> None:
     found = frontier(
         # Budgets differ by the rounding to whole steps.
-        [point("S", 1.0, 0.5), point("S", 2.0, 0.55), point("L", 0.99, 0.4), point("L", 2.01, 0.6)],
-        lambda p: p.exaflops,
+        [point("S", 1.0, 0.5), point("S", 2.0, 0.55), point("L", 0.99, 0.4), point("L", 2.01, 0.6)]
     )
     assert [(p.model, p.exaflops) for p in found] == [("S", 1.0), ("L", 2.01)]
 
@@ -49,22 +48,22 @@ def test_the_frontier_has_the_best_model_of_each_equal_budget() -> None:
 def test_the_frontier_compares_budgets_that_differ_by_interpolation() -> None:
     s = [point("S", 1.0, 0.5), point("S", 4.0, 0.6)]
     below, above = point("L", 2.0, 0.54), point("L", 2.0, 0.56)  # S is at 0.55 there.
-    assert below not in frontier([*s, below], lambda p: p.exaflops)
-    assert above in frontier([*s, above], lambda p: p.exaflops)
+    assert below not in frontier([*s, below])
+    assert above in frontier([*s, above])
 
 
 def test_a_models_own_cheaper_run_removes_nothing_and_of_equal_models_one_stays() -> None:
     falling = [point("S", 1.0, 0.6), point("S", 2.0, 0.59)]
-    assert frontier(falling, lambda p: p.exaflops) == falling
+    assert frontier(falling) == falling
     equal = [point("S", 1.0, 0.5), point("L", 1.001, 0.5)]
-    assert frontier(equal, lambda p: p.exaflops) == equal[:1]
+    assert frontier(equal) == equal[:1]
 
 
 def test_the_papers_vits_have_the_frontier_that_its_figure_5_shows() -> None:
     from pipeline.study.report.published import RUNS
 
     runs = [point(run.model, run.exaflops, run.scores[0] / 100) for run in RUNS if run.family == "ViT"]
-    found = frontier(runs, lambda p: p.exaflops)
+    found = frontier(runs)
     assert [(p.model, p.exaflops) for p in found] == [
         ("ViT-B/32", 55), ("ViT-L/32", 196), ("ViT-L/16", 783), ("ViT-L/16", 1567), ("ViT-H/14", 4262),
     ]  # fmt: skip

@@ -13,7 +13,8 @@ import synthetic_study as made_up
 from pipeline.study.report import figures
 from pipeline.study.report.answers import answer
 from pipeline.study.report.report import write_report
-from pipeline.study.results import StudyResults
+from pipeline.study.report.sentences import sentences
+from pipeline.study.results import StudyResults, compute_unit
 
 
 def written(results: StudyResults, folder: Path) -> tuple[str, str]:
@@ -73,6 +74,21 @@ def test_scaling(tmp_path: Path) -> None:
     assert "By the fitted laws, the best model for 16 exaFLOPs is ViT-2 (probability " in said
     assert {"score.png", "laws.png", "paper.png"} <= {file.name for file in tmp_path.iterdir()}
     assert "of another kind than top-1 accuracy" in text
+
+
+def test_compute_is_shown_in_a_unit_of_its_size(tmp_path: Path) -> None:
+    """It was "5e-06 exaFLOPs" for a study on a CPU."""
+    large = made_up.scaling()
+    small = replace(large, cells=[replace(cell, exaflops=1e-6 * cell.exaflops) for cell in large.cells])
+    said, text = written(small, tmp_path)
+    assert "at 16 teraFLOPs" in said
+    assert said == " ".join(sentences(answer(large))).replace("exaFLOPs", "teraFLOPs")
+    assert "exaFLOPs" not in text.partition("## The paper's own points")[0]
+    assert "e-0" not in text
+    assert "paper.png" in {file.name for file in tmp_path.iterdir()}, "the paper's compute is far from it"
+    assert [compute_unit(x)[1] for x in (0.0, 5e-10, 2e-3, 1.0, 4000.0)] == [
+        "gigaFLOPs", "gigaFLOPs", "petaFLOPs", "exaFLOPs", "exaFLOPs",
+    ]  # fmt: skip
 
 
 def test_the_papers_points_are_beside_ours_only_where_scores_and_compute_are_of_one_kind(tmp_path: Path) -> None:

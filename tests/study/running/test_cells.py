@@ -1,19 +1,26 @@
 """The cells of a study: which runs it consists of, what they cost, and what is refused before anything starts."""
 
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 from tiny_study import write_run
 
+from pipeline.base import files
 from pipeline.base.errors import UserError
+from pipeline.base.progress import duration
 from pipeline.model import create, save
+from pipeline.process import waits
+from pipeline.ray_tasks import LostError
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
-from pipeline.study.running import driver
-from pipeline.study.running.cells import Study, new_flops, open_study
-from pipeline.study.running.cost import estimate, refuse_too_long
+from pipeline.study.running import cell_run, driver
+from pipeline.study.running.cells import Study, new_flops, open_study, scored_on
+from pipeline.study.running.cost import CostEstimate, estimate, plan_table, refuse_too_long
+from pipeline.study.running.slurm import write_script
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -85,6 +92,16 @@ def test_minutes_are_the_same_time_for_each_model(base: Path) -> None:
         "wide-0.5min-seed0": 5, "wide-1min-seed0": 10, "slim-0.5min-seed0": 10, "slim-1min-seed0": 20,
     }  # fmt: skip
     assert estimate(study, []).hours["slim-1min-seed0"] == pytest.approx((60 + 20) / 3600)
+
+
+def test_the_examples_of_the_documentation_are_settings(tmp_path: Path) -> None:
+    """The first was no YAML."""
+    text = (ROOT / "docs/studies.md").read_text()
+    examples = [textwrap.dedent(found) for found in re.findall(r"\n\n((?:    .*\n)+)", text) if "question: " in found]
+    assert len(examples) == 2
+    for example in examples:
+        (tmp_path / "study.yaml").write_text(example)
+        assert schema.load(StudyConfig, tmp_path / "study.yaml").models
 
 
 def test_a_trunk_is_counted_once(base: Path) -> None:
@@ -209,8 +226,6 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(base: Path, change: str, message: str) -> None:
-    import re
-
     with pytest.raises(UserError) as refused:
         open_study(
             make(base, SIZES, *re.split(r" (?=\w+=)(?!steps)", change) if change.startswith("cell") else [change])
@@ -249,6 +264,20 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
     (base.parent / "runs" / "sizes" / "study.json").write_text("{")
     with pytest.raises(UserError, match=r"study.json is not valid JSON.*It says what the runs of this study are"):
         grown.claim()
+
+
+def test_jobs_of_an_array_that_start_together_all_go_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second job writes study.json between the moment at which the first has written its text and that of its rename."""
+    first, second, rename = (*(open_study(make(base, SIZES, "seeds=[0]")) for _ in range(2)), files.os.replace)
+
+    def between(hidden: str, path: str) -> None:
+        monkeypatch.setattr(files.os, "replace", rename)
+        second.claim()
+        rename(hidden, path)
+
+    monkeypatch.setattr(files.os, "replace", between)
+    first.claim()
+    assert len(json.loads((first.folder / "study.json").read_text())["cells"]) == len(first.cells)
 
 
 def test_a_study_from_before_a_setting_was_added_is_continued(base: Path) -> None:
@@ -302,8 +331,13 @@ def test_a_slurm_script_has_a_task_for_each_job(
     ):
         assert line in text, line
     listed = text.partition("JOBS=(\n")[2].partition(")")[0].split()
-    assert sorted(listed) == sorted(names(open_study(make(base, SIZES))))
+    study = open_study(make(base, SIZES))
+    assert sorted(listed) == sorted(names(study))
     assert 'cell="${JOBS[$SLURM_ARRAY_TASK_ID]}"' in text
+    # A task must not write the script again, which it refuses beside cell=.
+    monkeypatch.setattr("sys.argv", ["launch/study.py", "--config", "with_slurm.yaml"])
+    write_script(study, CostEstimate({}, ""), str(file))
+    assert '--config with_slurm.yaml slurm= cell="${' in file.read_text()
 
 
 def test_budgets_whose_cells_would_have_one_name_are_refused(base: Path) -> None:
@@ -311,3 +345,67 @@ def test_budgets_whose_cells_would_have_one_name_are_refused(base: Path) -> None
         UserError, match=r"two cells would be called .*-0\.001EF-seed0: their lengths, budgets or models"
     ):
         open_study(make(base, SCALING, "budgets=[1e-3,1.0000004e-3]"))
+
+
+def test_a_trunk_that_has_gone_on_does_not_stop_a_shorter_cell_that_is_added(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trains the shared steps itself. Its trunk was asked to go back, and refused for ever."""
+    text = SCALING.replace("budgets: [1.0e-9, 2.0e-9]", "lengths: [10 steps, 20 steps]\ncooldown: 0.2")
+    config = make(base, text, "models=[{name: slim}]")
+    short, long = open_study(config).cells
+    assert short.trunk
+    run, planted = list[str](), list[str]()
+    monkeypatch.setattr(cell_run, "_run", lambda run_, command, job, output: run.append(run_.name))
+    monkeypatch.setattr(cell_run, "_plant", lambda cell: planted.append(cell.name))
+    job = cell_run.StudyJob([short, long], config, base.parent / "runs" / "scaling")
+    (short.trunk.folder / "checkpoints" / "step-00000016").mkdir(parents=True)
+    for cell in job.cells:
+        cell_run.run_cell(cell, job)
+    assert (run, planted) == ([short.name, long.name], [long.name])
+
+
+def test_a_budget_below_one_step_is_told(base: Path) -> None:
+    """It was a train.length of 0 steps "of the command line"."""
+    with pytest.raises(UserError, match=r"^1e-15 exaFLOPs are less than one step of model slim: give it more\.$"):
+        open_study(make(base, SCALING, "budgets=[1e-15,1e-9]", "models=[{name: slim}]"))
+
+
+def test_the_score_is_said_with_the_images_that_it_is_of(base: Path) -> None:
+    """A study that scores on held-out training images said that it was the test split."""
+
+    def where(*settings: str) -> str:
+        return scored_on(open_study(make(base, SIZES, "models=[{name: slim}]", "seeds=[0]", *settings)))
+
+    assert where() == "tiny:val"
+    assert where("settings=[data.dev_share=0.1]") == "tiny:dev"
+    probe = ["probe.every=100%", "probe.shots=[5]", "probe.split=train", "probe.train_split=val"]
+    assert where("score=5shot", f"settings={json.dumps(probe)}") == "tiny:train"
+
+
+def test_a_folder_in_use_is_waited_for_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    users = iter(["pid 7", "pid 7", None])
+    said = list[str]()
+
+    def holder(folder: Path) -> str | None:
+        said.extend(str(wait) for wait in waits.in_progress())
+        return next(users)
+
+    monkeypatch.setattr(cell_run, "holder", holder)
+    cell_run._wait_until_free(tmp_path)
+    assert set(said) == {f"pid 7 to leave {tmp_path}, at most 2 min"}
+    monkeypatch.setattr(cell_run, "holder", lambda folder: "pid 8")
+    monkeypatch.setattr(cell_run, "_COMMIT_SECONDS", 0.0)
+    with pytest.raises(LostError, match=r"is in use by pid 8\."):
+        cell_run._wait_until_free(tmp_path)
+
+
+def test_what_diverged_is_no_work_that_is_left(base: Path) -> None:
+    study = open_study(make(base, SIZES, "tflops=1"))
+    results = driver.read_cells(study, dict.fromkeys(names(study)[1:], ("diverged", ""))).cells
+    *_, summary = plan_table(study, estimate(study, []), results, 1)
+    assert "12 cells, 0 of them done" in summary
+    hours = estimate(study, []).hours[names(study)[0]]
+    assert f"those left take {duration(3600 * hours)} with" in summary
+    on_ray = open_study(make(base, SIZES, "tflops=1", "on=ray"))
+    assert "(tflops), 3 at a time" in plan_table(on_ray, estimate(on_ray, []), results, 3)[-1]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_study import write_run
 
+from pipeline.base.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.results import StudyResults, read_results
@@ -35,13 +36,14 @@ def make(base: Path, out: str = "study", *settings: str) -> StudyConfig:
     return schema.load(StudyConfig, None, given)
 
 
-def end(run: ChildRun, top1: float) -> None:
-    """Write what a finished run leaves."""
+def end(run: ChildRun, top1: float | None) -> None:
+    """Write what a finished run leaves. top1: None for one that nothing is measured of on held-out images."""
     run.folder.mkdir(parents=True)
     (run.folder / "config.json").write_text(json.dumps(schema.to_dict(run.config)))
     (run.folder / "status.json").write_text('{"status": "finished", "step": 8, "code": 0, "reason": ""}')
     scores = {"step": 8, "top1": top1, "top5": 1.0, "loss": 0.5, "num_samples": 37}
-    (run.folder / "scores.json").write_text(json.dumps(scores))
+    if top1 is not None:
+        (run.folder / "scores.json").write_text(json.dumps(scores))
 
 
 def report(config: StudyConfig) -> StudyResults:
@@ -135,6 +137,24 @@ def test_a_damaged_cell_is_named_and_its_earlier_result_is_kept(
     # Nothing to keep: it is no result, and says why.
     (done.folder / "results.json").unlink()
     assert states(report(done.config)) == ["not run" if damage == "gone" else "damaged", "done"]
+
+
+def test_runs_without_labels_are_done_and_scored_by_their_probe(base: Path) -> None:
+    """LeJEPA measures nothing on held-out images: its cells were "damaged". RankMe is no share: results.json was."""
+    probe = ["probe.every=100%", "probe.shots=[0]", "probe.neighbours=5", "probe.rankme_images=20"]
+    settings = f"settings={json.dumps(['train.loss=lejepa', 'objective.local_views=0', *probe])}"
+    study = open_study(make(base, "study", "report=true", "score=5nn", settings))
+    study.claim()
+    for cell, top1 in zip(study.cells, (0.25, 0.5), strict=True):
+        end(cell.run, None)
+        probed = {"knn": {"neighbours": 5, "top1": top1}, "spread": {"rankme": 9.5, "feature_std": 0.1}}
+        (cell.run.folder / "probe.json").write_text(json.dumps(probed))
+    results = report(study.config)
+    assert states(results) == ["done", "done"]
+    assert [cell.scores for cell in results.cells] == [{"5nn": 0.25}, {"5nn": 0.5}]
+    assert results.evaluated_on == "tiny:val"
+    with pytest.raises(UserError, match=r"score = rankme: these cells will not have it, but 5nn\."):
+        open_study(make(base, "study", "score=rankme", settings))
 
 
 def test_a_new_result_replaces_an_earlier_one(done: Study) -> None:
