@@ -50,7 +50,7 @@ def make_digits(folder: Path, size: int = 32, test_share: float = 0.2) -> None:
 def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator, size: int) -> np.ndarray:
     """(size, size, 3) uint8: one shape on a shaded background, with noise."""
     side = size * _OVERSAMPLING
-    back, fore = _colours(rng)
+    back, fore = rng.uniform(0, 110, 3), rng.uniform(150, 255, 3)  # Light on dark, like the digits.
     shade = np.linspace(-1, 1, size) * rng.uniform(0, 30)
     canvas = back + (shade[:, None] if rng.random() < 0.5 else shade[None, :])[..., None]
 
@@ -66,11 +66,6 @@ def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator, size: i
 
     picture = canvas * (1 - cover) + fore * cover + rng.normal(0, rng.uniform(0, 12), (size, size, 3))
     return picture.clip(0, 255).astype(np.uint8)
-
-
-def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Colours of background and shape, (3,) each: light on dark, like the digits."""
-    return rng.uniform(0, 110, 3), rng.uniform(150, 255, 3)
 
 
 def _polygon(corners: int, inner: float = 0.0) -> Points:

@@ -1,4 +1,4 @@
-"""Allows one driver at a time for each output folder: a second one would delete the unfinished files of the first."""
+"""Allows one driver at a time for each output folder: a second one would delete the unfinished files of the first (`remove_leftovers`)."""
 
 import contextlib
 import errno
@@ -41,6 +41,13 @@ def only_driver(folder: AnyPath) -> Iterator[None]:
         if is_new:
             with contextlib.suppress(OSError):
                 local.rmdir()
+
+
+def remove_leftovers(*folders: AnyPath, pattern: str = ".*.tmp") -> None:
+    """Remove unfinished files of killed drivers and tasks (`atomic.replacing`). Object stores have none: uploads are atomic."""
+    for folder in folders:
+        for leftover in folder.glob(pattern) if isinstance(folder, Path) else ():
+            leftover.unlink(missing_ok=True)
 
 
 def _lock(path: Path, folder: AnyPath) -> FileLock:

@@ -38,7 +38,7 @@ def bench(config: BenchConfig) -> None:
 def bench_train(config: TrainBenchConfig) -> None:
     if config.data:
         from pipeline.data.dataset.manifest import open_dataset
-        from pipeline.data.dataset.subset import run_splits
+        from pipeline.data.mixture.subset import run_splits
 
         run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
     measure("train", "training.training_step", config)

@@ -14,7 +14,7 @@ With --cluster, it recommends ZeRO stage, micro-batch and activation checkpointi
 and says up to which number of nodes more of them pay.
 
 The time of a step is predicted from arithmetic, memory traffic and communication: docs/plan.md says how, and what was
-checked. Networks: dgx-b200, dgx-h100, dgx-a100, aws-p5, aws-p4d, gcp-a3-ultra, gcp-a3-mega, gcp-a3-high, gcp-a2,
+checked. Networks: dgx-b300, dgx-b200, dgx-h100, dgx-a100, aws-p5, aws-p4d, gcp-a3-ultra, gcp-a3-mega, gcp-a3-high, gcp-a2,
 100gbe, 25gbe; without network=... the usual one of the GPU.
 """
 

@@ -59,7 +59,7 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
         name, about = sample["key"], f"{sample['width']}×{sample['height']}"
         if len(classes):
             name, number_of = dataset.class_names[sample["class"]], int(class_counts[sample["class"]])
-            about = f"{number_of:,} image{'s' * (number_of > 1)} · {about}"
+            about = f"{counted(number_of, 'image')} · {about}"
         below = top + _TILE + 3
         pen.text((left, below), _cut(printable(name), _font(15), _TILE), _INK, _font(15))
         pen.text((left, below + _TEXT + 2), _cut(about, _font(12), _TILE), _GREY, _font(12))

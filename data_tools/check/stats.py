@@ -23,6 +23,7 @@ from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath
 from pipeline.process.outputs import try_output
 from pipeline.settings.commands.data import StatsConfig
+from pipeline.settings.schema import flatten
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
@@ -147,17 +148,8 @@ def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequ
 
 def metrics(stats: dict[str, Any]) -> dict[str, float]:
     """Every number of stats.json under a dotted name for experiment trackers, such as 'train.classes.median'."""
-    found: dict[str, float] = {"num_classes": stats["num_classes"]}
-
-    def walk(tree: dict[str, Any], prefix: str) -> None:
-        for name, value in tree.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{name}.")
-            elif isinstance(value, (int, float)):
-                found[prefix + name] = value
-
-    walk(stats["splits"], "")
-    return found
+    numbers = {"num_classes": stats["num_classes"], **flatten(stats["splits"])}
+    return {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
 
 
 def _print_report(stats: dict[str, Any], out: AnyPath) -> None:

@@ -113,7 +113,13 @@ def _read_tables(dataset: Dataset) -> _Tables:
         add_finding(
             f"shards and classes have fingerprint {manifest.fingerprint(shards, dataset.classes)}, not that of {INFO}"
         )
-    samples, counts = _open_samples(dataset, shards, add_finding)
+    samples: pq.ParquetFile | None = None
+    counts = np.zeros(len(shards), np.int64)
+    try:
+        if (dataset.path / SAMPLES_FILE).exists():
+            samples, counts = _open_samples(dataset, shards)
+    except _UnusableError as error:
+        add_finding(f"{SAMPLES_FILE} {error}: its rows are not compared")
     if samples is not None:
         _check_indexes(dataset, add_finding)
     return _Tables(shards, counts, samples, findings)
@@ -131,40 +137,35 @@ def _check_indexes(dataset: Dataset, add_finding: Any) -> None:
             shutil.rmtree(place / name, ignore_errors=True)
 
 
-def _open_samples(dataset: Dataset, shards: list[Shard], add_finding: Any) -> tuple[pq.ParquetFile | None, np.ndarray]:
-    num_shards = len(shards)
-    none = np.zeros(num_shards, np.int64)
-    path = dataset.path / SAMPLES_FILE
-    if not path.exists():
-        return None, none
+class _UnusableError(Exception):
+    """What is wrong with samples.parquet, so that its rows cannot be told apart."""
+
+
+def _open_samples(dataset: Dataset, shards: list[Shard]) -> tuple[pq.ParquetFile, np.ndarray]:
+    """Returns (samples.parquet, (shards,) number of its rows of each shard). Raises _UnusableError."""
     try:
-        file = open_parquet(path)
+        file = open_parquet(dataset.path / SAMPLES_FILE)
         wanted = {*dataset.rows_schema.names, "split", "shard"}
         if missing := wanted - set(file.schema_arrow.names):
-            add_finding(f"{SAMPLES_FILE} has no column {', '.join(sorted(missing))}: its rows are not compared")
-            return None, none
+            raise _UnusableError(f"has no column {', '.join(sorted(missing))}")
         of_shard = file.read(columns=["shard"]).column("shard").to_numpy()
         # Reading every page detects damage.
         for _ in file.iter_batches(_BATCH, columns=dataset.rows_schema.names):
             pass
     except (pa.ArrowException, OSError) as error:
-        add_finding(f"{SAMPLES_FILE} cannot be read ({_one_line(error)}): its rows are not compared")
-        return None, none
-    if len(of_shard) and not (of_shard[0] >= 0 and of_shard[-1] < num_shards and (np.diff(of_shard) >= 0).all()):
-        add_finding(f"{SAMPLES_FILE} is not in the order of the shards: its rows are not compared")
-        return None, none
-    counts = np.bincount(of_shard, minlength=num_shards)
+        raise _UnusableError(f"cannot be read ({_one_line(error)})") from None
+    if len(of_shard) and not (of_shard[0] >= 0 and of_shard[-1] < len(shards) and (np.diff(of_shard) >= 0).all()):
+        raise _UnusableError("is not in the order of the shards")
+    counts = np.bincount(of_shard, minlength=len(shards))
     of_split = dict.fromkeys(dataset.splits, 0)
     for shard, count in zip(shards, counts.tolist(), strict=True):
         of_split[shard.split] = of_split.get(shard.split, 0) + count
     ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
     if of_split != dataset.info["samples"]:
         rows = ", ".join(f"{count:,} of {split}" for split, count in of_split.items())
-        add_finding(f"{SAMPLES_FILE} is of other data than {INFO}, with {rows}: its rows are not compared")
-        return None, none
+        raise _UnusableError(f"is of other data than {INFO}, with {rows}")
     if not np.isin(np.cumsum(list(of_split.values())), ends).all():
-        add_finding(f"{SAMPLES_FILE} has splits that do not begin a row group: its rows are not compared")
-        return None, none
+        raise _UnusableError("has splits that do not begin a row group")
     return file, counts
 
 

@@ -19,12 +19,13 @@ from data_tools.dedup import search_shard
 from data_tools.dedup.pair_sheet import CaptionedImage, draw_pairs
 from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_tests
 from data_tools.dedup.thumbnails import BAD, PLAIN, ThumbnailJob, jobs, make_thumbnails, read_states
-from data_tools.driver import only_driver
+from data_tools.driver import only_driver, remove_leftovers
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import aligned, counted
+from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.storage.atomic import write_files
@@ -62,7 +63,9 @@ def run(config: DedupConfig) -> dict[str, Any]:
 
 def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfig) -> dict[str, Any]:
     started = time.monotonic()
-    make_folder(searched.dataset.path / FOLDER / THUMBNAILS)
+    folder = searched.dataset.path / FOLDER
+    make_folder(folder / THUMBNAILS)
+    remove_leftovers(folder, pattern="**/.*.tmp")
     _read_images([searched, *tests], config)
     states = [_states(part) for part in (searched, *tests)]
     _check_readable([searched, *tests], states, config.max_bad_share)
@@ -71,7 +74,9 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     nearest = _nearest(pairs)
     marks, pictures = _describe(searched, tests, nearest)
     report = _report(config, searched, tests, states, pairs, time.monotonic() - started)
-    folder = searched.dataset.path / FOLDER
+    if not config.dry_run:
+        _tell_unmarked(searched.dataset, tests)
+        path = write_list(searched.dataset, LIST, marks)  # Before the report, which says so.
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     write_files(folder, {REPORT: text, SHEET: draw_pairs(pictures) if pictures else None})
     _print(report)
@@ -80,7 +85,6 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
             f"dry_run: none of the {counted(len(marks), 'copy')} was marked; report and sheet of pairs are in {folder}"
         )
     else:
-        path = write_list(searched.dataset, LIST, marks)
         print(
             f"marked {counted(len(marks), 'copy')} in {path}; look at {folder / SHEET}"
             if len(marks)
@@ -286,6 +290,20 @@ def _report(
         "against": against,
         "seconds": round(seconds, 1),
     }
+
+
+def _tell_unmarked(data: Dataset, tests: Sequence[ComparedSplit]) -> None:
+    """Print which test images' copies an earlier search marked, whose list that of this search will replace."""
+    try:
+        before = read_dedup_report(data.path)
+    except (FileNotFoundError, UserError):
+        return
+    others = [part.name for part in before.against if part.copies and part.name not in {test.name for test in tests}]
+    if before.marked and others:
+        print(
+            f"note: an earlier search marked copies of {', '.join(others)}; the list is now of this search alone. To mark both, name all test "
+            "images in one command: against=[...]"
+        )
 
 
 def _print(report: dict[str, Any]) -> None:

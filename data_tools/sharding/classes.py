@@ -151,7 +151,7 @@ def small_classes(listing: Listing) -> list[str]:
         few = [name for name, images in zip(listing.classes, counts, strict=True) if images == count]
         if few:
             some = ", ".join(few[:5]) + (", ..." if len(few) > 5 else "")
-            notes.append(f"{len(few):,} class{'es' * (len(few) > 1)} with {what} in train: {some}")
+            notes.append(f"{counted(len(few), 'class')} with {what} in train: {some}")
     return notes
 
 

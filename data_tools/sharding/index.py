@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.driver import only_driver
+from data_tools.driver import only_driver, remove_leftovers
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
 from data_tools.sharding.write_shard import PARTS, load_part, write_part
@@ -126,7 +126,9 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
         )
         for number, (split, _, path) in enumerate(files)
     ]
-    _remove_leftovers(out)
+    remove_leftovers(out / PARTS)
+    for name in (INFO, SAMPLES_FILE, SHARDS_FILE, SKIPPED):  # Exactly these: the folder may have other files.
+        remove_leftovers(out, pattern=f".{name}.*.tmp")
     if finished:
         # To verify the manifest, every tar is read again.
         remove_tree(out / PARTS)
@@ -252,7 +254,7 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
     if len(skipped) > max(1, config.max_bad_share * num_samples) * bool(config.max_bad_share):
         raise UserError(
             f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than max_bad_share = {config.max_bad_share} "
-            "allows: " + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
+            f"allows: {reasons(skipped)}"
         )
     return ordered, is_labelled
 
@@ -327,14 +329,16 @@ def _refuse_others(finished: Dataset, results: list[_IndexedTar]) -> None:
         now, then = found.get(name), known.get(name)
         if now == then:
             continue
-        what = "is new" if then is None else "is gone" if now is None else "has changed"
-        what, way_out = (
-            f"{what} since {finished.path / INFO} was written",
-            "Move it away" if then is None else "Put it back",
+        what, way_out = "has changed", "Put it back"
+        if then is None:
+            what, way_out = "is new", "Move it away"
+        elif now is None:
+            what = "is gone from source"
+        elif replace(now, split=then.split) == then:
+            what, way_out = f"moved from split {then.split!r} to {now.split!r}", "Give the same splits"
+        raise UserError(
+            f"{finished.shard_path(name)} {what} since {finished.path / INFO} was written. {way_out}, or remove {INFO} and index again."
         )
-        if now and then and replace(now, split=then.split) == then:
-            what, way_out = f"was indexed as one of split {then.split!r}, not {now.split!r}", "Give the same splits"
-        raise UserError(f"{finished.shard_path(name)} {what}. {way_out}, or remove {INFO} and index again.")
     if not finished.is_intact():
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
 
@@ -345,17 +349,6 @@ def _read_part(path: AnyPath, seen: dict[str, Any]) -> _IndexedTar | None:
     if about is None or about.seen != seen:
         return None
     return _IndexedTar(about.shard, about.skipped, len(about.unlabelled))
-
-
-def _remove_leftovers(out: AnyPath) -> None:
-    """Remove unfinished files of a killed run, by their exact names: the folder may have other files."""
-    if isinstance(out, BucketPath):
-        return  # Uploads are atomic.
-    names = (INFO, SAMPLES_FILE, SHARDS_FILE, SKIPPED)
-    for leftover in [path for name in names for path in out.glob(f".{name}.*.tmp")] + list(
-        (out / PARTS).glob(".*.tmp")
-    ):
-        leftover.unlink(missing_ok=True)
 
 
 def _print_done(dataset: Dataset, results: list[_IndexedTar], seconds: float, verified: bool) -> None:

@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.driver import only_driver
+from data_tools.driver import only_driver, remove_leftovers
 from data_tools.progress import data_size
 from data_tools.sharding.classes import apply_rules, readable_names, refuse_untrained, renamed, small_classes
 from data_tools.sharding.copies import Copies, merge_copies
 from data_tools.sharding.holdout import hash_keys, hold_out
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
-from data_tools.sharding.write_shard import PARTS, Done, ShardingJob, part_path, read_part, write_shard
+from data_tools.sharding.write_shard import PARTS, Done, ShardingJob, load_part, part_path, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable, reasons
@@ -35,7 +35,7 @@ from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.atomic import read_bytes, replacing, write_files
-from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside, remove_tree
+from pipeline.data.storage.bucket import AnyPath, name_inside, remove_tree
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.settings.commands.data import ShardConfig
@@ -92,7 +92,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     existing = _existing_record(out)
     _refuse_other_settings(out, config, existing)
     try:
-        _remove_leftovers(out)
+        remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
@@ -125,7 +125,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             dataset = _finish(out, results, listing, names, copies, identity)
         remove_tree(out / PARTS)
         remove_tree(out / STAGING)
-        _remove_leftovers(out)
+        remove_leftovers(out)
     except StorageError:
         raise  # The object store cannot be reached, or refuses access: no clean-up is possible.
     except UserError:
@@ -206,9 +206,7 @@ def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig,
         )
         raise UserError(
             f"{len(skipped):,} {of}, more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of "
-            f"{len(listing):,}: "
-            + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
-            + ". To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
+            f"{len(listing):,}: {reasons(skipped)}. To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
             "sizes change, choose another out=... too."
         )
 
@@ -243,7 +241,7 @@ def _finish(
 
 def _skipped_before(out: AnyPath) -> set[str]:
     """Keys of images that an earlier run of this job could not read."""
-    parts = (read_part(part) for part in (out / PARTS).glob("*.parquet"))
+    parts = (load_part(part, Done) for part in (out / PARTS).glob("*.parquet"))
     return {key for part in parts if part for key, *_ in part.skipped}
 
 
@@ -358,15 +356,6 @@ def _refuse_other_names(out: AnyPath, names: list[str] | None, are_given: bool) 
     known = open_dataset(out).info.get("class_names")
     if (known is not None or are_given) and (other := renamed(known, names)):
         raise UserError(f"{out} was made with other synset_names: {other}. Give those, or choose another out=...")
-
-
-def _remove_leftovers(out: AnyPath) -> None:
-    """Remove unfinished files of killed runs and workers. (Object stores have none: uploads are atomic.)"""
-    if isinstance(out, BucketPath):
-        return
-    for folder in (out, out / PARTS, out / PARTS / HASHES, out / STAGING):
-        for leftover in folder.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
 
 
 def _print_listing(listing: Listing, seconds: float) -> None:

@@ -42,7 +42,7 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
         kind = archive.kind(source)
         plain = archive.unpack(source, kind, staging) if kind in archive.COMPRESSED else source
     with ProgressMeter(None, folder=staging.parent, done=LISTED) as progress:
-        try:
+        with archive.damage_named(source, tarfile.TarError, pa.ArrowException, UnicodeDecodeError, OSError):
             name = config.layout if config.layout != "auto" else detect_layout(plain, config)
             layout = LAYOUTS[name]
             form = "a folder" if source.is_dir() else "a file"
@@ -57,10 +57,6 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
             collector.advice = _list_advice(source, config)
             layout.walk(plain, config, staging, collector)
-        except (tarfile.TarError, pa.ArrowException, UnicodeDecodeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # A disk error; Arrow's errors for damaged data have no errno.
-            raise UserError(f"{source} is damaged ({' '.join(str(error).split())}). Fetch it again.") from None
         return collector.finish()
 
 

@@ -332,7 +332,7 @@ class Collector:
             notes.append(f"cannot use {len(self.skipped):,} of the items listed: {reasons(self.skipped)}")
         num_bare = int((pc.list_value_length(table["labels"]).to_numpy() == 0).sum())
         if num_bare and self.is_labelled:
-            notes.append(f"{num_bare:,} image{'s' * (num_bare > 1)} without any label")
+            notes.append(f"{counted(num_bare, 'image')} without any label")
         return replace(listing, table=table, notes=notes)
 
     def _flush(self) -> None:
@@ -431,7 +431,7 @@ def printable(name: str) -> str:
 
 def reasons(skipped: list[Skipped]) -> str:
     """The first few items that cannot be used, each with its reason."""
-    few = "; ".join(f"{where} ({reason})" for _, where, reason in sorted(skipped)[:_NAMED])
+    few = "; ".join(f"{printable(where)} ({reason})" for _, where, reason in sorted(skipped)[:_NAMED])
     return few + "; ..." * (len(skipped) > _NAMED)
 
 

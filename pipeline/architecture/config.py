@@ -421,19 +421,19 @@ Config = ViTConfig | ResNetConfig
 
 
 def _options() -> Iterator[tuple[str, Option]]:
-    for cls in (ViTConfig, ResNetConfig):
-        for field in fields(cls):
-            hint = typing.get_type_hints(cls, include_extras=True)[field.name]
-            for option in (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Option)):
-                default = field.default if option.setting is ... else option.setting
-                # Settings are lists, as YAML and checkpoints have them; a configuration has to be hashable.
-                kind = list[int] | None if hint.__origin__ == (tuple[int, ...] | None) else hint.__origin__
-                if default is None:
-                    kind |= None
-                yield field.name, replace(option, setting=default, kind=kind)
+    hints = typing.get_type_hints(ViTConfig, include_extras=True)
+    for field in fields(ViTConfig):
+        hint = hints[field.name]
+        for option in (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Option)):
+            default = field.default if option.setting is ... else option.setting
+            # Settings are lists, as YAML and checkpoints have them; a configuration has to be hashable.
+            kind = list[int] | None if hint.__origin__ == (tuple[int, ...] | None) else hint.__origin__
+            if default is None:
+                kind |= None
+            yield field.name, replace(option, setting=default, kind=kind)
 
 
-# What a run may set of a model, in the order of `--help`.
+# What a run may set of a model, in the order of `--help`; of a ResNet the width and head_bias, which a ViT has too.
 OPTIONS = dict(_options())
 
 

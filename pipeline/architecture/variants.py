@@ -92,7 +92,7 @@ def configure(
             raise UserError(f"model: unknown field {field!r}{_did_you_mean(field, sorted(own))}")
         elif field not in own and value not in (None, neutral[field]):
             default = None if neutral[field] is MISSING else neutral[field]
-            raise UserError(f"model: {name} has no {field}. Set model.{field}={_as_yaml(default)}.")
+            raise UserError(f"model: {name} has no {field}. Set model.{field}={as_yaml(default)}.")
     config = cls(**values, image_size=as_pair(image_size), num_classes=num_classes)
     if covered and isinstance(config, ViTConfig):
         config.check_covered()
@@ -162,7 +162,8 @@ def _resnet(name: str) -> tuple[type[Config], dict[str, Any]]:
     return ResNetConfig, {"units": RESNET_UNITS[int(match[1])], "width": 64 * int(match[2])}
 
 
-def _as_yaml(value: object) -> str:
+def as_yaml(value: object) -> str:
+    """A field's value as a settings file has it."""
     return "null" if value is None else str(value).lower()
 
 

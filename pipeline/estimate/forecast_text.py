@@ -113,7 +113,7 @@ def _describe_time(forecast: Forecast) -> list[str]:
     if time is None or hours is None:
         return ["Time and cost: fp32 peaks are not in the table: give engine.peak_tflops", *lines, ""]
     rate = plan.global_batch / time.total
-    interval = plan.checkpoint_every * time.total
+    interval = min(plan.checkpoint_every, plan.steps) * time.total
     stall = forecast.stall_seconds
     gpu_hours = hours * cluster.num_gpus
     cost = f", {forecast.cost:,.0f} at {config.price:g} per hour" if forecast.cost else " (price=... for the cost)"
@@ -200,10 +200,9 @@ def readers(forecast: Forecast) -> list[str]:
             f"{counted(streams, 'stream')} for {counted(ranks, 'rank')}: each reads {math.ceil(streams / ranks)} at a time"
         )
     else:
-        better = math.gcd(plan.global_batch, ranks)
         lines.append(
             f"LOW: {counted(streams, 'stream')} for {counted(ranks, 'rank')}: {counted(math.ceil(ranks / streams), 'rank')} read the same shards at a time. "
-            f"Use data.streams={better}."
+            f"Use data.streams={ranks}."
         )
     if not data.shards:
         lines.append(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pipeline.architecture.variants import overridden
+from pipeline.architecture.variants import as_yaml, overridden
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.settings.quantities import Length
@@ -130,6 +130,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     intervals |= {name: section.every for name, section in config.evaluators.items() if section.every.amount}
     intervals[CHECKPOINT] = config.checkpoint.every
     in_steps = {name: max(1, every.steps(num_samples, train.global_batch, steps)) for name, every in intervals.items()}
+    keep = config.checkpoint.keep_every
     at_end = {}
     # A rollback goes back to checkpoints, so a run that an earlier version began needs those that it had.
     if config.health.on_spike != "rollback":
@@ -141,7 +142,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         evaluate_every={name: every for name, every in in_steps.items() if name != CHECKPOINT},
         checkpoint_every=in_steps[CHECKPOINT],
         at_end=at_end,
-        keep_every=config.checkpoint.keep_every.steps(num_samples, train.global_batch, steps),
+        keep_every=max(1, keep.steps(num_samples, train.global_batch, steps)) if keep.amount else 0,
         accumulation=accumulation,
         micro_batch=micro_batch,
         num_samples=num_samples,
@@ -165,7 +166,7 @@ def _interval_that_ends(every: Length, interval: int, steps: int) -> int:
 def overrides_of_name(settings: ModelConfig) -> str:
     """A line that names the settings whose values are not those of model.name; empty if there are none."""
     found = overridden(settings.name, vars(settings)) if settings.name else {}
-    values = [f"model.{field} = {given} instead of {own}" for field, (own, given) in found.items()]
+    values = [f"model.{field} = {as_yaml(given)} instead of {as_yaml(own)}" for field, (own, given) in found.items()]
     return f"not as model.name = {settings.name}: {', '.join(values)}" if values else ""
 
 

@@ -89,7 +89,7 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     return answers
 
 
-def write_environment(launch: LaunchConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
+def write_environment(launch: LaunchConfig) -> list[str]:
     """Write the variables that DeepSpeed's launcher exports on every host: NAME=value, or local variables matching a pattern.
 
     Returns their names. Only the owner can read the file, because it may contain credentials. Values are escaped for the
@@ -101,7 +101,7 @@ def write_environment(launch: LaunchConfig, environment: Mapping[str, str] = os.
         if given:
             chosen[name] = value
         else:
-            chosen.update({n: v for n, v in environment.items() if fnmatch.fnmatchcase(n, pattern)})
+            chosen.update({n: v for n, v in os.environ.items() if fnmatch.fnmatchcase(n, pattern)})
     if bad := [name for name, value in chosen.items() if "\n" in value]:
         raise UserError(f"launch.env: {bad[0]} holds a line break, which DeepSpeed's file of variables cannot.")
     lines = [f"{name}={shlex.quote(value).replace('%', '%%')}\n" for name, value in sorted(chosen.items())]
@@ -143,7 +143,10 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     # pdsh takes ssh's keys and ports from this variable.
     options = ssh_options()
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError as error:
+        return {"error": f"ssh cannot be started here ({error.strerror})"}
     assert process.stdout is not None
     try:
         if not select.select([process.stdout], [], [], _ANSWER_SECONDS)[0]:

@@ -113,6 +113,10 @@ class Stop:
                 crash = isinstance(error, CrashError)
                 self.folder.say_failure(text, lost_others, "" if crash else "".join(traceback.format_exception(error)))
                 if lost_others:
+                    if not self._training and self._is_any_asked():
+                        self._thread.join(
+                            _REFUSAL_SECONDS
+                        )  # The others left as asked, and so does this rank, within a second.
                     self._leave_lost(text)
                 asked = f" ({self.reason})" if self.reason else ""
                 self.folder.say_status(Status("failed", self.step, 1, (str(error) if crash else text) + asked))
@@ -143,9 +147,9 @@ class Stop:
         """From now on the ranks stop together, with a checkpoint. Collective."""
         assert self._ranks is not None
         self.committed(step)
+        self._ranks.barrier()  # First: a rank that is asked while it prepares leaves, and so must those that wait for it.
         with self._lock:
             self._training = True
-        self._ranks.barrier()
 
     def committed(self, step: int, seconds: float = 0.0) -> None:
         """Record that a checkpoint of `step` is committed, and how many seconds that took."""
@@ -299,7 +303,7 @@ class Stop:
         while not self._closed:
             woken, _, _ = select.select([self._woken], [], [], _POLL_SECONDS)
             for number in os.read(self._woken, 100) if woken else b"":
-                if number:
+                if number in _SIGNALS:  # Not 0, which wakes the thread, nor a signal that a library handles.
                     self._hear(signal.Signals(number))
             if not self.reason and (reason := self._asked_elsewhere()):
                 if reason.startswith(_REFUSED):
@@ -334,9 +338,15 @@ class Stop:
             if self.limit_seconds and time.monotonic() - self.begin > self.limit_seconds - reserve:
                 return BY_LIMIT
         with contextlib.suppress(RuntimeError):  # Rank 0, which hosts the store, has exited.
-            if self._store is not None and self._store.check([_key()]):
+            if self._is_any_asked():
                 return self._store.get(_key()).decode()
         return ""
+
+    def _is_any_asked(self) -> bool:
+        """Whether a rank has told the others of a request to leave."""
+        with contextlib.suppress(RuntimeError):
+            return self._store is not None and self._store.check([_key()])
+        return False
 
     def _answer_roll_call(self) -> None:
         with contextlib.suppress(RuntimeError):

@@ -40,7 +40,8 @@ from pipeline.settings.run import RunConfig
 
 Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]
 
-_SCRIPTS = ("pretrain.py", "finetune.py")
+# What starts a run: files of the repository, or modules of an installed library.
+_SCRIPTS = ("pretrain.py", "finetune.py", "launch.pretrain", "launch.finetune")
 _DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's default.
 _POLL_SECONDS = 0.2
 _LONGEST_PAUSE = 600.0

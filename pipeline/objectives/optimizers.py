@@ -103,6 +103,21 @@ def set_rates(optimizer: torch.optim.Optimizer, step: int, lr: float, weight_dec
         group["lr"] = 0.0 if group["is_frozen"] else lr * group["factor"]
         if weight_decay is not None and group["decays"]:
             group["weight_decay"] = weight_decay
+        if weight_decay is not None and group["frozen_steps"] and not group["is_frozen"] and "betas" in group:
+            factor = _correction_after(group["frozen_steps"], step, *group["betas"])
+            group["lr"] *= factor
+            group["weight_decay"] /= factor  # AdamW multiplies it by the rate.
+
+
+def _correction_after(frozen_steps: int, step: int, beta1: float, beta2: float) -> float:
+    """Factor of the rate with which Adam corrects the bias of moments that begin after the frozen steps, which it has counted, too.
+
+    Otherwise the first updates after an epoch of frozen steps would be several times those of DINO's authors, whose optimizer begins
+    with the first step in which there is a gradient. step: from 0.
+    """
+    counted_steps, own_steps = step + 1, step + 1 - frozen_steps
+    first = (1 - beta1**counted_steps) / (1 - beta1**own_steps)
+    return first * math.sqrt((1 - beta2**own_steps) / (1 - beta2**counted_steps))
 
 
 def weight_decay(config: OptimizerConfig, step: int, total_steps: int) -> float:

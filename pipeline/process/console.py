@@ -17,7 +17,6 @@ class Console:
     def __init__(self, log: Path, is_main: bool) -> None:
         self.is_main = is_main
         self.bar: tqdm | None = None
-        self.begin = time.perf_counter()
         self.log = log
         if is_main:
             log.parent.mkdir(parents=True, exist_ok=True)

@@ -75,9 +75,9 @@ def allowed(age: float = 0.0) -> list[Wait]:
     return [wait for wait in in_progress(age) if wait.left > 0]
 
 
-def say(kind: str, line: str, to: Say | None = None) -> None:
+def say(kind: str, line: str) -> None:
     """Say a line, unless one of its kind was said within a minute."""
-    _board.tell(kind, line, to)
+    _board.tell(kind, line)
 
 
 def say_with(function: Say | None) -> None:
@@ -114,7 +114,7 @@ class _Board:
     def waits(self) -> list[Wait]:
         return list(self._waits.copy().values())  # A copy, because other threads begin and end theirs.
 
-    def tell(self, kind: str, line: str, to: Say | None) -> None:
+    def tell(self, kind: str, line: str, to: Say | None = None) -> None:
         now = time.monotonic()
         if now - self._said.get(kind, -math.inf) > _AGAIN_SECONDS:
             self._said[kind] = now

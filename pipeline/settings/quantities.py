@@ -15,6 +15,8 @@ MAX_BATCH = 2**24
 MAX_THREADS = 4096
 MAX_TASKS = 1_000_000
 MINUTES_PER_YEAR = 366 * 24 * 60
+# A number without a sign, as 90, .5 or 1.2e+9.
+_NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 _MAX_AMOUNT = {"epochs": 1e6, "steps": 1e12, "samples": 1e15, "%": 100.0}
 
 
@@ -38,9 +40,7 @@ class Length:
     def parse(cls, value: object) -> "Length":
         if isinstance(value, Length):
             return value
-        match = re.fullmatch(
-            r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%)\s*", _text(value)
-        )
+        match = re.fullmatch(rf"\s*{_NUMBER}\s*(epochs?|steps?|samples?|%)\s*", _text(value))
         if not match:
             raise ValueError("write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'.")
         unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
@@ -118,7 +118,7 @@ class Limit:
     def parse(cls, value: object) -> "Limit":
         if isinstance(value, Limit):
             return value
-        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(%|samples)?\s*", _text(value))
+        match = re.fullmatch(rf"\s*{_NUMBER}\s*(%|samples)?\s*", _text(value))
         if not match or (match[2] == "%" and float(match[1]) > 100):
             raise ValueError("write a number of samples, as 9e6, or a share of them, as 10%.")
         if float(match[1]) > _MAX_AMOUNT["samples"]:

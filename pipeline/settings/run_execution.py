@@ -120,9 +120,9 @@ class RunProbeConfig(ProbeConfig):
     @property
     def prefix(self) -> str:
         """The beginning of the names of its metrics: the data set's name, or the split of the run's own data."""
-        if not self.data:
-            return self.split
-        return self.data.rstrip("/").rpartition("/")[2] if "://" in self.data else Path(self.data).resolve().name
+        if "://" in self.data:
+            return self.data.partition("?")[0].rstrip("/").rpartition("/")[2]
+        return Path(self.data).resolve().name if self.data else self.split
 
     def measured(self) -> dict[str, Metric]:
         return self.metrics(self.prefix)

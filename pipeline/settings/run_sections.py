@@ -50,7 +50,7 @@ def _named(text: str) -> list[str]:
 @_with_options
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model: its name, its image size, and the fields of `ViTConfig` and `ResNetConfig` that are marked as options."""
+    """The model: its name, its image size, and the fields of `ViTConfig` that are marked as options."""
 
     name: str | None = setting(
         None,
@@ -95,7 +95,10 @@ class MixedSet:
     @property
     def evaluated(self) -> dict[str, str]:
         """Beginning of the names of metrics -> split of this set to evaluate on."""
-        folder = re.sub(r"[^\w.-]", "_", self.path.rstrip("/").rpartition("/")[2])
+        path = (
+            self.path.partition("?")[0] if "://" in self.path else self.path
+        )  # Options of a URL may have slashes, too.
+        folder = re.sub(r"[^\w.-]", "_", path.rstrip("/").rpartition("/")[2])
         return {f"{folder}_{name}": name for name in _named(self.eval_split)}
 
     @property

@@ -39,9 +39,26 @@ def train_prepared(stop: Stop, prepared: Prepared) -> None:
 
 
 def _train(run: TrainingRun) -> str:
+    """`_train_until_stopped`, and record how it ended."""
+    progress, status, outcome, reason = run.progress, "FAILED", "", ""
+    try:
+        reason = _train_until_stopped(run)
+        status, outcome = "FINISHED", "finished"
+        if reason:
+            status = "KILLED"
+            outcome = f"stopped by {reason} at step {progress.step:,}; the same command resumes it"
+    except Exception as error:
+        kind = "diverged" if isinstance(error, DivergedError) else "failed"
+        outcome = f"{kind} after step {progress.step:,}: {' '.join(str(error).split())}"
+        raise
+    finally:
+        run.close(status, outcome, in_a_hurry=bool(reason))
+    return reason
+
+
+def _train_until_stopped(run: TrainingRun) -> str:
     """Train to the end and return "", or, if asked to stop, commit a checkpoint and return the reason."""
     progress, stop, saver = run.progress, run.context.stop, run.saving.saver
-    status, outcome, reason = "FAILED", "", ""
     try:
         stop.begin_training(progress.start)
         for evaluator in run.evaluators:
@@ -50,18 +67,10 @@ def _train(run: TrainingRun) -> str:
         run.context.console.open_bar(progress.start, run.context.plan.steps)
         train_on_all_ranks(run)
         saver.wait()
-        stop.committed(progress.step)
-        run.report_bad_samples_on_all_ranks()
-        status, outcome = "FINISHED", "finished"
     except Stopped:  # On all ranks at the same step or evaluation batch.
         run.save_before_stop_on_all_ranks()
         saver.wait()
-        status, reason = "KILLED", stop.agreed_reason_on_all_ranks()
-        outcome = f"stopped by {reason} at step {progress.step:,}; the same command resumes it"
-    except Exception as error:
-        kind = "diverged" if isinstance(error, DivergedError) else "failed"
-        outcome = f"{kind} after step {progress.step:,}: {' '.join(str(error).split())}"
-        raise
-    finally:
-        run.close(status, outcome, in_a_hurry=bool(reason))
-    return reason
+        return stop.agreed_reason_on_all_ranks()
+    stop.committed(progress.step)
+    run.report_bad_samples_on_all_ranks()
+    return ""

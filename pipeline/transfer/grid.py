@@ -20,7 +20,7 @@ from pipeline.base.json_record import Count, Limits, Share
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, open_dataset
-from pipeline.data.dataset.subset import run_splits
+from pipeline.data.mixture.subset import run_splits
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME

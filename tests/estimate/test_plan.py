@@ -66,6 +66,7 @@ def test_settings_that_override_the_name_are_said() -> None:
         "not as model.name = BiT-R50x1: model.width = 32 instead of 64"
     ]
     assert notes("model.name=R50+ViT-B/32", "model.pool=map")[0].endswith("model.pool = map instead of token")
+    assert notes("model.name=ViT-Ti/1", "model.small_stem=[32]")[0].endswith("small_stem = [32] instead of null")
     # The name's own values, and what no name says.
     assert notes("model.width=1024", "model.patch_stride=16", "model.pool=token", "model.positions=sincos2d") == []
     assert notes("model.name=Axial-ViT-B/16", "model.pool=gap") == []
@@ -79,6 +80,8 @@ def test_lengths() -> None:
     )
     assert found.keep_every == 31_201
     assert plan().keep_every == 0
+    # An interval that rounds to no step kept nothing, without a word.
+    assert plan("train.length=40 steps", "schedule.warmup=1%", "checkpoint.keep_every=1%").keep_every == 1
     assert (found.steps, found.warmup, found.evaluate_every["scores"], found.checkpoint_every) == (
         312_012,
         10_000,

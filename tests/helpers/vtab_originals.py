@@ -465,8 +465,15 @@ def write_tfds(root: Path, truth: Truth) -> None:
             keys.sort(key=lambda key: int(hashlib.md5(pool.encode() + key.encode()).hexdigest(), 16))
             cut = len(keys) // 3
             for shard, part in enumerate((keys[:cut], keys[cut:])):
+                # Its builder writes dSprites' pixels as they are published, 0 and 1.
+                white = 255 if dataset == "dsprites" else 1
                 content = [
-                    example({"image": _encoded(truth.images[dataset][pool, key]), **truth.features[dataset][pool, key]})
+                    example(
+                        {
+                            "image": _encoded(truth.images[dataset][pool, key], white),
+                            **truth.features[dataset][pool, key],
+                        }
+                    )
                     for key in part
                 ]
                 (folder / f"{builder}-{pool}.tfrecord-{shard:05d}-of-00002").write_bytes(tfrecord(content))
@@ -476,8 +483,8 @@ def write_tfds(root: Path, truth: Truth) -> None:
             (folder / "label.labels.txt").write_text("".join(f"{name}\n" for name in names))
 
 
-def _encoded(image: bytes | np.ndarray) -> bytes:
-    return image if isinstance(image, bytes) else encoded(Image.fromarray(image), "PNG")
+def _encoded(image: bytes | np.ndarray, white: int) -> bytes:
+    return image if isinstance(image, bytes) else encoded(Image.fromarray(image // np.uint8(white)), "PNG")
 
 
 def tfrecord(contents: list[bytes]) -> bytes:

@@ -1,25 +1,12 @@
 """How the last start of a run ended, in words, also after a supervisor has set its status aside."""
 
 import json
-import socket
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import OneRankError
-from pipeline.lifecycle.run_folder import (
-    Failure,
-    Status,
-    forget_last_start,
-    is_stop_asked,
-    last_end_in_words,
-    read_failures,
-    read_status,
-)
-from pipeline.lifecycle.stop import Stop
-from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
+from pipeline.lifecycle.run_folder import Status, forget_last_start, last_end_in_words, read_status
 
 
 @pytest.mark.parametrize(
@@ -41,22 +28,3 @@ def test_each_ending(tmp_path: Path, status: Status, words: str) -> None:
     assert last_end_in_words(tmp_path) == words
     (tmp_path / "status.json").write_text(json.dumps(asdict(Status("finished", 99, 0, ""))))
     assert last_end_in_words(tmp_path) == "finished at step 99"
-
-
-def test_a_folder_that_cannot_be_read_asks_for_no_stop(tmp_path: Path) -> None:
-    """An exception would end the thread that hears signals, and SIGTERM would be ignored from then on."""
-    assert not is_stop_asked(tmp_path / ("x" * 5000))
-    (tmp_path / "stop").touch()
-    assert is_stop_asked(tmp_path)
-
-
-def test_why_one_rank_alone_ended_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the others say that it was killed."""
-    monkeypatch.setenv("RANK", "1")
-    given = ["name=x", f"out={tmp_path}", "data.path=x", "model.name=ViT-Ti/16", "train.length=2 steps"]
-    (tmp_path / "x").mkdir()
-    stop = Stop(schema.load(RunConfig, None, given))
-    stop.folder.ours = True
-    with pytest.raises(OneRankError), stop:
-        raise OneRankError("shard 3 is missing")
-    assert read_failures(tmp_path / "x") == {1: Failure(1, socket.gethostname(), "shard 3 is missing", False)}

@@ -1,6 +1,5 @@
 """A host with a slow network is told from one that was busy for a moment, and one that hangs is no wait without an end."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -44,9 +43,12 @@ def test_a_host_that_does_not_answer_is_told_at_once_and_later() -> None:
     assert found([8.0, 3.0, 7.0], [8.0, None, 7.0]) == (["node2: gone"], 2)
 
 
-def test_a_host_that_accepts_ssh_and_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 30\n")
+def test_a_host_that_says_nothing_is_named_as_is_a_missing_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    error = "ssh cannot be started here (No such file or directory)"
+    assert host_check.ask("node1", [], "out") == {"error": error}
+
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
     (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(host_check, "_ANSWER_SECONDS", 0.2)
     assert host_check.ask("node1", [], "out") == {"error": "it accepts ssh, and has not answered within 0 s"}

@@ -13,7 +13,7 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.lifecycle.hosts import largest_fitting, read_hostfile, to_blame
 from pipeline.lifecycle.run_folder import Failure
-from pipeline.lifecycle.supervise import Supervisor, _option, _with_options
+from pipeline.lifecycle.supervise import Supervisor, _option, _settings_of, _with_options
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SuperviseConfig
 from pipeline.settings.run import RunConfig
@@ -247,6 +247,17 @@ def test_hostfiles_that_are_none(tmp_path: Path, text: str, said: str) -> None:
 
 
 WHOLE = ["name=no_such_run", "model.name=ViT-Ti/16", "data.path=here", "train.length=1 steps"]
+
+
+@pytest.mark.parametrize("launcher", [("deepspeed", "--module"), ("torchrun", "--nproc_per_node", "8", "-m")])
+def test_an_installed_library_is_started_by_its_module(launcher: tuple[str, ...]) -> None:
+    command = [*launcher, "launch.pretrain", *WHOLE]
+    assert _settings_of(command).model.name == _settings_of(["launch/pretrain.py", *WHOLE]).model.name
+    assert _with_options(command, {"--hostfile": "new"}, [])[-len(WHOLE) - 2 :] == [
+        launcher[-1],
+        "launch.pretrain",
+        *WHOLE,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.objectives import optimizers
 from pipeline.objectives.optimizers import build
 from pipeline.settings.run import OptimizerConfig
 
@@ -52,6 +53,29 @@ def test_only_named_parameters_decay() -> None:
     for name, parameter in net.named_parameters():
         factor = 1 - 0.5 * 0.1 if name == "0.weight" else 1.0
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_after_frozen_steps_adam_is_as_new() -> None:
+    """As DINO's authors train the prototypes: without a gradient in the first epoch, their optimizer has no moments of them."""
+    frozen_steps, generator = 40, torch.Generator().manual_seed(0)
+    start = torch.randn(5, dtype=torch.float64, generator=generator)
+    late, new = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    group = {"params": [late], "factor": 0.5, "frozen_steps": frozen_steps, "decays": True, "matrices": False}
+    settings = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 0.0}
+    optimizer, as_new = torch.optim.AdamW([group], **settings), torch.optim.AdamW([new], **settings)
+    for step in range(frozen_steps + 200):
+        optimizers.set_rates(optimizer, step, 0.1, weight_decay=0.3)
+        late.grad = torch.zeros_like(late)
+        if step >= frozen_steps:
+            new.grad = torch.randn(5, dtype=torch.float64, generator=generator)
+            late.grad.copy_(new.grad)
+            as_new.param_groups[0].update(lr=0.05, weight_decay=0.3)
+            as_new.step()
+        # Without moments, Adam's update is zero divided by zero.
+        optimizer.param_groups[0]["eps"] = 1e-30 if step < frozen_steps else 0.0
+        optimizer.step()
+        torch.testing.assert_close(late, new, rtol=1e-9, atol=0)
+    assert not torch.equal(new, start)
 
 
 def test_decay_follows_the_schedule() -> None:

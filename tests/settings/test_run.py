@@ -28,7 +28,7 @@ from pipeline.settings.commands import study as study_settings
 from pipeline.settings.commands import transfer as transfer_settings
 from pipeline.settings.commands import weights as weights_settings
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepareConfig
-from pipeline.settings.quantities import Length, whole_number
+from pipeline.settings.quantities import Length, Limit, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OF_WHOLE_BATCH
 from pipeline.transfer.grid import make_run
@@ -38,7 +38,7 @@ from pipeline.transfer.vtab_cell import warmup_steps
 ROOT = Path(__file__).parents[2]
 CLASSES = {
     **vars(run_sections), **vars(run_execution), **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings),
-    **vars(transfer_settings), **vars(suite_settings), **vars(study_settings), "SplitChoice": run_sections.DataConfig,  # The protocol by which data/ reads it.
+    **vars(transfer_settings), **vars(suite_settings), **vars(study_settings),
 }  # fmt: skip
 # Classes that hold settings: class -> (where, which).
 HOLDERS = {
@@ -168,6 +168,11 @@ def test_whole_numbers_are_ascii_digits() -> None:
     for text in ("", "²", "٣", "-1", "1_0", " 1", "1\n", "9" * 5000):
         assert whole_number(text) is None, text
     assert whole_number("13", most=12) is None
+
+
+def test_the_number_of_a_limit_is_written_like_that_of_a_length() -> None:
+    for number, amount in (("9e+6", 9e6), (".5", 0.5), ("90", 90.0)):
+        assert Limit.parse(number).amount == Length.parse(f"{number} steps").amount == amount
 
 
 def test_reads_are_told_apart_by_section() -> None:

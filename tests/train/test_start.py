@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from forked import Forge
@@ -15,8 +17,8 @@ from ranks import settings
 from tiny import make_dataset
 
 from pipeline.architecture.variants import configure
-from pipeline.base.errors import UserError
-from pipeline.train import start
+from pipeline.base.errors import Stopped, UserError
+from pipeline.train import run, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +63,37 @@ def test_another_host_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(UserError) as error, start._said_by_each_host():
             raise UserError("no data")
         assert (str(error.value), error.value.on_one_rank) == (said, said != "no data")
+
+
+def test_a_save_that_fails_at_a_stop_is_how_the_run_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page and MLflow said nothing of it."""
+
+    def stopped(run: object) -> None:
+        raise Stopped
+
+    def full() -> None:
+        raise UserError("the checkpoint was not saved: no space left")
+
+    def nothing(*given: object) -> None:
+        pass
+
+    ends: list[object] = []
+    monkeypatch.setattr(run, "train_on_all_ranks", stopped)
+    training: Any = SimpleNamespace(
+        progress=SimpleNamespace(start=0, step=7),
+        context=SimpleNamespace(
+            stop=SimpleNamespace(begin_training=nothing),
+            console=SimpleNamespace(open_bar=nothing),
+            plan=SimpleNamespace(steps=9),
+        ),
+        saving=SimpleNamespace(saver=SimpleNamespace(wait=full)),
+        evaluators=[],
+        save_before_stop_on_all_ranks=nothing,
+        close=lambda status, outcome, in_a_hurry: ends.append((status, outcome, in_a_hurry)),
+    )
+    with pytest.raises(UserError, match="no space left"):
+        run._train(training)
+    assert ends == [("FAILED", "failed after step 7: the checkpoint was not saved: no space left", False)]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tiny import make_dataset
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.dataset.subset import hold_out
+from pipeline.data.mixture.subset import hold_out
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.review import compare
 from pipeline.settings import schema

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,37 +88,23 @@ class GpuBench:
         engine = replace(best, engine=True, graph=False, deterministic=True)
         for setup in (Setup(engine=True, deterministic=True), engine):
             self._step(first, setup)
-        parts: list[Callable[[], object]] = [partial(self._compare, case, engine) for case in others[:1]]
-        parts += [
-            partial(self._from_shards, first, best),
-            partial(self._apart, f"others {first.name}", gpu_step.against_others, (first, best, False), _PART_SECONDS),
+        larger = [replace(first, batch=factor * first.batch) for factor in (2, 4)]
+        parts: list[tuple[Any, ...]] = [
+            *((self._compare, case, engine) for case in others[:1]),
+            (self._from_shards, first, best),
+            (self._others, first, best, False),
+            *((self._operations, case) for case in [first, *others[:1]]),
+            (self._largest_batch, first),
+            *((self._compare, case, engine) for case in [larger[0], *others[1:], larger[1]]),
+            (self._others, first, best, True),
+            *((self._step, first, setup) for setup in [replace(engine, deterministic=False), *_late_changes(best)]),
+            *((self._largest_batch, case) for case in others),
         ]
-        for case in [first, *others[:1]]:
-            plain = Setup(deterministic=True)
-            parts.append(
-                partial(self._apart, f"operations {case.name}", gpu_step.profile, (case, plain), _STEP_SECONDS)
-            )
-        parts.append(partial(self._largest_batch, first))
-        for case in [replace(first, batch=2 * first.batch), *others[1:], replace(first, batch=4 * first.batch)]:
-            parts.append(partial(self._compare, case, engine))
-        parts.append(
-            partial(
-                self._apart,
-                f"others {first.name}, compiled",
-                gpu_step.against_others,
-                (first, best, True),
-                _PART_SECONDS,
-            )
-        )
-        for setup in [replace(engine, deterministic=False), *_late_changes(best)]:
-            parts.append(partial(self._step, first, setup))
-        for case in others:
-            parts.append(partial(self._largest_batch, case))
-        for part in parts:
+        for part, *arguments in parts:
             try:
-                part()
+                part(*arguments)
             except Exception as error:  # A mistake in one part must not cost the others.
-                self._add(getattr(part.func, "__name__", "part").strip("_"), {"failed": reason(error)})  # type: ignore[attr-defined]
+                self._add(part.__name__.strip("_"), {"failed": reason(error)})
 
     # ------------------------------------------------------------------ parts
     def _step(self, case: Case, setup: Setup) -> None:
@@ -131,6 +116,13 @@ class GpuBench:
     def _compare(self, case: Case, engine: Setup) -> None:
         for setup in (Setup(), engine):
             self._step(case, setup)
+
+    def _others(self, case: Case, best: Setup, compiled: bool) -> None:
+        name = f"others {case.name}{', compiled' * compiled}"
+        self._apart(name, gpu_step.against_others, (case, best, compiled), _PART_SECONDS)
+
+    def _operations(self, case: Case) -> None:
+        self._apart(f"operations {case.name}", gpu_step.profile, (case, Setup(deterministic=True)), _STEP_SECONDS)
 
     def _best_combination(self, case: Case) -> Setup:
         """Measure the changes that made the plain step faster together, then with bits that repeat; returns the best so far."""

@@ -80,7 +80,7 @@ def write_report(record: BenchRecord, exactness: Exactness) -> None:
     peak = f"data sheet {gpu.tflops:,.0f} TFLOP/s" if gpu else "no data sheet"
     lines = [
         f"{device}, {counted(machine['cores'], 'core')}, torch {machine['torch']}, {record.facts['date']}: `{record.facts['command']}`",
-        f"bf16; plain matrix product {product:,.1f} TFLOP/s, {peak}.",
+        f"bf16; plain matrix product {f'{product:,.1f} TFLOP/s' if product else 'not measured'}, {peak}.",
         _bounds(rows, roofline.find_sheet(device), product),
         _steps(rows, exactness, gpu.tflops if gpu else 0.0, product),
         _others(rows), _shards(rows), _fits(rows), *_operations(rows, device),
@@ -125,15 +125,16 @@ def _steps(rows: Sequence[Row], exactness: Exactness, sheet: float, product: flo
 
 
 def _bounds(rows: Sequence[Row], sheet: Gpu | None, product: float) -> str:
-    """Lower bounds of each model's step, at the data sheet's peak and at the measured matrix product."""
-    lines = []
+    """Lower bounds of each model's step, at the data sheet's peak and, if it was measured (not 0), at the matrix product's rate."""
+    rates, lines = [0.0, product] if product else [0.0], []
     for case in _cases(rows) if sheet else ():
         assert sheet is not None
-        bounds = [roofline.bound(case.config, case.batch, sheet, tflops=tflops) for tflops in (0.0, product)]
+        bounds = [roofline.bound(case.config, case.batch, sheet, tflops=tflops) for tflops in rates]
         lines.append(
             [f"{case.name}, batch {case.batch}", *(f"{1e3 * b.seconds:,.1f} ms, MFU {b.mfu:.1%}" for b in bounds)]
         )
-    return markdown(["least time from first principles", "at the data sheet's peak", "at the measured product"], lines)
+    heads = ["least time from first principles", "at the data sheet's peak", "at the measured product"]
+    return markdown(heads[: 1 + len(rates)], lines)
 
 
 def _cases(rows: Sequence[Row]) -> list[Case]:

@@ -260,16 +260,12 @@ def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[S
     engine = pipeline_engine(model, optimizer, settings, case.batch, from_environment())
     if setup.compile not in ("", "blocks", "default"):
         engine.engine.compile(compile_kwargs={"mode": setup.compile})
-    largest = noise_batch(max(sizes or [case.batch]), case.pixels)
+    whole = noise_batch(max(sizes or [case.batch]), case.pixels)
     if device.type == "cuda":
-        largest = replace(largest, views=(largest.views[0].pin_memory(),))
+        whole = replace(whole, views=(whole.views[0].pin_memory(),))
     batches = [
         Batch(
-            (largest.views[0][:, :size],),
-            largest.labels[:size],
-            largest.valid[:size],
-            largest.rows[:size],
-            largest.epochs[:size],
+            (whole.views[0][:, :size],), whole.labels[:size], whole.valid[:size], whole.rows[:size], whole.epochs[:size]
         )
         for size in sizes or [case.batch]
     ]
@@ -321,9 +317,7 @@ def _captured(step: Step) -> Step:
 
 @contextlib.contextmanager
 def _settings_of_torch(setup: Setup, device: str) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if setup.attention:
-            stack.enter_context(sdpa_kernel(_BACKENDS[setup.attention]))
+    with sdpa_kernel(_BACKENDS[setup.attention]) if setup.attention else contextlib.nullcontext():
         if setup.deterministic:
             use_exact_arithmetic(torch.device(device))
         else:

@@ -73,18 +73,8 @@ def _cpu_of_sender() -> float:
 def _server(folder: Path) -> Iterator[str]:
     """An MLflow server on loopback."""
     url, store = f"http://127.0.0.1:{(port := free_port())}", f"sqlite:///{folder / 'server.db'}"
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        "--backend-store-uri",
-        store,
-        "--port",
-        str(port),
-        "--workers",
-        "1",
-    ]
+    options = [f"--backend-store-uri={store}", f"--port={port}", "--workers=1"]
+    command = [sys.executable, "-m", "mlflow", "server", *options]
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
     try:

@@ -16,7 +16,7 @@ import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import LabelColumn, check_columns, label_column
-from data_tools.sources.layouts.archive import staged_path
+from data_tools.sources.layouts.archive import damage_named, staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
@@ -36,7 +36,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     column: str | None = None
     given = read_names(config.label_names, "label_names") if config.label_names else []
     for split, name, path in split_files(source, collector.splits, ".parquet"):
-        try:
+        with damage_named(path, pa.ArrowException, OSError):
             # Not memory-mapped: all of it is read, once.
             file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema = file.schema_arrow
@@ -59,10 +59,6 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     collector.sample(split, key, names, where, container, offset, int(sizes[row]))
                     offset += int(sizes[row])
                     row += 1
-        except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # A disk error; Arrow's errors for damaged data have no errno.
-            raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}). Fetch it again.") from None
     collector.classes = labels.classes() if labels else []
 
 

@@ -106,7 +106,7 @@ def _report_labelled(files: list[tuple[str, str, AnyPath]], numbers: ClassNumber
                 names = [numbers.name(label, where) for label in sample.labels]
                 collector.sample(split, sample.key, names, where, container, sample.offset, sample.size)
     if faults:
-        collector.notes.append(f"ignored {len(faults):,} sample{'s' * (len(faults) > 1)}: {'; '.join(faults[:3])}")
+        collector.notes.append(f"ignored {counted(len(faults), 'sample')}: {'; '.join(faults[:3])}")
     collector.classes = numbers.classes()
     return has_labels
 

@@ -1,12 +1,13 @@
-"""Conversion of images for the two data sets whose images tensorflow_datasets, and so the official benchmark, converts.
+"""Conversion of images for the data sets whose images tensorflow_datasets or VTAB, and so the official benchmark, converts.
 
-OpenCV is used as there. JPEG decoders and encoders of different builds differ by about one grey level, and the results
+OpenCV is used as there for SUN397 and retinopathy. JPEG decoders and encoders of different builds differ by about one grey level, and the results
 differ from the official copies by as much.
 """
 
 import cv2
 import numpy as np
 
+from data_tools.sources.images import png
 from pipeline.data.loading.decode import DecodeError, decode
 
 _SUN_PIXELS = 120_000
@@ -49,6 +50,12 @@ def retinopathy(data: bytes) -> bytes:
     rows = slice(max(centre[1] - _KEPT_RADIUS, 0), centre[1] + _KEPT_RADIUS)
     columns = slice(max(centre[0] - _KEPT_RADIUS, 0), centre[0] + _KEPT_RADIUS)
     return _encode(pixels[rows, columns], _RETINOPATHY_QUALITY)
+
+
+def dsprites(data: bytes) -> bytes:
+    """The sprite in white: tensorflow_datasets stores its pixels as 0 and 1, and VTAB multiplies them by 255. Raises DecodeError."""
+    pixels = decode(data)[..., 0]
+    return png(pixels * np.uint8(255) if pixels.max() <= 1 else pixels)
 
 
 def _decode(data: bytes) -> np.ndarray:

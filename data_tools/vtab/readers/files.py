@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import shutil
 import tarfile
 import zipfile
 from collections.abc import Iterable
@@ -149,8 +150,7 @@ class DatasetFiles:
         inner = archive.staged_path(path, self._staging, f".{member.filename.rpartition('/')[2]}")
         if not inner.exists():
             with zipped.open(member) as packed, replacing(inner) as file:
-                while part := packed.read(_BLOCK):
-                    file.write(part)
+                shutil.copyfileobj(packed, file, _BLOCK)
         return inner
 
 

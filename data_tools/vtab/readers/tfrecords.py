@@ -2,7 +2,7 @@
 
 Prepared files are named <name>/<version>/<name>-<split>.tfrecord-00000-of-00016. Their records are in the order of the
 hash, so each key is checked against its position; in versions without keys (which are numbers), the position gives the
-key. Images are not copied but read by offset.
+key. Images are read by offset, as they are but for dSprites'.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.vtab.datasets import DataSet
-from data_tools.vtab.readers import labels
+from data_tools.vtab.readers import convert, labels
 from data_tools.vtab.readers.examples import Example, records
 from data_tools.vtab.readers.files import DatasetFiles, FileLocation, MissingError, sources_of
 from data_tools.vtab.readers.original import Original, Pool
@@ -55,7 +55,7 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
     names = _label_names(folder)
     pools, notes = {}, []
     for pool in dataset.counts:
-        content = _CollectedSamples(_KEYS[dataset.name], names, _LABELS[task.name])
+        content = _CollectedSamples(_KEYS[dataset.name], names, _LABELS.get(task.name, _label))
         for path, expected in _shards(folder, dataset.tfds.partition("/")[0], pool):
             found = content.add(path, 0, file_size(path), path.name)
             if found != expected:
@@ -65,7 +65,7 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
             notes.append(f"the records of {pool!r} have no keys in this version: they are told by the records' order")
         keys = _checked(content.keys, pool, folder)
         pools[pool] = Pool(keys, np.array(content.labels, np.int64), content.places)
-    return Original(_class_names(task, names), pools, notes)
+    return Original(_class_names(task, names), pools, notes, convert.dsprites if dataset.name == "dsprites" else None)
 
 
 @dataclass(frozen=True)
@@ -217,12 +217,8 @@ def _vehicles(example: Example) -> np.ndarray:
     return example.list("objects/location")[2::3][example.list("objects/type") < len(labels.VEHICLES)]
 
 
+# Of the tasks whose label is not the feature of that name.
 _LABELS: dict[str, Callable[[Example], int]] = {
-    **dict.fromkeys(
-        ("caltech101", "cifar100", "dtd", "flowers102", "pets", "sun397", "svhn", "patch_camelyon", "eurosat", "resisc45",
-         "retinopathy", "dmlab"),
-        _label,
-    ),
     "clevr_count": lambda example: labels.clevr_count(len(example.list("objects/color"))),
     "clevr_distance": lambda example: labels.clevr_distance(example.list("objects/pixel_coords")[2::3]),
     "kitti_distance": lambda example: labels.kitti_distance(_vehicles(example)),
@@ -230,7 +226,7 @@ _LABELS: dict[str, Callable[[Example], int]] = {
     "dsprites_orientation": lambda example: int(labels.dsprites_orientation(example.list("label_orientation"))[0]),
     "smallnorb_azimuth": lambda example: example.integer("label_azimuth"),
     "smallnorb_elevation": lambda example: example.integer("label_elevation"),
-}  # fmt: skip
+}
 _NAMES = {
     "clevr_count": labels.COUNTS,
     "clevr_distance": labels.DEPTHS,

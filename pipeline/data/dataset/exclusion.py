@@ -86,8 +86,11 @@ def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: i
     """Rows to exclude besides `excluded` so that `limit` samples are left: int64, ascending.
 
     The seed puts the samples in a random order, of which the first are kept; so a smaller subset is inside a larger one.
-    Raises UserError for a limit of no sample, or of more than there are.
+    Raises UserError for a limit of no sample, of more than there are, or of a part of one.
     """
+    if limit.unit == "samples" and not limit.amount.is_integer():
+        share = f" For a share of them, write {100 * limit.amount:g}%." if limit.amount < 1 else ""
+        raise UserError(f"data.limit = {limit} is no whole number of samples.{share}")
     rows = np.delete(np.arange(num_rows), excluded)
     count = limit.count(len(rows))
     if not 0 < count <= len(rows):

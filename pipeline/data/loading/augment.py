@@ -44,13 +44,10 @@ def write_train_view(
 
 def train_region(height: int, width: int, config: AugmentConfig, seed: int, epoch: int, sample: int) -> Region:
     """Returns the region of an image of this size that the augmented view shows."""
-    if config.crop == "inception":
-        return inception_crop(height, width, config, random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample))
-    if config.crop == "random_resized":
-        return random_resized_crop(
-            height, width, config, random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample)
-        )
-    return 0, 0, height, width
+    choose = {"inception": inception_crop, "random_resized": random_resized_crop}.get(config.crop)
+    if choose is None:
+        return 0, 0, height, width
+    return choose(height, width, config, random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample))
 
 
 def write_train_view_of_region(

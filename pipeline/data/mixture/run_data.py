@@ -10,11 +10,11 @@ from pipeline.base.json_record import quoted
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.split import Split
-from pipeline.data.dataset.subset import held_out_split, run_splits
 from pipeline.data.mixture.order import first_share
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import mix
+from pipeline.data.mixture.subset import held_out_split, run_splits
 from pipeline.data.storage.cache import Storage
 from pipeline.settings.run_sections import DataConfig, MixedSet
 

@@ -38,13 +38,8 @@ class MixedSplit(Split):
     def max_labels(self) -> int:
         return max(part.max_labels for part in self.sets)
 
-    def place(self, row: int) -> tuple[int, int]:
-        """(part, row in it) of a row."""
-        number = bisect_right(self.first_rows, row) - 1
-        return number, row - self.first_rows[number]
-
     def labels_of(self, row: int) -> np.ndarray:
-        # Not through `place`: a loader calls this for each sample.
+        # Not through `part_of`: a loader calls this for each sample.
         number = bisect_right(self.first_rows, row) - 1
         labels, label_map = self.sets[number].labels_of(row - self.first_rows[number]), self.label_maps[number]
         return labels if label_map is None else label_map[labels]
@@ -68,12 +63,11 @@ class MixedSplit(Split):
 
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         rows = np.asarray(rows, np.int64)
-        numbers, found = self.set_of(rows), [""] * len(rows)
-        for number in np.unique(numbers).tolist():
-            chosen = np.flatnonzero(numbers == number)
-            for place, key in zip(chosen, self.sets[number].keys(rows[chosen] - self.first_rows[number]), strict=True):
-                found[place] = key
-        return found
+        numbers, found = self.set_of(rows), np.empty(len(rows), object)
+        for number, part in enumerate(self.sets):
+            mine = numbers == number
+            found[mine] = part.keys(rows[mine] - self.first_rows[number])
+        return found.tolist()
 
     def row_of(self, key: str) -> int:
         """The row of a key. Raises UserError as `Split.row_of`, and when several sets have it."""

@@ -8,7 +8,6 @@ checksum is right. When that process is killed, the lock ends with it and the ne
 import contextlib
 import hashlib
 import os
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +28,10 @@ class ShardCache:
 
     in_use_seconds: a shard read within this time is not evicted. When all shards are in use, there is no room, and the
     caller reads byte ranges from the bucket instead, which is better than to download shards again and again.
-    downloads, evictions: of this process.
     """
 
     def __init__(self, folder: Path, max_bytes: int, in_use_seconds: float = 60.0) -> None:
         self.folder, self.max_bytes, self.in_use_seconds = folder, max_bytes, in_use_seconds
-        self.downloads = self.evictions = 0
-        self._lock = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -111,8 +107,6 @@ class ShardCache:
                     break
                 os.unlink(path)
                 used -= num_bytes
-                with self._lock:
-                    self.evictions += 1
             if used + size > self.max_bytes:
                 return False
             # Other processes count these bytes as used; and a full disk fails here, not in the middle of the download.
@@ -134,8 +128,6 @@ class ShardCache:
                 content.seek(0)
                 found = hashlib.file_digest(content, "sha256").hexdigest()
             if found == sha256:
-                with self._lock:
-                    self.downloads += 1
                 return
         raise OSError(
             f"{path} is not the shard in the manifest (sha256 {found[:12]}, not {sha256[:12]}): it was replaced or damaged. "

@@ -215,4 +215,14 @@ def _proxy(endpoint: str) -> str | None:
     """The proxy that the environment (https_proxy, no_proxy, ...) names for an endpoint."""
     url = urllib.parse.urlparse(endpoint if "://" in endpoint else f"https://{endpoint}")
     proxy = urllib.request.getproxies().get(url.scheme)
-    return None if not proxy or urllib.request.proxy_bypass(url.hostname or "") else proxy
+    if not proxy or urllib.request.proxy_bypass(url.hostname or ""):
+        return None
+    kind, mark, _ = proxy.partition("://")
+    if not mark:
+        return f"http://{proxy}"  # As curl and AWS's tools take it; pyarrow refuses it.
+    if kind not in ("http", "https"):
+        raise StorageError(
+            f"{url.scheme}_proxy is a {kind}:// proxy, and S3 is reached through http:// and https:// ones only. Set one of these, or "
+            f"no_proxy={url.hostname}."
+        )
+    return proxy

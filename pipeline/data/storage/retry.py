@@ -26,6 +26,8 @@ _PERMANENT = {
     "new data set, write there",
     r"status 30[127]|PERMANENT_REDIRECT|AuthorizationHeaderMalformed": "the bucket is in another region. Set "
     "AWS_REGION, or end the URL in ?region=...",
+    r"VALIDATION during|Invalid DNS Label": "no valid URL can be made of the bucket's name and the endpoint. Check both "
+    "(endpoint_override, AWS_ENDPOINT_URL)",
 }
 
 
@@ -66,9 +68,6 @@ class Retry:
         with waiting(url, self.seconds, self.setting, store, is_silent=is_transfer) as wait:
             return self._call(url, action, wait)
 
-    def _limit(self) -> str:
-        return f"{self.seconds / 60:.3g} minutes" + (f" ({self.setting})" if self.setting else "")
-
     def _call(self, url: str, action: Callable[[], T], wait: Wait) -> T:
         deadline, pause = 0.0, _FIRST_PAUSE
         while True:
@@ -87,8 +86,9 @@ class Retry:
                 if not deadline:
                     deadline, wait.is_silent = now + self.seconds, False
                 if now >= deadline:
+                    limit = f"{self.seconds / 60:.3g} minutes" + (f" ({self.setting})" if self.setting else "")
                     raise StorageError(
-                        f"{url} was unreachable for {self._limit()}: {short}. Check the network and the endpoint; "
+                        f"{url} was unreachable for {limit}: {short}. Check the network and the endpoint; "
                         "the same command continues."
                     ) from None
             with self._lock:

@@ -307,17 +307,17 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
         swiglu=bool(gate),
         rope_base=hints.rope_base,
         rope_side=hints.rope_side,
-        **({} if names.flax else _find_parts(shapes, names, hints)),
+        **({} if names.flax else _find_parts(shapes, names, hints, width)),
     )
 
 
-def _find_parts(shapes: _Shapes, names: Names, hints: Hints) -> dict[str, Any]:
+def _find_parts(shapes: _Shapes, names: Names, hints: Hints, width: int) -> dict[str, Any]:
     """The fields of ViTConfig about parts that the paper's ViT has or lacks in all blocks."""
     biases: Literal["qkv", "qv", "none"] = "none"
     if shapes.in_blocks(names.qkv[0], "bias"):
         biases = "qkv" if len(names.qkv) == 1 or shapes.in_blocks(names.qkv[1], "bias") else "qv"
     first_bias = shapes.tensors.get(part_key(names.block.format(0) + names.qkv[0], "bias"))
-    if len(names.qkv) == 1 and first_bias is not None and first_bias.shape == (2 * _width(shapes, names),):
+    if len(names.qkv) == 1 and first_bias is not None and first_bias.shape == (2 * width,):
         biases = "qv"
     has_scale = names.layer_scale is not None and shapes.in_blocks(names.layer_scale[0], "")
     has_norm = names.embedding_norm is not None and shapes.has_layer(names.embedding_norm)
@@ -332,10 +332,6 @@ def _find_parts(shapes: _Shapes, names: Names, hints: Hints) -> dict[str, Any]:
         "pool_norm": names.pool_norm is not None and shapes.has_layer(names.pool_norm),
         "class_norm": names.class_norm is not None and shapes.has_layer(names.class_norm),
     }
-
-
-def _width(shapes: _Shapes, names: Names) -> int:
-    return shapes.of(f"{names.patch}.weight", "(D, 3, P, P)")[0]
 
 
 def _flax_heads(tensors: Tensors, names: Names, width: int) -> int:

@@ -89,8 +89,6 @@ CLIP = Preprocessing({}, CLIP_MEAN, CLIP_STD)
 
 def from_huggingface(processor: Json) -> Preprocessing:
     """The settings in preprocessor_config.json. Raises UserError for impossible values and pixels not scaled to [0, 1]."""
-    if not processor:
-        return Preprocessing({})
     where = "preprocessor_config.json"
     found: _Processor = json_record.convert(processor, _Processor, where)
     for name, size in (("size", found.size), ("crop_size", found.crop_size)):
@@ -117,8 +115,6 @@ def from_huggingface(processor: Json) -> Preprocessing:
 
 def from_timm(cfg: Json) -> Preprocessing:
     """The settings in `pretrained_cfg` of timm's config.json. Raises UserError for impossible values."""
-    if not cfg:
-        return Preprocessing({})
     where = "config.json: pretrained_cfg"
     found: _Pretrained = json_record.convert(cfg, _Pretrained, where)
     _check_size(where, "input_size", list(found.input_size or ()))

@@ -12,7 +12,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import write_text
+from pipeline.base.files import as_bytes, replacing
 from pipeline.checkpoint.store import step_of
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.mixture.run_data import open_run_data
@@ -142,7 +142,9 @@ class Study:
                 f"{self.folder} holds another study: {'; '.join(texts)}. Set it back, or choose another name=..."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps({**now, "cells": {**cells, **now["cells"]}}, indent=1) + "\n")
+        text = json.dumps({**now, "cells": {**cells, **now["cells"]}}, indent=1) + "\n"
+        with replacing(file) as replacement:  # All jobs of an array write it, often at the same moment.
+            replacement.write(as_bytes(text))
 
 
 def open_study(config: StudyConfig) -> Study:

@@ -82,3 +82,11 @@ def test_limits_as_people_write_them() -> None:
     for text in ("half", "-3", "101%", "5 epochs", ""):
         with pytest.raises(ValueError, match="write a number of samples"):
             Limit.parse(text)
+
+
+def test_a_share_that_is_written_as_a_number(dataset: Dataset) -> None:
+    """It was rounded to one sample, on which a run trained without a word."""
+    with pytest.raises(
+        UserError, match=r"data\.limit = 0\.5 is no whole number of samples\. For a share of them, write 50%\."
+    ):
+        dataset.split("train", limit=Limit.parse("0.5"))

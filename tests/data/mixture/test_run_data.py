@@ -21,7 +21,8 @@ from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import AugmentConfig
+from pipeline.settings.run_execution import RunProbeConfig
+from pipeline.settings.run_sections import AugmentConfig, MixedSet
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +77,7 @@ def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
     counts = np.bincount(split.set_of(batch.rows), minlength=3)
     assert counts.tolist() in ([13, 4, 3], [13, 3, 4], [14, 3, 3])
     for i, row in enumerate(batch.rows.tolist()):
-        number, own = split.place(row)
-        part = split.parts[number]
+        part, own = split.part_of(row)
         assert batch.labels[i].tolist() == part.labels_of(own).tolist()
         assert batch.valid[i]
 
@@ -195,3 +195,11 @@ def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:
     assert mixture.phases == ((0, (1.0, 1.0, 0.0)), (9, (1.0, 0.0, 3.0)))
     with pytest.raises(UserError, match=r"data.weight = 2 has no effect without data.mix"):
         opened(sets, "", "data.weight=2")
+
+
+def test_metrics_are_named_after_the_folder_of_a_url() -> None:
+    """With the options in it, two sets of one endpoint had the same names, which no other folder could have changed."""
+    for options in ("", "?endpoint_override=http://10.0.0.5:9000", "/?region=eu-west-1"):
+        entry = MixedSet(path=f"s3://bucket/web{options}", weight=1, eval_split="val")
+        assert entry.evaluated == {"web_val": "val"}
+        assert RunProbeConfig(data=entry.path).prefix == "web"

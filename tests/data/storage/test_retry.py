@@ -62,3 +62,18 @@ def test_one_rank_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     with pytest.raises(StorageError, match=r"x was unreachable for 0.005 minutes: Couldn't"):
         Retry(seconds=0.3).call("s3://other/x", fail)
     assert capsys.readouterr().err.startswith("waiting for s3://other/x, at most 0 s")
+
+
+def test_an_impossible_endpoint_is_not_retried() -> None:
+    """The message is pyarrow's of `?endpoint_override=foo bar`; it was retried for ten minutes."""
+    retry = Retry(seconds=600)
+
+    def fail() -> None:
+        raise OSError(
+            "When getting information for key 'x' in bucket 'b': AWS Error VALIDATION during HeadObject operation: Invalid DNS Label "
+            "found in URI host"
+        )
+
+    with pytest.raises(StorageError, match="no valid URL can be made of the bucket's name and the endpoint"):
+        retry.call("s3://b/x", fail)
+    assert retry.retries == 0

@@ -24,7 +24,7 @@ from pipeline.data.storage import object_store
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import name_inside, remove_tree, to_path, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
-from pipeline.data.storage.retry import Retry
+from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.settings.run import AugmentConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -136,7 +136,7 @@ def test_batches_are_those_of_the_local_copy(with_cache: bool, s3: Server, datas
 READ_ALL = """
 import sys
 from pathlib import Path
-from pipeline.data.storage.retry import Retry
+from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
@@ -151,7 +151,6 @@ for _ in range(2):
     for row in range(len(split)):
         reader.read(row)
 reader.close()
-print(cache.downloads)
 """
 
 
@@ -170,8 +169,8 @@ def test_two_ranks_download_each_shard_once(s3: Server, dataset: Path, tmp_path:
     s3[0].fail(slow, ".tar")  # Each process waits for the other's downloads.
     for process in processes:
         print(file=process.stdin, flush=True)
-    counts = [int(process.communicate(timeout=60)[0]) for process in processes]
-    assert sum(counts) == 4
+    for process in processes:
+        process.communicate(timeout=60)
     assert sorted(downloads(s3[0])) == sorted(f"train-{i:06d}.tar" for i in range(4))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", *[".shard"] * 4]
 
@@ -220,7 +219,7 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
     for shard in (0, 1, 0, 2):
         fetch(shard)
     assert [cache.has(sha256) for sha256 in split.shard_sha256.to_pylist()] == [True, False, True, False]
-    assert (cache.downloads, cache.evictions) == (3, 1)
+    assert sorted(downloads(s3[0])) == [f"train-{shard:06d}.tar" for shard in range(3)]
     # An evicted shard stays readable until its reader closes it.
     reader = ShardReader(split)
     first = reader.read(0)
@@ -253,9 +252,8 @@ def test_shards_in_use_are_not_evicted_but_others_read_in_ranges(s3: Server, dat
     split = cached(f"{url}/tiny", tmp_path, max_bytes=int(open_dataset(dataset).split("train").shard_bytes[:2].sum()))
     reader, local = ShardReader(split), ShardReader(open_dataset(dataset).split("train"))
     assert all(reader.read(row) == local.read(row) for row in range(150))
-    assert split.storage.cache
-    assert (split.storage.cache.downloads, split.storage.cache.evictions) == (2, 0)
-    assert downloads(server).count("train-000003.tar") == 30
+    requests = downloads(server)
+    assert [requests.count(f"train-{shard:06d}.tar") for shard in range(4)] == [1, 1, 40, 30]
 
 
 def test_shards_of_the_next_samples_are_downloaded_ahead(s3: Server, dataset: Path, tmp_path: Path) -> None:
@@ -349,6 +347,11 @@ def test_the_environment_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> Non
     assert object_store._proxy("minio.example:9000") == "http://proxy.example:3128"
     assert object_store._proxy("https://minio.internal") is None
     assert object_store._proxy("http://minio.example") is None
+    monkeypatch.setenv("https_proxy", "proxy.example:3128")  # As curl takes it.
+    assert object_store._proxy("https://s3.amazonaws.com") == "http://proxy.example:3128"
+    monkeypatch.setenv("https_proxy", "socks5://proxy.example:1080")
+    with pytest.raises(StorageError, match=r"https_proxy is a socks5:// proxy, .* or no_proxy=s3\.amazonaws\.com\."):
+        object_store._proxy("https://s3.amazonaws.com")
 
 
 def test_samples_left_out_and_the_index_of_a_data_set_in_a_bucket(s3: Server, dataset: Path, tmp_path: Path) -> None:

@@ -248,9 +248,27 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
     strangers = {f"x/{i}.jpg": jpeg(picture(3000 + i)) for i in range(6)}
     other = shard.run(settings(write_folder(strangers, tmp_path / "raw"), tmp_path / "other"))
     train = copy(sets[0], tmp_path)
+    unfinished = train.path / "dedup/thumbnails/.a.npz.12345678.tmp"  # Of a killed task.
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.write_bytes(b"x")
     dedup.run(config(train, other.path))
+    assert not unfinished.exists()
     assert len(read_lists(train)["test_copies"]) == 0
     assert not (train.path / "dedup/pairs.png").exists()
+
+
+def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    against = [
+        {"name": f"{name}:test", "fingerprint": "x", "copies": copies}
+        for name, copies in {"a": 2, "b": 0, "c": 3}.items()
+    ]
+    (tmp_path / "dedup").mkdir()
+    data, tests = SimpleNamespace(path=tmp_path), [SimpleNamespace(name="c:test")]
+    for marked in (True, False):
+        report = {"data": {"fingerprint": "x"}, "marked": marked, "against": against}
+        (tmp_path / "dedup/report.json").write_text(json.dumps(report))
+        dedup._tell_unmarked(data, tests)
+        assert ("earlier search marked copies of a:test; the list" in capsys.readouterr().out) == marked
 
 
 def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:

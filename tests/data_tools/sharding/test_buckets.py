@@ -17,7 +17,7 @@ from raw_images import jpeg, noise, settings, write_folder, write_tar
 from data_tools.check import stats, verify
 from data_tools.dedup import dedup
 from data_tools.sharding import index, shard
-from data_tools.sharding.write_shard import part_path, read_part, write_part
+from data_tools.sharding.write_shard import Done, load_part, part_path, write_part
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import ROWS, Dataset, open_dataset
@@ -184,15 +184,15 @@ def test_a_bucket_that_is_down_is_no_damaged_part(dataset: Dataset, s3: tuple[S3
         with io.BytesIO() as buffer:
             pq.write_table(schema.with_metadata({"part": about}).empty_table(), buffer)
             put(part, buffer.getvalue())
-        assert read_part(part) is None
+        assert load_part(part, Done) is None
     write_part(part, ROWS.empty_table(), about)
-    assert read_part(part) is not None
+    assert load_part(part, Done) is not None
     server.fail(answer(503, "SlowDown"), "GET /")
     with pytest.raises(StorageError, match=r"train-000000.parquet was unreachable"):
-        read_part(part)
+        load_part(part, Done)
     server.reset()
     put(part, b"PAR1 no more")
-    assert read_part(part) is None
+    assert load_part(part, Done) is None
 
 
 def test_a_data_set_is_made_checked_and_indexed_on_gcs(dataset: Dataset, source: Path, gcs: str, capfd) -> None:

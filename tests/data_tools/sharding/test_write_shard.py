@@ -13,7 +13,7 @@ import pytest
 from raw_images import encoded, jpeg, noise, write_folder
 
 from data_tools.sharding.copies import HashJob, hash_samples
-from data_tools.sharding.write_shard import PARTS, ShardingJob, _Tar, read_part, write_part, write_shard
+from data_tools.sharding.write_shard import PARTS, Done, ShardingJob, _Tar, load_part, write_part, write_shard
 from data_tools.sources import list_source
 from pipeline.data.dataset.manifest import ROWS
 from pipeline.ray_tasks import LostError
@@ -158,5 +158,5 @@ def test_a_part_that_says_something_else_is_none(about: bytes, job: ShardingJob,
     part = tmp_path / "out" / PARTS / "train-000000.parquet"
     table = pq.read_table(part)
     write_part(part, table, about.decode())
-    assert read_part(part) is None
+    assert load_part(part, Done) is None
     assert write_shard(job).made

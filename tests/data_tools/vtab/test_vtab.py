@@ -21,6 +21,8 @@ from raw_images import write_folder
 from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
 
 from data_tools import progress
+from data_tools.sources import Reader
+from data_tools.sources.images import png
 from data_tools.vtab import keys
 from data_tools.vtab.datasets import DATASETS, PublishedFile
 from data_tools.vtab.origin import find_origin, read_original
@@ -226,6 +228,14 @@ def test_a_copy_of_tfds_gives_the_same_splits(vtab_tasks: tuple[Path, Truth], tm
         original = read_original(task, origin, tmp_path, published=False)
         found = {name: dict(zip(pool.keys, pool.labels.tolist(), strict=True)) for name, pool in original.pools.items()}
         assert found == truth.labels[task.name]
+        if task.dataset == "dsprites":
+            (key, *_), (place, *_) = original.pools["train"].keys, original.pools["train"].images
+            with Reader() as reader:
+                stored = reader.read(place.archive, *place[2:])
+            assert decode(stored).max() == 1
+            assert original.convert(stored) == png(truth.images["dsprites"]["train", key])
+        else:
+            assert original.convert is None
     with small_splits():
         run(settings(tmp_path / "out", tfds=str(folder / "tfds"), tasks=["kitti_distance", "svhn"]))
         run(settings(tmp_path / "out", tfds=str(folder / "tfds"), prove=True))

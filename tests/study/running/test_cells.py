@@ -9,6 +9,7 @@ import pytest
 import yaml
 from tiny_study import write_run
 
+from pipeline.base import files
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.model import create, save, save_safetensors
@@ -264,6 +265,20 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
     (base.parent / "runs" / "sizes" / "study.json").write_text("{")
     with pytest.raises(UserError, match=r"study.json is not valid JSON.*It says what the runs of this study are"):
         grown.claim()
+
+
+def test_jobs_of_an_array_that_start_together_all_go_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second job writes study.json between the moment at which the first has written its text and that of its rename."""
+    first, second, rename = (*(open_study(make(base, SIZES, "seeds=[0]")) for _ in range(2)), files.os.replace)
+
+    def between(hidden: str, path: str) -> None:
+        monkeypatch.setattr(files.os, "replace", rename)
+        second.claim()
+        rename(hidden, path)
+
+    monkeypatch.setattr(files.os, "replace", between)
+    first.claim()
+    assert len(json.loads((first.folder / "study.json").read_text())["cells"]) == len(first.cells)
 
 
 def test_a_study_from_before_a_setting_was_added_is_continued(base: Path) -> None:

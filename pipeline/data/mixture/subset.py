@@ -1,7 +1,6 @@
 """The splits of a run: for training, and for evaluation, which may be a random share of the training samples or missing."""
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -11,58 +10,38 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
-from pipeline.settings.quantities import Limit
+from pipeline.settings.run_sections import DataConfig
 
 # The default of data.eval_split.
 _USUAL_SPLIT = "val"
 
 
-class SplitChoice(Protocol):
-    """Which samples a run uses, as `DataConfig` has it: splits by name, and the arguments of `Dataset.split`.
-
-    dev_share: the share of the training samples to evaluate on in place of eval_split, or 0. balance: needs labels unless it is 1.
-    """
-
-    @property
-    def train_split(self) -> str: ...
-    @property
-    def eval_split(self) -> str: ...
-    @property
-    def exclude(self) -> str: ...
-    @property
-    def limit(self) -> Limit: ...
-    @property
-    def dev_share(self) -> float: ...
-    @property
-    def balance(self) -> float: ...
-
-
-def run_splits(dataset: Dataset, choice: SplitChoice, seed: int) -> tuple[Split, Split | None]:
+def run_splits(dataset: Dataset, data: DataConfig, seed: int) -> tuple[Split, Split | None]:
     """(training split, evaluation split, None without one) of a run.
 
     Raises UserError as `Dataset.split` and `hold_out` do, and for a balance of classes where no sample of the split has a label.
     """
-    train = dataset.split(choice.train_split, choice.exclude, choice.limit, seed)
-    if choice.balance != 1 and not train.max_labels:
+    train = dataset.split(data.train_split, data.exclude, data.limit, seed)
+    if data.balance != 1 and not train.max_labels:
         raise UserError(
-            f"data.balance = {choice.balance:g} balances classes, and no sample of {dataset.path}, split {train.name!r}, has a label. "
+            f"data.balance = {data.balance:g} balances classes, and no sample of {dataset.path}, split {train.name!r}, has a label. "
             "Leave it at 1."
         )
-    if choice.dev_share:
-        return hold_out(train, choice.dev_share, seed)
-    name = held_out_split(dataset, choice)
+    if data.dev_share:
+        return hold_out(train, data.dev_share, seed)
+    name = held_out_split(dataset, data)
     if name and name not in dataset.splits:
         raise UserError(
             f"data.eval_split = {name}: {dataset.path} has no split {name!r}. It has: {', '.join(dataset.splits)}. To evaluate on none: "
             "data.eval_split= (empty)."
         )
-    return train, dataset.split(name, choice.exclude) if name else None
+    return train, dataset.split(name, data.exclude) if name else None
 
 
-def held_out_split(dataset: Dataset, choice: SplitChoice) -> str:
+def held_out_split(dataset: Dataset, data: DataConfig) -> str:
     """data.eval_split, "" if there is none: it is empty, or has its default and the data set has neither such a split nor labels."""
-    is_missing = choice.eval_split == _USUAL_SPLIT and choice.eval_split not in dataset.splits
-    return "" if is_missing and not dataset.classes else choice.eval_split
+    is_missing = data.eval_split == _USUAL_SPLIT and data.eval_split not in dataset.splits
+    return "" if is_missing and not dataset.classes else data.eval_split
 
 
 def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:

@@ -1,0 +1,68 @@
+"""Stop requests and errors of one rank, in this process alone; with several ranks: tests/faults/test_stop.py."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.base.errors import OneRankError
+from pipeline.lifecycle.run_folder import RESUME, Failure, is_stop_asked, read_failures
+from pipeline.lifecycle.stop import Stop
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def stop_of(folder: Path) -> Stop:
+    given = ["name=x", f"out={folder}", "data.path=x", "model.name=ViT-Ti/16", "train.length=2 steps"]
+    return Stop(schema.load(RunConfig, None, given))
+
+
+def test_a_folder_that_cannot_be_read_asks_for_no_stop(tmp_path: Path) -> None:
+    """An exception would end the thread that hears signals, and SIGTERM would be ignored from then on."""
+    assert not is_stop_asked(tmp_path / ("x" * 5000))
+    (tmp_path / "stop").touch()
+    assert is_stop_asked(tmp_path)
+
+
+def test_ranks_that_wait_for_one_that_prepares_leave_with_it(tmp_path: Path) -> None:
+    """They were in training already, and failed when it left."""
+    waiting: list[bool] = []
+    with stop_of(tmp_path) as stop:
+        stop._ranks = SimpleNamespace(is_main=False, barrier=lambda: waiting.append(stop._training))  # type: ignore[assignment]
+        stop.begin_training(0)
+        assert (waiting, stop._training) == ([False], True)
+
+
+def test_a_rank_that_loses_one_which_was_asked_to_leave_leaves_as_asked(tmp_path: Path) -> None:
+    """Before training: it met the loss before it was told of the request, and failed with code 1."""
+    code = (
+        "import sys; from types import SimpleNamespace; sys.path.insert(0, 'tests/lifecycle')\n"
+        "from test_stop_request import Path, stop_of\n"
+        "with stop_of(Path(sys.argv[1])) as stop:\n"
+        "    nothing = lambda *of: 1\n"
+        "    stop._ranks = SimpleNamespace(is_main=False)\n"
+        "    stop._store = SimpleNamespace(check=lambda keys: keys[0].endswith('/stop/0'), get=lambda key: b'SIGTERM', set=nothing, add=nothing)\n"
+        "    raise RuntimeError('gloo: connection closed by peer')\n"
+    )
+    environment = {**os.environ, "RANK": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (RESUME, "")
+
+
+def test_why_one_rank_alone_ended_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the others say that it was killed."""
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "x").mkdir()
+    stop = stop_of(tmp_path)
+    stop.folder.ours = True
+    with pytest.raises(OneRankError), stop:
+        raise OneRankError("shard 3 is missing")
+    assert read_failures(tmp_path / "x") == {1: Failure(1, socket.gethostname(), "shard 3 is missing", False)}
