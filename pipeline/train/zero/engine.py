@@ -9,6 +9,7 @@ import datetime
 import math
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -39,6 +40,7 @@ from pipeline.train.zero.deepspeed_import import deepspeed
 from pipeline.train.zero.ema import Ema, Teacher
 
 _FIRST_SCALE_POWER = 12
+_LET_GO_SECONDS = 0.02
 # State of DeepSpeed's dynamic loss scaler.
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -56,8 +58,14 @@ def start_ranks(ranks: Ranks, timeout_minutes: float, wait_minutes: float = 0.0)
         limit = datetime.timedelta(minutes=timeout_minutes + wait_minutes)
         deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
-        # Otherwise its threads abort the interpreter at exit (code -6) when another rank has exited before.
-        atexit.register(torch.distributed.destroy_process_group)
+        atexit.register(_leave_gloo)
+
+
+def _leave_gloo() -> None:
+    """Destroy the process group: otherwise gloo's threads abort the interpreter at exit (code -6) when another rank has exited before."""
+    torch.distributed.destroy_process_group()
+    # They say that a collective call has ended before they let go of its tensors, and the same happens if Python has begun to end by then.
+    time.sleep(_LET_GO_SECONDS)
 
 
 class Engine:
