@@ -50,6 +50,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder, Forge(Path(folder)) as forge:
         data = make_dataset(Path(folder) / "data", {"train": 150, "val": 37}, labelled=False)
         for case in product(objectives.split(","), map(int, stages.split(",")), precisions.split(",")):
+            if case[1:] == (0, "bf16"):  # The settings refuse it.
+                continue
             different += measure(forge, data, Path(folder), *case, int(kills), random.Random(f"{seed} {case}"))
     return int(different > 0)
 
