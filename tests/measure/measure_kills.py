@@ -94,8 +94,8 @@ def kill(ranks: ForkedRun, draw: random.Random) -> bool:
     for rank in victims:
         ranks.send(rank, signal.SIGKILL)
     codes = ranks.wait(2)
-    assert -signal.SIGKILL in codes, codes
-    return True
+    assert -signal.SIGKILL in codes or not any(codes), codes
+    return any(codes)  # Else it was just ending.
 
 
 def has_trained(ranks: ForkedRun) -> bool:
