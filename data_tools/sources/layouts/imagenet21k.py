@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from data_tools.sources.layouts.archive import LIST, kind, staged_path, tar_members, walk_zip
-from data_tools.sources.listing import Collector, printable
+from data_tools.sources.listing import Collector, is_hidden, printable
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.storage.atomic import replacing
@@ -45,7 +45,7 @@ def is_tar_of_tars(source: AnyPath) -> bool:
     """Whether the first file in a tar, hidden ones apart, is itself a tar."""
     with source.open("rb") as file:
         for member in tar_members(file, 0, file_size(source)):
-            if not member.is_folder and not _is_hidden(member.name):
+            if not member.is_folder and not is_hidden(member.name.rpartition("/")[2]):
                 return member.name.endswith(".tar")
     return False
 
@@ -85,7 +85,8 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
     def tars() -> Iterator[_ClassTar]:
         with source.open("rb") as file:
             for name, is_folder, offset, size, fault in tar_members(file, 0, file_size(source)):
-                is_tar = name.endswith(".tar") and not _is_hidden(name)
+                # Not the ._n01440764.tar beside a class's tar, in a tar made on a Mac.
+                is_tar = name.endswith(".tar") and not is_hidden(name.rpartition("/")[2])
                 if fault and is_tar:
                     # It holds a whole class: not an item to skip.
                     raise tarfile.ReadError(f"{printable(name)}: {fault}")
@@ -95,11 +96,6 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
                     collector.file(inside + name, container, offset, size, fault=fault)
 
     _walk_classes(source, tars(), staging, collector)
-
-
-def _is_hidden(name: str) -> bool:
-    """Also of a ._n01440764.tar beside the class's tar, in a tar made on a Mac."""
-    return name.rpartition("/")[2].startswith(".")
 
 
 def _walk_classes(source: AnyPath, tars: Iterable[_ClassTar], staging: AnyPath, collector: Collector) -> None:
