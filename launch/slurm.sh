@@ -28,7 +28,8 @@ trap 'touch "$RUN/stop"' USR1 TERM
 mkdir -p "$RUN"
 rm -f "$RUN/status.json"  # What the last job said is not to be taken for this one's word.
 
-srun --kill-on-bad-exit=0 bash -c '
+# The CPUs again, because srun has not taken them from the job since Slurm 22.05.
+srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
   exec .venv/bin/torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "$SLURM_GPUS_ON_NODE" --node_rank "$SLURM_NODEID" \
     --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$@"' train \
   launch/pretrain.py --config "$CONFIG" out="$(dirname "$RUN")" name="$(basename "$RUN")" data.path="$DATA" &

@@ -24,6 +24,8 @@ T = TypeVar("T")
 # This many missing ranks are named.
 _NAMED = 8
 _CONNECT_SECONDS = 5.0
+# With these values alone, products of cuBLAS have the same bits each time.
+_WORKSPACE, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 class StopRequest(Protocol):
@@ -227,15 +229,21 @@ def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> No
     """Make a GPU compute float32 as IEEE 754 says, not as TF32, and the same bits each time. Call before the first operation.
 
     deterministic: kernels whose result does not depend on the order in which threads finish; attention's backward pass is slower.
-    An operation without such a kernel warns once. No-op for a CPU, whose kernels are deterministic.
+    An operation without such a kernel raises RuntimeError, of which a run says one line before its first step
+    (`train/dry_run.py`). No-op for a CPU, whose kernels are deterministic.
     """
     if device.type != "cuda":
         return
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False  # True by default: patch embeddings would differ from a CPU's by 1e-3.
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        if (
+            os.environ.get(_WORKSPACE) not in _FIXED_WORKSPACES
+        ):  # cuBLAS reads it when it starts, and torch insists on it.
+            os.environ[_WORKSPACE] = _FIXED_WORKSPACES[0]
+        # Not warn_only=True, with which torch leaves the backward passes of flash, memory-efficient and cuDNN attention as they are,
+        # and only warns of them.
+        torch.use_deterministic_algorithms(True)
         # Otherwise each new tensor is filled, for programs that read uninitialised memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

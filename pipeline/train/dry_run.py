@@ -1,4 +1,7 @@
-"""Dry run: one step and one evaluation batch of the largest shapes before training, so that out-of-memory shows at once."""
+"""Dry run: one step and one evaluation batch of the largest shapes before training, so that out-of-memory shows at once.
+
+So does an operation whose bits a GPU cannot repeat (engine.deterministic).
+"""
 
 import socket
 import traceback
@@ -24,6 +27,9 @@ from pipeline.settings.run import RunConfig
 from pipeline.train.loop import training_step
 from pipeline.train.start import Prepared
 from pipeline.train.zero.engine import Engine
+
+# In torch's error for an operation, whose name it begins with, under engine.deterministic.
+_NO_SUCH_KERNEL = " does not have a deterministic implementation"
 
 
 @contextmanager
@@ -72,9 +78,17 @@ def _room(what: str, way_out: Callable[[], str], stop: Stop) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        reason = str(error).partition("\n")[0]
+        operation, has_no_kernel, _ = reason.partition(_NO_SUCH_KERNEL)
+        if has_no_kernel:
+            stop.refuse(
+                OneRankError(
+                    f"torch has no kernel for {operation} that gives the same bits each time on this GPU. Use engine.deterministic=false "
+                    "(a resumed run then differs in the last bits), or compute it otherwise."
+                )
+            )
         if not _is_of_memory(error):
             raise
-        reason = str(error).partition("\n")[0]
         traceback.clear_frames(error.__traceback__)  # Frees tensors: the estimate below needs memory.
         where = f"{socket.gethostname()} ran out of memory before the first step, trying out {what}"
         stop.refuse(OneRankError(f"{where}: {reason} {way_out()}"))

@@ -21,6 +21,8 @@ CPU = torch.device("cpu")
 KINDS = {
     "vit": ("ViT-Ti/8", 32, {}),
     "large heads": ("ViT-S/16", 224, {"depth": 2}),
+    # More than two blocks of keys, whose parts of a gradient a kernel could add in any order.
+    "many tokens": ("ViT-Ti/16", 384, {"depth": 2}),
     "pooled": ("ViT-mu/4", 16, {"pool": "map"}),
     "relative": ("ViT-mu/4", 16, {"positions": "relative"}),
     "registers": ("ViT-mu/4", 16, {"pool": "gap", "registers": 2, "positions": "sincos2d"}),

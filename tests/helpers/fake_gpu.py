@@ -174,9 +174,14 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     from pipeline.train.loop import training_step
     from pipeline.train.zero.engine import Engine
 
+    # isort: split
+    from deepspeed.accelerator import get_accelerator
+
     config = schema.load(RunConfig, None, overrides)
     gpu = torch.device("cuda", 0)
     ranks, plan, syncs = Ranks(0, 0, RANKS, gpu), make_plan(config, 1000, RANKS), HostSyncs("cuda")
+    # So DeepSpeed waits for all work of the GPU.
+    get_accelerator().synchronize = lambda *_: syncs.note("synchronize")
     FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # A teacher is a copy, whose tensors are of the same mode.
     with FakeTensorMode(), syncs:
         with torch.device("meta"):  # Initial values are drawn until they are in range, and fake ones never are.
@@ -190,8 +195,8 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
         clock = StepClock(torch.device("cpu"))
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         object.__setattr__(objective, "loss", planted(mistake, objective.loss))
-        # The first steps make the optimizer's state, and DeepSpeed traces them at stage 3.
-        for number in range(3 if config.engine.zero_stage == 3 else 2):
+        # The first steps make the optimizer's state, and DeepSpeed traces them at stage 3; its timers begin at the third.
+        for number in range(3):
             batch = noise(plan.micro_batch, config.model.image_size, CLASSES, 0)
             shapes = [(group.count, plan.micro_batch, *ImageSize.parse(group.size), 3) for group in objective.views(config)]  # fmt: skip
             views = tuple(torch.zeros(shape, dtype=torch.uint8).pin_memory() for shape in shapes)

@@ -22,7 +22,7 @@ class HostSyncs(TorchDispatchMode):
 
     A read of a value (`item`, `float`, `bool`), a copy between host and device that is not both non_blocking and of pinned memory, and an
     operator whose shape depends on values. A value of a fake tensor is unknown: 1 for a float, else 0. Does not see
-    explicit synchronisation of streams and events.
+    explicit synchronisation of streams and events, which a caller may `note`.
 
     products: number types that dense layers and convolutions read (not attention, of which a CPU's build has another kernel).
     """
@@ -39,7 +39,7 @@ class HostSyncs(TorchDispatchMode):
         if name in _PRODUCTS:
             self.products |= {str(leaf.dtype) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
         if name in _WAITING and self.device in devices:
-            self._note(name)
+            self.note(name)
         if func is _aten._to_copy.default:
             target = kwargs.get("device") or args[0].device
             self._note_copy(args[0], torch.device(target), kwargs.get("non_blocking"))
@@ -51,7 +51,7 @@ class HostSyncs(TorchDispatchMode):
         if func is not _aten._local_scalar_dense.default:
             return func(*args, **kwargs)
         if self.device in devices:
-            self._note("read")
+            self.note("read")
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:
@@ -61,9 +61,9 @@ class HostSyncs(TorchDispatchMode):
         storage = source.untyped_storage()._cdata  # A view of pinned memory is pinned.
         is_pinned = any(tensor.untyped_storage()._cdata == storage for tensor in self._pinned)
         if source.device.type != target.type and not (non_blocking and (source.device.type != "cpu" or is_pinned)):
-            self._note(f"copy to {target.type}")
+            self.note(f"copy to {target.type}")
 
-    def _note(self, what: str) -> None:
+    def note(self, what: str) -> None:
         """Count it for the innermost function that is neither torch's nor this file's."""
         frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename][:-2]
         while frames[-1].filename == __file__:

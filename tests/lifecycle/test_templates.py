@@ -25,7 +25,7 @@ while [ -n "$TRAINS" ] && [ ! -e "$out/$name/stop" ]; do sleep 0.05; done
 exit 1
 """
 _SRUN = """#!/bin/bash
-shift
+while [[ $1 == -* ]]; do echo "$1" >> "$HOME/srun"; shift; done
 SLURM_NODEID=0 exec "$@"
 """
 _SCONTROL = """#!/bin/bash
@@ -92,11 +92,13 @@ def test_slurm(home: Path, code: str, stop_by: signal.Signals | None, requeued: 
     folder.mkdir(parents=True)
     (folder / "status.json").write_text('{"code": 75}')  # Of the job before.
     script = (ROOT / "launch/slurm.sh").read_text().replace("/shared/runs/vit_l16", str(folder))
-    slurm = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+    slurm = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8",
+             "SLURM_CPUS_PER_TASK": "64"}  # fmt: skip
     run(home, script, code, stop_by, **slurm)
     assert (home / "requeued").exists() == requeued
     if requeued:
         assert (home / "requeued").read_text() == "1234\n"
+    assert "--cpus-per-task=64" in (home / "srun").read_text().split()
     options, settings = started(home)
     assert options == {"--nnodes": "2", "--nproc_per_node": "8", "--node_rank": "0", "--master_addr": "node1",
                        "--master_port": "21234"}  # fmt: skip

@@ -1,6 +1,7 @@
 """Ranks that start meet, or say for which rank they wait."""
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 
 from pipeline.base.errors import CrashError, OneRankError, UserError
 from pipeline.process import waits
-from pipeline.process.distributed import Ranks, all_started
+from pipeline.process.distributed import Ranks, all_started, use_exact_arithmetic
 from pipeline.process.launcher import free_port
 
 
@@ -92,6 +93,23 @@ def test_what_rank_0_finds_for_all_it_says_alone() -> None:
     with pytest.raises(UserError, match=r"^access denied$") as error:
         Ranks(0, 0, 1, torch.device("cpu")).on_main(read)
     assert not error.value.on_one_rank, "every rank would print it"
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, ":4096:8"), (":16:8", ":16:8"), (":4096:2:16:8", ":4096:8")])
+def test_a_gpu_repeats_its_bits_also_in_attention(
+    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With warn_only=True torch would only warn that the gradients of attention differ from time to time."""
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
+    try:
+        use_exact_arithmetic(torch.device("cuda"))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ[name] == used
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.allow_tf32 = torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def of_two(number: int, gather: Callable[[Any], list[Any]]) -> Ranks:

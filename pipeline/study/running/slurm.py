@@ -30,7 +30,7 @@ cd {folder} || exit
 JOBS=(
 {names}
 )
-exec srun {command} cell="${{JOBS[$SLURM_ARRAY_TASK_ID]}}"
+exec srun --cpus-per-task="$SLURM_CPUS_PER_TASK" {command} cell="${{JOBS[$SLURM_ARRAY_TASK_ID]}}"
 """
 
 

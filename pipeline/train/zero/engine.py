@@ -360,6 +360,8 @@ def deepspeed_settings(
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
+        # It would wait for the GPU before each forward pass and after each micro-batch.
+        "timers": {"throughput": {"enabled": False}},
     }
     if config.offload:
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}

@@ -336,6 +336,7 @@ def test_a_slurm_script_has_a_task_for_each_job(
     study = open_study(make(base, SIZES))
     assert sorted(listed) == sorted(names(study))
     assert 'cell="${JOBS[$SLURM_ARRAY_TASK_ID]}"' in text
+    assert 'exec srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ' in text, "srun does not take it from the job"
     # A task must not write the script again, which it refuses beside cell=.
     monkeypatch.setattr("sys.argv", ["launch/study.py", "--config", "with_slurm.yaml"])
     write_script(study, CostEstimate({}, ""), str(file))
