@@ -237,9 +237,8 @@ def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> No
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False  # True by default: patch embeddings would differ from a CPU's by 1e-3.
     if deterministic:
-        if (
-            os.environ.get(_WORKSPACE) not in _FIXED_WORKSPACES
-        ):  # cuBLAS reads it when it starts, and torch insists on it.
+        # cuBLAS reads it when it starts, and torch insists on it.
+        if os.environ.get(_WORKSPACE) not in _FIXED_WORKSPACES:
             os.environ[_WORKSPACE] = _FIXED_WORKSPACES[0]
         # Not warn_only=True, with which torch leaves the backward passes of flash, memory-efficient and cuDNN attention as they are,
         # and only warns of them.
