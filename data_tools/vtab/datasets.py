@@ -36,7 +36,8 @@ class DataSet:
 
     tfds, tfds_major: folder in a data_dir of tensorflow_datasets, and major version that the official task uses. val: val200 is
     the first 200 samples of this part. test: all samples of this part. (train800 is always the beginning of `train`.)
-    hint: how to get or use the files.
+    alternative: another published archive of the same images, read if the first of `files` is missing. hint: how to get or use
+    the files.
     """
 
     name: str
@@ -46,6 +47,7 @@ class DataSet:
     tfds_major: int
     val: PoolSlice = PoolSlice("validation")
     test: PoolSlice = PoolSlice("test")
+    alternative: PublishedFile | None = None
     hint: str = ""
 
 

@@ -18,6 +18,7 @@ from data_tools.vtab.keys import KEYS_FILE, digest, key_table
 from data_tools.vtab.origin import Origin, find_origin, given, read_original
 from data_tools.vtab.prove import prove
 from data_tools.vtab.readers import lists
+from data_tools.vtab.readers.convert import as_stored
 from data_tools.vtab.readers.files import MissingError
 from data_tools.vtab.readers.original import Original, places_of
 from data_tools.vtab.split import SPLITS, choose, shard_key
@@ -133,7 +134,8 @@ def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, 
                     containers[place.archive], place.offset, place.size, place.packed,
                 )  # fmt: skip
     table = key_table(original.pools)
-    return replace(collector.finish(), convert=original.convert, extra_tables={KEYS_FILE: table})
+    convert = original.convert or as_stored
+    return replace(collector.finish(), convert=convert, extra_tables={KEYS_FILE: table})
 
 
 def _report(ready: list[str], missing: dict[str, str]) -> None:

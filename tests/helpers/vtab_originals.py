@@ -69,6 +69,14 @@ def jpeg(number: int) -> bytes:
     return simplejpeg.encode_jpeg(pixels, quality=90)
 
 
+def turned(jpeg: bytes) -> bytes:
+    """The JPEG with EXIF that says: turn by 90 degrees."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    segment = exif.tobytes()
+    return jpeg[:2] + b"\xff\xe1" + (2 + len(segment)).to_bytes(2, "big") + segment + jpeg[2:]
+
+
 def pixels(number: int, side: int, channels: int) -> np.ndarray:
     shape = (side, side, channels) if channels > 1 else (side, side)
     return np.random.default_rng(number).integers(0, 256, shape, np.uint8)
@@ -163,7 +171,7 @@ def pets(root: Path, truth: Truth) -> None:
         for number in range(count):
             name, label = f"{breeds[number % 3]}_{number + (500 if pool == 'test' else 0)}", number % 3
             lines.append(f"{name} {label + 1} 1 1\n")
-            images[f"images/{name}.jpg"] = jpeg(2000 + number)
+            images[f"images/{name}.jpg"] = turned(jpeg(2000 + number))
             key = f"{name}.jpg"
             data = images[f"images/{name}.jpg"]
             truth.add("pets", pool, key, data, {"pets": label}, file_name=key.encode(), label=label)

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 
 from data_tools.sources.images import png
-from pipeline.data.loading.decode import DecodeError, decode
+from pipeline.data.loading.decode import DecodeError, decode, exif_orientation
 
 _SUN_PIXELS = 120_000
 _SUN_QUALITY = 95  # OpenCV's default, with which sun397/tfds:4 was written; its description says 72.
@@ -20,7 +20,8 @@ _RETINOPATHY_QUALITY = 72
 
 def sun397(data: bytes) -> bytes:
     """Resize to at most 120,000 pixels, as JPEG (sun397/tfds). Raises DecodeError."""
-    pixels = _decode(data)
+    # The official copy's OpenCV did not read GIFs. TensorFlow's RGB pixels were then encoded as BGR: red and blue are swapped.
+    pixels = decode(data) if data.startswith(b"GIF8") else _decode(data)
     height, width = pixels.shape[:2]
     if height * width > _SUN_PIXELS:
         factor = np.sqrt(_SUN_PIXELS / (height * width))
@@ -50,6 +51,12 @@ def retinopathy(data: bytes) -> bytes:
     rows = slice(max(centre[1] - _KEPT_RADIUS, 0), centre[1] + _KEPT_RADIUS)
     columns = slice(max(centre[0] - _KEPT_RADIUS, 0), centre[0] + _KEPT_RADIUS)
     return _encode(pixels[rows, columns], _RETINOPATHY_QUALITY)
+
+
+def as_stored(data: bytes) -> bytes:
+    """The file; in a JPEG that its EXIF would turn, the EXIF is hidden: TensorFlow, and so VTAB, ignores it. Raises DecodeError."""
+    is_turned = data.startswith(b"\xff\xd8") and exif_orientation(data) != 1
+    return data.replace(b"Exif\0\0", bytes(6)) if is_turned else data
 
 
 def dsprites(data: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import shutil
 import tarfile
 import zipfile
@@ -48,13 +49,16 @@ class DatasetFiles:
     def __init__(self, dataset: DataSet, folder: AnyPath, staging: AnyPath, check: bool) -> None:
         self.dataset, self.folder, self._staging = dataset, folder, staging
         self._own = {name: (path, size) for path, size in walk_files(folder) if (name := name_inside(path, folder))}
-        known = [*(file.name for file in dataset.files), *_ALSO.get(dataset.name, [])]
+        files, other = dataset.files, dataset.alternative
+        if other and other.name in self._own and files[0].name not in self._own:
+            files = (other,)
+        known = [*(file.name for file in files), *_ALSO.get(dataset.name, [])]
         archives = [self._own[name][0] for name in known if name.endswith(_ARCHIVES) and name in self._own]
         if check:
-            for file in dataset.files:
+            for file in files:
                 if file.name in self._own:
                     _check(self._own[file.name][0], file)
-        self.unchecked = [file.name for file in dataset.files if not file.sha256 or file.name not in self._own]
+        self.unchecked = [file.name for file in files if not file.sha256 or file.name not in self._own]
         self._places: dict[str, FileLocation] = {}
         for path in archives:
             with archive.damage_named(path, tarfile.TarError, *archive.ZIP_ERRORS):
@@ -63,15 +67,15 @@ class DatasetFiles:
         for name, (_, size) in self._own.items():
             self._places.setdefault(name, FileLocation(name, "", 0, size))
 
-    def below(self, folder: str) -> dict[str, FileLocation]:
-        """Returns name inside the folder -> place, for all files in folders of this name at any depth. Raises MissingError."""
+    def below(self, *folders: str) -> dict[str, FileLocation]:
+        """Returns name inside the folder -> place, for all files in folders of these names at any depth. Raises MissingError."""
         found: dict[str, FileLocation] = {}
-        for name, place in self._places.items():
+        for folder, (name, place) in itertools.product(folders, self._places.items()):
             before, mark, rest = f"/{name}".partition(f"/{folder}/")
             if mark and not is_hidden(before) and not is_hidden(rest):
                 found.setdefault(rest, place)
         if not found:
-            raise self.missing(f"a folder {folder}")
+            raise self.missing(f"a folder {' or '.join(folders)}")
         return dict(sorted(found.items()))
 
     def beginning(self, start: str) -> list[FileLocation]:
@@ -157,6 +161,8 @@ class DatasetFiles:
 def sources_of(dataset: DataSet) -> str:
     """Returns a sentence that names the files, their URLs and how to get them."""
     files = ", ".join(f"{file.name} ({file.url})" for file in dataset.files)
+    if other := dataset.alternative:
+        files += f", or of {other.name} ({other.url})"
     return f"{dataset.name} consists of {files}{f'; {dataset.hint}' if dataset.hint else ''}."
 
 

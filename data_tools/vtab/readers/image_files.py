@@ -51,7 +51,7 @@ def caltech101(files: DatasetFiles, task: Task) -> Original:
 
 
 def _caltech_by_sorted_names(by_folder: dict[str, list[str]]) -> set[str]:
-    """The random draw of tensorflow_datasets on a file system that lists folders in the order of names."""
+    """A random draw as in tensorflow_datasets, from sorted names of images. (Its own draw includes a file that is no image, tmp.)"""
     state = np.random.RandomState(_CALTECH_SEED)
     train: set[str] = set()
     for folder in sorted(by_folder):
@@ -115,8 +115,8 @@ def sun397(files: DatasetFiles, task: Task) -> Original:
 
 
 def eurosat(files: DatasetFiles, task: Task) -> Original:
-    """2750/<Class>/<Class>_<number>.jpg, all in one pool."""
-    return _class_folders(files.below("2750"))
+    """2750/<Class>/<Class>_<number>.jpg (EuroSAT_RGB/... in the newer archive), all in one pool."""
+    return _class_folders(files.below("2750", "EuroSAT_RGB"))
 
 
 def resisc45(files: DatasetFiles, task: Task) -> Original:

@@ -58,9 +58,7 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None, by_r
     by_region: False always decodes the whole image.
     """
     is_jpeg = _format(data) == "jpg"
-    orientation = 1
-    if is_jpeg and _may_have_exif(data):
-        orientation = _with_pillow(data, _orientation)
+    orientation = exif_orientation(data) if is_jpeg else 1
     if is_jpeg and choose is not None and by_region:
         part = jpeg_region.decode(data, lambda height, width: _stored_region(choose, height, width, orientation))
         if part is not None:
@@ -73,6 +71,11 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None, by_r
         return pixels
     top, left, height, width = choose(*pixels.shape[:2])
     return pixels[top : top + height, left : left + width]
+
+
+def exif_orientation(jpeg: bytes) -> int:
+    """EXIF orientation of a JPEG, 1 to 8. Raises DecodeError."""
+    return _with_pillow(jpeg, _orientation) if _may_have_exif(jpeg) else 1
 
 
 def inspect(data: bytes, decode_all: bool) -> tuple[str, int, int]:

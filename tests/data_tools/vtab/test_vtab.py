@@ -103,7 +103,7 @@ def test_each_split_has_the_images_and_labels_of_the_originals(task, vtab_tasks:
                 gray = wanted if wanted.ndim == 3 else np.repeat(wanted[..., None], 3, axis=2)
                 assert np.array_equal(decode(image), gray)
             elif task.dataset not in CONVERTED:
-                assert image == wanted
+                assert image == wanted.replace(b"Exif\0\0", bytes(6))
             elif number < 2:  # To convert costs as much as all the rest.
                 assert image == getattr(convert, task.dataset)(wanted)
 
@@ -318,7 +318,7 @@ def test_what_is_missing_is_named_and_the_rest_is_made(
     said = refused(settings(tmp_path / "out", originals=str(originals)))
     printed = capsys.readouterr()
     assert said.startswith("1 of 19 tasks were not made: pets: ")
-    assert "annotations/trainval.txt is missing. pets consists of images.tar.gz (https://www.robots" in said
+    assert "annotations/trainval.txt is missing. pets consists of images.tar.gz (https://thor.robots" in said
     assert "1 of 19 tasks are ready: eurosat" in printed.out
     for task in TASKS:
         if task.dataset not in ("eurosat", "pets"):
