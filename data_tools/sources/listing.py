@@ -12,9 +12,10 @@ import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
 from data_tools.sources.repeated_keys import repeated, sorted_by_key, with_extensions, with_prefixes
+from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.loading.decode import EXTENSIONS
+from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON
 from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
@@ -214,7 +215,9 @@ class Collector:
         if self.archives is not None and (suffix := next(filter(name.lower().endswith, _ARCHIVES), "")):
             self.archives[name] = name[-len(suffix) :]
             return
-        if f".{ext.lower()}" not in EXTENSIONS or not dot:
+        if f".{ext.lower()}" in NOT_DECODED:
+            fault = fault or NOT_DECODED_REASON
+        elif f".{ext.lower()}" not in EXTENSIONS or not dot:
             if name not in self.read:
                 self._no_images.add(name)
             return
@@ -374,11 +377,11 @@ class Collector:
                     raise UserError(
                         f"{where}/{printable(name)} is a class folder without images. Fill it, or remove it."
                     )
-            if set(counts) <= {"train", "val", "valid", "validation", "test"}:
+            if all(name.lower() in LIKE_SPLITS for name in counts):
+                say = (f"splits.{LIKE_SPLITS[name.lower()]}={_clean(f'{folder}/{name}')}" for name in sorted(counts))
                 raise UserError(
                     f"{where}: the class folders are called {', '.join(sorted(counts))}, like splits. "
-                    "If they are, say so: "
-                    + " ".join(f"splits.{name}={_clean(f'{folder}/{name}')}" for name in sorted(counts))
+                    f"If they are, say so: {' '.join(say)}"
                 )
             if len(counts) == 1 and not self._flat:
                 only = next(iter(counts))
@@ -424,8 +427,6 @@ class _Few:
 
 def printable(name: str) -> str:
     """A name for a one-line message: control characters and bytes that are not UTF-8 are escaped."""
-    if name.isprintable():
-        return name
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 

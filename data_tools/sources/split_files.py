@@ -3,7 +3,11 @@
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 
-_LIKE_SPLITS = ("train", "val", "test", "dev")
+# Names, in lower case, that are probably of splits -> the split.
+LIKE_SPLITS = {
+    **{name: name for name in ("train", "val", "valid", "validation", "dev", "test")}, "training": "train", "testing": "test",
+}  # fmt: skip
+_BEGINNINGS = ("train", "val", "test", "dev")
 
 
 def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tuple[str, str, AnyPath]]:
@@ -40,9 +44,9 @@ def _refuse_mixture(source: AnyPath, names: list[str]) -> None:
     for name in names:
         parts = name.split("/")
         for depth, part in enumerate(parts):
-            for word in _LIKE_SPLITS:
-                if part.startswith(word):
-                    starts.setdefault(word, "/".join([*parts[:depth], word]))
+            for word in _BEGINNINGS:
+                if part.lower().startswith(word):
+                    starts.setdefault(word, "/".join([*parts[:depth], part[: len(word)]]))
     if len(starts) > 1:
         said = " ".join(f"splits.{word}={start}" for word, start in sorted(starts.items()))
         raise UserError(f"{source}: the files look like several splits. If they are, say so: {said}")

@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 def png(figure: Any, dpi: int | str = "figure") -> bytes:
     """A Matplotlib figure as a PNG. dpi: pixels an inch; "figure" is what the figure was made with."""
+    # File names may be in a script that the font lacks; its characters are drawn as boxes.
+    warnings.filterwarnings("ignore", message="Glyph .* missing from font")
     figure.savefig(buffer := io.BytesIO(), format="png", dpi=dpi)
     return buffer.getvalue()
 

@@ -107,6 +107,8 @@ def _settings(path: Path, state: State | None) -> RunConfig:
             return read_settings(path)
         except FileNotFoundError:
             raise UserError(f"{path} is not a run folder: it has neither checkpoints nor config.json.") from None
+    if not path.exists() and path.suffix not in (".yaml", ".yml"):
+        raise UserError(f"run = {path}: no such run folder, checkpoint or file of settings.")
     return schema.load(RunConfig, path)
 
 

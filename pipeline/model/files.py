@@ -63,6 +63,10 @@ def find_file(path: Path) -> Path:
         return newest / "model.safetensors"
     pointer = folder / LATEST
     if not pointer.is_file():
+        if (path / "status.json").is_file():
+            raise UserError(
+                f"{path}: this run has no checkpoint in its folder: it saved none yet, or keeps them in checkpoint.folder. Name one there."
+            )
         raise UserError(
             f"{path}: contains neither checkpoints/latest nor {', '.join(_FILES)}. Name a checkpoint, a run, or a file."
         )

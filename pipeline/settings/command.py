@@ -81,7 +81,9 @@ def read_settings(
         epilog=fields_help(cls),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings (see configs/)")
+    parser.add_argument(
+        "--config", metavar="FILE", action="append", default=[], help="YAML file of settings (see configs/)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="settings that override the file")
     # The deepspeed launcher adds this to every command line; the rank itself is read from the environment.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -95,7 +97,11 @@ def read_settings(
         given.overrides[0] = f"{subject}={given.overrides[0]}"
     if flag and given.flag is not None:
         given.overrides.append(f"{flag}={given.flag}")
-    return schema.load(cls, given.config, given.overrides)
+    if len(given.config) > 1:
+        raise UserError(
+            f"--config is given {len(given.config)} times ({', '.join(given.config)}). Give one file, and what differs as setting=value."
+        )
+    return schema.load(cls, given.config[0] if given.config else None, given.overrides)
 
 
 @contextmanager

@@ -340,7 +340,7 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
             raise UserError(f"the command line: unknown setting {as_typed(name)}.{_did_you_mean(cls, prefix, part)}")
         rest = parts[depth + 1 :]
         if not rest:
-            value = _override_value(kind, text)
+            value = _override_value(kind, text, name)
             (rule,) = (field.metadata["rule"] for field in dataclasses.fields(cls) if field.name == part)
             # So that errors do not blame the file.
             _SettingsConverter("the command line").convert(value, kind, name, rule)
@@ -355,19 +355,26 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
             tree[part] = {}
         tree = tree[part]
         if is_mapping:
-            tree[".".join(rest)] = text if typing.get_args(kind)[1] is str else _override_value(Any, text)
+            tree[".".join(rest)] = text if typing.get_args(kind)[1] is str else _override_value(Any, text, name)
             return
         cls = typing.cast(type, kind)
 
 
-def _override_value(kind: Any, text: str) -> Any:
+def _override_value(kind: Any, text: str, name: str) -> Any:
+    """The value of an override.
+
+    Text that is neither null nor quoted is taken as typed: name=true is the name "true", and out="trip #2" has no comment.
+    """
     try:
         value = parse_yaml(text) if text else ""
-    except ValueError:
+    except ValueError as error:
+        if kind == list[str] and text.startswith("[") and text.endswith("]"):  # Else it may be a pattern: [ab]*.jpg
+            raise UserError(f"the command line: {name} = {as_typed(text)} is no list: {error}") from None
         return text
-    # A text setting takes the text as typed: name=true is the name "true".
-    wants_text = kind is str or kind == str | None
-    return text if wants_text and value is not None and not isinstance(value, str) else value
+    is_text = kind in (str, str | None) or (kind == list[str] and isinstance(value, str | None))
+    is_quoted = isinstance(value, str) and text.startswith(("'", '"'))
+    is_null = value is None and "#" not in text
+    return text.strip() if is_text and not is_quoted and not is_null else value
 
 
 def _did_you_mean(cls: type, prefix: str, key: str) -> str:

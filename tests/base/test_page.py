@@ -1,6 +1,10 @@
 """Tables of report pages: what breaks its lines, and what does not."""
 
-from pipeline.base.page import Table, single_file
+import warnings
+
+from matplotlib.figure import Figure
+
+from pipeline.base.page import Table, png, single_file
 
 
 def test_long_cells_break_between_a_score_and_its_interval_and_short_columns_never() -> None:
@@ -22,3 +26,10 @@ def test_tables_of_many_columns_are_printed_in_small_type() -> None:
     for columns, is_small in ((8, False), (9, True)):
         text = single_file("x", [Table([f"run {i}" for i in range(columns)], [["0.003"] * columns])])
         assert ("<table class=many>" in text) == is_small
+
+
+def test_a_name_that_the_font_lacks_is_drawn_without_a_warning() -> None:
+    (figure := Figure()).text(0, 0, "\u732b.jpg\t")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert png(figure).startswith(b"\x89PNG")

@@ -9,6 +9,7 @@ from PIL import Image
 from tiny import make_dataset
 
 from pipeline import objectives
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.views import Views, train_views
@@ -71,3 +72,8 @@ def test_a_checkpoint_has_the_settings_of_its_objective(
         sheet = tmp_path / "sheet.png"
         samples.run(schema.load(SamplesConfig, None, [f"run={tmp_path}", f"step={step}", f"sheet={sheet}"]))
         assert Image.open(sheet).size == size
+
+
+def test_a_run_that_is_not_there_is_called_a_run() -> None:
+    with pytest.raises(UserError, match="run = runs/nothing: no such run folder, checkpoint or file of settings"):
+        samples.run(schema.load(SamplesConfig, None, ["run=runs/nothing", "step=1"]))

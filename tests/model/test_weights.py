@@ -106,6 +106,10 @@ def test_weights_are_found_in_checkpoint_and_run_folders(tmp_path):
         load(tmp_path)
     with pytest.raises(UserError, match=r"contains neither checkpoints/latest nor model\.safetensors"):
         load(tmp_path / "checkpoints")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/status.json").write_text("{}")
+    with pytest.raises(UserError, match="new: this run has no checkpoint in its folder: it saved none yet"):
+        load(tmp_path / "new")
     with pytest.raises(UserError, match="no such file or folder"):
         load(tmp_path / "absent")
 

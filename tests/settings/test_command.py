@@ -54,6 +54,14 @@ def test_settings_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert (seen[0].source, seen[0].out, seen[0].seed) == ("a", "b", 4)
 
 
+def test_two_files_of_settings_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are not merged: the second once took the place of the first without a word."""
+    with pytest.raises(SystemExit) as stop:
+        run(print, monkeypatch, "--config", "a.yaml", "--config=b.yaml")
+    assert stop.value.code == 2
+    assert "--config is given 2 times (a.yaml, b.yaml). Give one file" in capsys.readouterr().err
+
+
 def test_the_subject_may_be_a_plain_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ShardConfig] = []
     monkeypatch.setattr(sys, "argv", ["x.py", "photos", "out=b"])

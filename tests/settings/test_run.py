@@ -513,6 +513,28 @@ def test_text_on_the_command_line_is_taken_as_it_was_typed(text: str) -> None:
     assert load(f"name={text}").name == text
 
 
+@pytest.mark.parametrize(
+    "path", ["trip #2", "#2", "100% &more", "&a b", "!b c", "* d", "a\nb", "- e", "[f] g", "it's #3"]
+)
+def test_a_path_on_the_command_line_may_have_any_character(path: str) -> None:
+    """`source="trip #2"` once read the folder `trip`: the rest was a YAML comment."""
+    assert load(f"data.path={path}").data.path == path
+    assert load(f"track.parent_run={path}").track.parent_run == path
+    one = schema.load(weights_settings.FeaturesConfig, None, ["weights=w", "out=o.parquet", f"images={path}"])
+    assert one.images == (["e"] if path == "- e" else [path])
+
+
+def test_a_list_with_a_comment_in_it_is_refused() -> None:
+    with pytest.raises(UserError, match=r"images = \[a #1, b\] is no list: .*expected ',' or '\]'"):
+        schema.load(weights_settings.FeaturesConfig, None, ["weights=w", "out=o.parquet", "images=[a #1, b]"])
+    assert schema.load(
+        weights_settings.FeaturesConfig, None, ["weights=w", "out=o.parquet", "images=['a #1', b]"]
+    ).images == ["a #1", "b"]
+    assert schema.load(
+        weights_settings.FeaturesConfig, None, ["weights=w", "out=o.parquet", "images=[ab]*.jpg"]
+    ).images == ["[ab]*.jpg"]
+
+
 @pytest.mark.parametrize("text", ["0123", "1.10", "2026-11-01", "1_000", "1:30", "1e5"])
 def test_text_in_a_file_is_taken_as_it_was_typed(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, f"name: {text}\nmodel: {{name: ViT-S/16}}\ndata: {{path: d}}\ntrain: {{length: 1 epochs}}")

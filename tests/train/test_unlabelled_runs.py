@@ -75,7 +75,7 @@ def test_the_held_out_split_is_optional_without_labels_or_when_it_is_said(photos
         run_splits(open_dataset(make_dataset(photos.parent / "labelled", {"train": 9})), usual, 0)
 
 
-def test_labels_are_wanted_where_there_are_none(photos: Path) -> None:
+def test_labels_are_wanted_where_there_are_none(photos: Path, dataset: Path) -> None:
     said = "learns labels, and this data set has none"
     with pytest.raises(UserError, match=f"train.loss = softmax {said}") as error:
         prepare(load(photos))
@@ -89,6 +89,8 @@ def test_labels_are_wanted_where_there_are_none(photos: Path) -> None:
         prepare(load(photos, *MASKED, "probe.every=2 steps", f"probe.data={photos}"))
     with pytest.raises(UserError, match=r"probe\.data = nowhere: no such data set\. Shard it first"):
         prepare(load(photos, *MASKED, "probe.every=2 steps", "probe.data=nowhere"))
+    with pytest.raises(UserError, match=r"probe\.split = test: .* has no split 'test'. It has: train, val"):
+        prepare(load(photos, *MASKED, "probe.every=2 steps", f"probe.data={dataset}", "probe.split=test"))
     sweep = SimpleNamespace(datasets={"dtd": open_dataset(photos)}, config=SimpleNamespace(protocol=None))
     with pytest.raises(UserError, match=r"have no labels\. Make it with launch/vtab_prepare\.py"):
         check_of_task(sweep, next(task for task in TASKS if task.name == "dtd"))  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from data_tools.sources.layouts import archive
 from data_tools.sources.listing import Collector
+from pipeline.base.json_record import shortened
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
 from pipeline.settings.commands.data import ShardConfig
 
@@ -35,9 +36,9 @@ def _walk(source: Path, collector: Collector) -> None:
         try:
             found = os.scandir(f"{source}/{inside}")
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
+            if error.errno not in (errno.ENAMETOOLONG, errno.ENOENT):  # The latter: it was removed a moment ago.
                 raise
-            collector.skip(inside, str(error.strerror))
+            collector.skip(shortened(inside), str(error.strerror))
             continue
         with found as entries:
             for entry in entries:
@@ -46,7 +47,7 @@ def _walk(source: Path, collector: Collector) -> None:
                     is_folder = entry.is_dir()
                 except OSError as error:
                     # A loop of links, or a path that is too long.
-                    collector.skip(name, str(error.strerror))
+                    collector.skip(shortened(name), str(error.strerror))
                     continue
                 if not is_folder:
                     collector.file(name, -1, 0, *_size(entry))

@@ -1,5 +1,6 @@
 """A list of image files and their labels, if they have any, as CSV (.csv, .tsv) or Parquet."""
 
+import codecs
 import contextlib
 import os
 from collections.abc import Iterator
@@ -72,8 +73,12 @@ def _column_names(path: AnyPath) -> list[str]:
     with _reading(path):
         if path.suffix == ".parquet":
             return open_parquet(path).schema_arrow.names
-        with path.open("rb") as text, pacsv.open_csv(text, parse_options=_parse_options(path)) as reader:
-            return reader.schema.names
+        with path.open("rb") as text:
+            if text.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise UserError(f"{path} is text in UTF-16, as Excel's `Unicode Text` is. Save it as CSV in UTF-8.")
+            text.seek(0)
+            with pacsv.open_csv(text, parse_options=_parse_options(path)) as reader:
+                return reader.schema.names
 
 
 def _read(path: AnyPath, config: ShardConfig, there: list[str], column: str) -> pa.Table:

@@ -20,6 +20,11 @@ warnings.filterwarnings("ignore", module="PIL")
 
 # Suffixes of files that are treated as images; the format is then determined from the first bytes.
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+# Suffixes of photographs that are not decoded: they belong to a data set, so each counts as a bad image.
+NOT_DECODED = {".heic", ".heif", ".avif", ".jxl"}
+NOT_DECODED_REASON = "this format is not read; convert it to JPEG or PNG"
+# How HEIC and AVIF begin, after four bytes of a size: phones and web sites also call such files .jpg.
+_NOT_DECODED_MAGIC = tuple(b"ftyp" + brand for brand in (b"hei", b"hev", b"mif1", b"msf1", b"avi"))
 _MAGIC = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG\r\n\x1a\n": "png",
@@ -113,6 +118,8 @@ def _format(data: bytes) -> str:
             return ext
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
+    if data.startswith(_NOT_DECODED_MAGIC, 4):
+        raise DecodeError(NOT_DECODED_REASON)
     raise DecodeError(f"no image: begins with {data[:12]!r}" if data else "empty file")
 
 

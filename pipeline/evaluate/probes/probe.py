@@ -196,7 +196,13 @@ def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: D
     if not settings.reads_labels:
         return RunProbe(config, own_split, None)
     exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
-    train, test = (dataset.split(name, exclude) for name in (settings.train_split, settings.split))
+    splits = []
+    for setting, name in (("probe.train_split", settings.train_split), ("probe.split", settings.split)):
+        try:
+            splits.append(dataset.split(name, exclude))
+        except UserError as error:
+            raise type(error)(f"{setting} = {name}: {error}") from error
+    train, test = splits
     choice = choose_samples(settings, train, dataset.num_classes)
     if not len(choice.rows) or not len(test):
         empty = train if not len(choice.rows) else test

@@ -46,6 +46,13 @@ def test_hidden_files_are_ignored(tmp_path: Path) -> None:
     assert found.keys(range(len(found))) == ["album.tar/./a.jpg"]
 
 
+def test_a_photograph_that_cannot_be_decoded_is_not_ignored(tmp_path: Path) -> None:
+    for name in ("a.HEIC", "b.jpg", "c.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    found = open_adhoc_split([str(tmp_path)], "val", "all", []).split
+    assert found.keys(range(len(found))) == [str(tmp_path / "a.HEIC"), str(tmp_path / "b.jpg")]
+
+
 def test_a_fifo_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jpg")
     with pytest.raises(UserError, match=r"a\.jpg is not a regular file"):

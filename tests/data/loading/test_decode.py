@@ -230,3 +230,9 @@ def test_the_end_of_a_thumbnail_is_not_that_of_the_picture(encode: Encode) -> No
         assert b"\xff\xd9" in data[:-cut]
         with pytest.raises(DecodeError, match="no end marker"):
             check_end(data[:-cut], "jpg")
+
+
+@pytest.mark.parametrize("brand", [b"heic", b"heix", b"hevc", b"mif1", b"avif", b"avis"])
+def test_a_phone_s_heic_is_named_as_such_whatever_its_extension(brand: bytes) -> None:
+    with pytest.raises(DecodeError, match="this format is not read; convert it to JPEG or PNG"):
+        decode(b"\0\0\0\x24ftyp" + brand + bytes(20))

@@ -417,6 +417,9 @@ def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": IMAGES, "label": list("aabbb")}), tmp_path / "raw/data/validation-0.parquet")
     said = refused(tmp_path / "raw")
     assert "look like several splits. If they are, say so: splits.train=data/train splits.val=data/val" in said
+    capitals = hugging_face(tmp_path / "capitals/Train-0.parquet", pa.array(list("ababa"))).parent
+    hugging_face(capitals / "Test-0.parquet", pa.array(list("ababa")))
+    assert "say so: splits.test=Test splits.train=Train" in refused(capitals)
     listing = listed(tmp_path / "raw", splits={"train": "data/train", "val": "data/val"})
     found = samples(listing)
     assert found["data/validation-0/000001"] == ("val", ("a",), IMAGES[1])
@@ -597,6 +600,8 @@ def test_numbers_in_the_text_of_a_list(labels: list[str], expected: list, num_cl
 
 
 def test_bad_list(tmp_path: Path) -> None:
+    (excel := tmp_path / "excel.csv").write_text("path,label\n1.jpg,cat\n", encoding="utf-16")
+    assert "excel.csv is text in UTF-16, as Excel's `Unicode Text` is. Save it as CSV in UTF-8." in refused(excel)
     path = table(tmp_path / "list.csv", [("gone.jpg", "cat"), ("", "dog")], ("file", "label"))
     assert "list.csv has no column 'path' (path_column). It has: file, label." in refused(path)
     assert "row 2: file is empty" in refused(path, path_column="file")

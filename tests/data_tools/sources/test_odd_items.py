@@ -21,6 +21,7 @@ from data_tools.sharding import shard
 from data_tools.sharding.index import run as index
 from data_tools.sharding.write_shard import ShardingJob, write_shard
 from data_tools.sources import Listing, list_source
+from data_tools.sources.layouts import folder
 from data_tools.sources.layouts.archive import tar_members
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
@@ -131,6 +132,24 @@ def test_folders_deeper_than_python_recurses(tmp_path: Path) -> None:
         subprocess.run(["rm", "-rf", str(source)], check=True)  # Python, and so pytest, could not.
     assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
     assert list(skipped(listing).values()) == ["File name too long"]
+    assert all(len(where) < 300 for where in skipped(listing)), "one line names three of them"
+
+
+def test_a_folder_that_is_removed_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback ended the job before."""
+    source = write_folder({**GOOD, "cat/parts/2.jpg": jpeg(3)}, tmp_path / "raw")
+    scandir = os.scandir
+
+    def removing(path: str) -> object:
+        if str(path).endswith("parts/"):
+            (source / "cat/parts/2.jpg").unlink()
+            (source / "cat/parts").rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(folder.os, "scandir", removing)
+    listing = listed(source)
+    assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
+    assert skipped(listing) == {"cat/parts/": "No such file or directory"}
 
 
 def test_class_folders_with_the_names_of_other_layouts(tmp_path: Path) -> None:

@@ -87,6 +87,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda at: at / "nowhere", "nowhere: no such file or folder"),
     "no images": (lambda at: write_folder({"cat/notes.txt": b""}, at / "raw"), "no class folders with images"),
     "images at the top": (lambda at: write_folder({"1.jpg": jpeg(1)}, at / "raw"), "no class folders with images"),
+    "splits in capitals": (
+        lambda at: write_folder({"Training/1.jpg": jpeg(1), "Testing/2.jpg": jpeg(2)}, at / "raw"),
+        "like splits. If they are, say so: splits.test=Testing splits.train=Training",
+    ),
     "empty class": (_empty_class, "raw/fox is a class folder without images"),
     "empty class tar": (
         lambda at: write_class_tars({**GOOD, "fox/readme.txt": b"?"}, at / "raw"),
@@ -196,6 +200,17 @@ def test_help_tells_every_setting() -> None:
     assert result.returncode == 0
     assert "samples_per_shard" in result.stdout
     assert "ray job submit" in result.stdout
+
+
+def test_photographs_of_other_formats_count_as_bad(tmp_path: Path) -> None:
+    """A phone's HEIC files were once `files without an image extension`, and left out."""
+    source = write_folder({**GOOD, "cat/2.HEIC": b"?", "fox/1.avif": b"?"}, tmp_path / "raw")
+    reason = "this format is not read; convert it to JPEG or PNG"
+    for layout in ("folder", "images"):
+        config = ShardConfig(source=str(source), out="unused", layout=layout)
+        found = list_source(source, config, tmp_path / "staging")
+        assert found.skipped == [("", "cat/2.HEIC", reason), ("", "fox/1.avif", reason)]
+        assert len(found) == len(GOOD)
 
 
 def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
