@@ -130,8 +130,17 @@ def test_samples_of_other_ranks_are_counted() -> None:
     config, model = run_of("simclr")
     one, many = (memory.moments(model, config, IMAGES, 1, ranks)[0].activations for ranks in (1, 64))
     assert many - one > 2 * 63 * (2 * IMAGES) ** 2 * 4
-    with across_ranks.on_meta(3):
+    with across_ranks.on_meta(3) as others:
+        assert not others.are_asked
         assert across_ranks.gathered(torch.empty(2, 5, device="meta")).shape == (6, 5)
+        assert others.are_asked
+
+
+def test_an_objective_that_gathers_nothing_is_counted_once_for_all_numbers_of_ranks() -> None:
+    config, model = run_of("mae")
+    cls = objectives.kind("mae")
+    one, many = (activations.saved_by_loss(cls, config, model, 2, torch.float32, True, ranks) for ranks in (1, 64))
+    assert one is many
 
 
 def test_what_takes_less_names_views_and_a_batch_that_is_not_divided() -> None:
