@@ -55,8 +55,14 @@ def run_of(loss: str, *more: str) -> tuple[RunConfig, Config]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("loss", "more"),
-    # With small views, LeJEPA's projector is what is largest.
-    [("dino", []), ("simclr", []), ("mae", []), ("lejepa", []), ("lejepa", ["objective.local_size=16"])],
+    # With small views, LeJEPA's projector is what is largest; with large ones, the blocks.
+    [
+        ("dino", []),
+        ("simclr", []),
+        ("mae", []),
+        ("lejepa", ["objective.local_size=64"]),
+        ("lejepa", ["objective.local_size=16"]),
+    ],
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
 def test_prediction_is_what_a_backward_pass_holds(loss: str, more: list[str], checkpointing: bool) -> None:
