@@ -6,6 +6,7 @@ import io
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -361,10 +362,12 @@ def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
 
 
 def test_scores_are_sent_to_mlflow_beside_the_run_of_the_weights(
-    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Dataset, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     run = tmp_path / "runs" / "small"
+    run.parent.mkdir()
+    shutil.copy(database, run.parent / "mlflow.db")
     Tracker(TrackConfig(), run.parent, run, RunFacts("small", "pretrain", description="What it is.")).finish("FINISHED")
     weights = save(run / "weights.pt", K, classes=CLASSES)
     uri = default_uri(run.parent)
