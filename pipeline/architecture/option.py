@@ -1,6 +1,5 @@
 """What `config.py` declares the fields of a model with: the mark `Option`, and the base of the configurations."""
 
-import typing
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,7 @@ class Fields:
 
     def __post_init__(self) -> None:
         """Raise UserError for a value of another type or out of its range."""
-        hints = typing.get_type_hints(type(self), include_extras=True)
+        hints = json_record.type_hints(type(self))
         for name, value in vars(self).items():
             if not isinstance(value, tuple):
                 json_record.convert(value, hints[name], "model", name)

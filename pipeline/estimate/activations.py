@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeline.model import Config, Model, ResNetConfig, VisionTransformer, build
-from pipeline.objectives import on_meta
+from pipeline.objectives import across_ranks, on_meta
 from pipeline.objectives.objective import BACKBONE, TEACHER, Objective
 from pipeline.objectives.on_meta import shallow
 from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
@@ -118,7 +118,6 @@ def of_many(count: Callable[[int], Saved], images: int) -> Saved:
     return Saved.through(_COUNTED, [count(number) for number in _COUNTED], images)
 
 
-@on_meta.remembered
 def saved_by_loss(
     cls: type[Objective],
     config: RunConfig,
@@ -132,20 +131,43 @@ def saved_by_loss(
 
     model: the backbone's.
     """
+    ranks = ranks if _gathers(cls, config, model) else 1  # A plan asks for up to nine numbers of ranks.
+    return _saved_by_loss(cls, config, model, images, dtype, checkpointing, ranks)
 
-    def count(one: Config, again: bool) -> Saved:
+
+@on_meta.remembered
+def _gathers(cls: type[Objective], config: RunConfig, model: Config) -> bool:
+    """Whether an objective's loss gathers what other ranks computed: otherwise their number changes nothing."""
+    objective = on_meta.make(cls, config, (shallow(model) or [model])[0], torch.float32)
+    with across_ranks.on_meta(1) as others:
+        on_meta.loss(objective, on_meta.inputs(objective, config, 2, torch.float32))
+    return others.are_asked
+
+
+@on_meta.remembered
+def _saved_by_loss(
+    cls: type[Objective],
+    config: RunConfig,
+    model: Config,
+    images: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    ranks: int,
+) -> Saved:
+    def count(one: Config) -> Saved:
         objective = on_meta.make(cls, config, one, dtype)
-        objective.backbone.activation_checkpointing = again
+        objective.backbone.activation_checkpointing = checkpointing
         read = on_meta.inputs(objective, config, images, dtype)
         ours = [*objective.parameters(), *objective.buffers(), *read.views, *read.facts.values()]
         return _saved_by(
-            objective.backbone, lambda: on_meta.loss(objective, read, ranks), ours, _with_largest_added(objective)
+            objective.backbone, lambda: on_meta.loss(objective, read), ours, _with_largest_added(objective)
         )
 
-    found = _of_depth(model, lambda one: count(one, checkpointing))
+    with across_ranks.on_meta(ranks):
+        found = _of_depth(model, count)
     if not checkpointing:
         return found
-    plain = _of_depth(model, lambda one: count(one, False))
+    plain = _saved_by_loss(cls, config, model, images, dtype, False, ranks)
     uses = (replace(use, until=kept.until) for use, kept in zip(plain.uses, found.uses, strict=True))
     return Saved(found.total, plain.outside, found.until_added, tuple(uses))
 

@@ -6,23 +6,33 @@ gradient of the mean over all of them.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-_ranks_on_meta = 1
+
+@dataclass
+class MetaRanks:
+    """How many ranks `gathered` assumes for tensors on the meta device. are_asked: whether it was called with one."""
+
+    count: int = 1
+    are_asked: bool = False
+
+
+_meta_ranks = MetaRanks()
 
 
 @contextmanager
-def on_meta(ranks: int) -> Iterator[None]:
+def on_meta(count: int) -> Iterator[MetaRanks]:
     """Give tensors on the meta device, which no rank sends, the shapes that they have on so many ranks."""
-    global _ranks_on_meta
-    kept, _ranks_on_meta = _ranks_on_meta, ranks
+    global _meta_ranks
+    kept, _meta_ranks = _meta_ranks, MetaRanks(count)
     try:
-        yield
+        yield _meta_ranks
     finally:
-        _ranks_on_meta = kept
+        _meta_ranks = kept
 
 
 def summed(tensor: Tensor) -> Tensor:
@@ -55,7 +65,8 @@ def gathered(tensor: Tensor) -> Tensor:
     B must be the same on all ranks.
     """
     if tensor.is_meta:
-        return torch.cat([tensor] * _ranks_on_meta)
+        _meta_ranks.are_asked = True
+        return torch.cat([tensor] * _meta_ranks.count)
     return _Gather.apply(tensor) if distributed.is_initialized() else tensor
 
 

@@ -5,7 +5,7 @@ Nothing waits for a device and nothing is computed, so `loss` must choose no sha
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pipeline.data.loading.loader import Batch
 from pipeline.model import Config, ViTConfig, build
-from pipeline.objectives import across_ranks
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
@@ -26,6 +25,7 @@ T = TypeVar("T")
 _IMAGES = 4  # of a micro-batch whose arithmetic is counted
 
 
+@cache
 def shallow(config: Config) -> tuple[Config, Config, int] | None:
     """Returns models of depth 2 and 3, and how much deeper than the first the model is; None unless it is a ViT
     deeper than both, and without a stem, which takes longer than its blocks.
@@ -80,11 +80,10 @@ def inputs(objective: "Objective", config: RunConfig, images: int, dtype: torch.
     return found._replace(views=tuple(view.to(dtype) for view in found.views))
 
 
-def loss(objective: "Objective", read: "Inputs", ranks: int) -> Tensor:
-    """The loss of one of `ranks` ranks."""
+def loss(objective: "Objective", read: "Inputs") -> Tensor:
+    """The loss of one rank: of as many as `across_ranks.on_meta` says."""
     objective.before_step(0, 1)
-    with across_ranks.on_meta(ranks):
-        return objective(*read)[0]
+    return objective(*read)[0]
 
 
 @remembered
@@ -107,5 +106,5 @@ def _flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:
     objective = make(cls, config, model, torch.float32)
     read = inputs(objective, config, _IMAGES, torch.float32)
     with FlopCounterMode(display=False) as counter:
-        loss(objective, read, 1).backward()
+        loss(objective, read).backward()
     return counter.get_total_flops() // _IMAGES

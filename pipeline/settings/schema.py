@@ -156,7 +156,7 @@ class _SettingsConverter(Converter):
         if not isinstance(tree, dict):
             shown = as_typed(tree)
             raise UserError(f"{self.where}: {name or 'the file'} must be a mapping of settings, not {shown}.")
-        prefix, hints = f"{name}." if name else "", typing.get_type_hints(kind)
+        prefix, hints = f"{name}." if name else "", json_record.type_hints(kind)
         for key in tree:
             if key not in hints:
                 guess = _did_you_mean(kind, prefix, str(key))
@@ -281,7 +281,7 @@ def leaves(
     cls: type, prefix: str = "", on_change: OnChange = "result"
 ) -> typing.Iterator[tuple[str, Any, dataclasses.Field[Any], OnChange]]:
     """(dotted name, type, field, what a change means) of every setting that is no section, in order. prefix, on_change: of the section."""
-    hints = typing.get_type_hints(cls)
+    hints = json_record.type_hints(cls)
     for field in dataclasses.fields(cls):
         kind, meaning = hints[field.name], field.metadata["rule"].on_change or on_change
         if is_record(kind):
@@ -335,7 +335,7 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
     parts = name.split(".")
     for depth, part in enumerate(parts):
         prefix = "".join(f"{section}." for section in parts[:depth])
-        kind = typing.get_type_hints(cls).get(part)
+        kind = json_record.type_hints(cls).get(part)
         if kind is None:
             raise UserError(f"the command line: unknown setting {as_typed(name)}.{_did_you_mean(cls, prefix, part)}")
         rest = parts[depth + 1 :]

@@ -55,8 +55,14 @@ def run_of(loss: str, *more: str) -> tuple[RunConfig, Config]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("loss", "more"),
-    # With small views, LeJEPA's projector is what is largest.
-    [("dino", []), ("simclr", []), ("mae", []), ("lejepa", []), ("lejepa", ["objective.local_size=16"])],
+    # With small views, LeJEPA's projector is what is largest; with large ones, the blocks.
+    [
+        ("dino", []),
+        ("simclr", []),
+        ("mae", []),
+        ("lejepa", ["objective.local_size=64"]),
+        ("lejepa", ["objective.local_size=16"]),
+    ],
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
 def test_prediction_is_what_a_backward_pass_holds(loss: str, more: list[str], checkpointing: bool) -> None:
@@ -130,8 +136,17 @@ def test_samples_of_other_ranks_are_counted() -> None:
     config, model = run_of("simclr")
     one, many = (memory.moments(model, config, IMAGES, 1, ranks)[0].activations for ranks in (1, 64))
     assert many - one > 2 * 63 * (2 * IMAGES) ** 2 * 4
-    with across_ranks.on_meta(3):
+    with across_ranks.on_meta(3) as others:
+        assert not others.are_asked
         assert across_ranks.gathered(torch.empty(2, 5, device="meta")).shape == (6, 5)
+        assert others.are_asked
+
+
+def test_an_objective_that_gathers_nothing_is_counted_once_for_all_numbers_of_ranks() -> None:
+    config, model = run_of("mae")
+    cls = objectives.kind("mae")
+    one, many = (activations.saved_by_loss(cls, config, model, 2, torch.float32, True, ranks) for ranks in (1, 64))
+    assert one is many
 
 
 def test_what_takes_less_names_views_and_a_batch_that_is_not_divided() -> None:

@@ -5,6 +5,8 @@ import errno
 import io
 import json
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,12 +63,8 @@ def save(path: Path, num_classes: int, **extra: Any) -> Path:
     return path
 
 
-def command(*settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "evaluate.py"), "device=cpu", "max_bad_share=0.1", *settings],
-        capture_output=True,
-        text=True,
-    )
+def command(*settings: str) -> list[str]:
+    return [str(ROOT / "launch" / "evaluate.py"), "device=cpu", "max_bad_share=0.1", *settings]
 
 
 def config(weights: Path, data: Dataset, *more: str) -> ScoreConfig:
@@ -88,7 +86,8 @@ def pixels_of(data: Dataset, name: str) -> torch.Tensor:
 @pytest.mark.slow
 def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = command(f"weights={weights}", f"data={data.path}", f"out={out}", "shots=[1,4]", "neighbours=5", "batch=16")
+    line = command(f"weights={weights}", f"data={data.path}", f"out={out}", "shots=[1,4]", "neighbours=5", "batch=16")
+    done = subprocess.run([sys.executable, *line], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     scores = json.loads((out / "scores.json").read_text())
     assert sorted(path.name for path in out.iterdir()) == ["confusion.png", "per_class.csv", "report.md", "scores.json"]
@@ -163,7 +162,6 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
     assert Image.open(out / "confusion.png").size[0] > 400
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -173,15 +171,20 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
     ],
 )
 def test_mistakes_on_the_command_line(
-    settings: list[str], said: str, weights: Path, data: Dataset, tmp_path: Path
+    settings: list[str], said: str, weights: Path, data: Dataset, tmp_path: Path, monkeypatch, capsys
 ) -> None:
+    """In this process: the test above starts one, and that of broken weights sees one end with 2."""
     out = tmp_path / "out"
-    done = command(f"weights={weights}", f"data={data.path}", f"out={out}", *settings)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+    line = command(f"weights={weights}", f"data={data.path}", f"out={out}", *settings)
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(line[0], run_name="__main__")
+    assert stop.value.code == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    assert said in stderr
     assert not out.exists()
 
 
@@ -359,10 +362,12 @@ def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
 
 
 def test_scores_are_sent_to_mlflow_beside_the_run_of_the_weights(
-    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Dataset, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     run = tmp_path / "runs" / "small"
+    run.parent.mkdir()
+    shutil.copy(database, run.parent / "mlflow.db")
     Tracker(TrackConfig(), run.parent, run, RunFacts("small", "pretrain", description="What it is.")).finish("FINISHED")
     weights = save(run / "weights.pt", K, classes=CLASSES)
     uri = default_uri(run.parent)

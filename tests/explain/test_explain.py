@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,16 @@ def drawn(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_command_to_folder_and_mlflow(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_to_folder_and_mlflow(
+    photos: Path, database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Calls the command's function in this process: starting another one, with MLflow, would take half of the time."""
     from mlflow.tracking import MlflowClient
 
     weights, out, uri = save(tmp_path / "random.pt", depth=2), tmp_path / "out", f"sqlite:///{tmp_path / 'mlflow.db'}"
+    shutil.copy(database, tmp_path / "mlflow.db")
     client = MlflowClient(uri)
-    client.create_experiment(
-        "explain", artifact_location=(tmp_path / "artifacts").as_uri()
-    )  # Creates the database, too.
+    client.create_experiment("explain", artifact_location=(tmp_path / "artifacts").as_uri())
     settings = [f"weights={weights}", f"images={photos}", f"out={out}", "device=cpu", "num_drawn=3", f"mlflow={uri}"]
     explain.run(schema.load(ExplainConfig, None, settings))
 

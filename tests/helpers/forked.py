@@ -4,9 +4,11 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -47,6 +49,7 @@ for line in sys.stdin:
         pids.append(pid)
     print(json.dumps([request["number"], pids]), flush=True)
 """
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
@@ -67,6 +70,13 @@ def train(runs: list[list[str]]) -> None:
 
     for overrides in runs:
         run_training(schema.load(RunConfig, None, overrides), draw="pipeline.review.draw")
+
+
+def command(arguments: list[str]) -> None:
+    """In a rank: a command line. arguments: a file of this repository, and what follows it."""
+    sys.argv = arguments
+    tempfile.tempdir = None  # As TMPDIR says now, not when the ranks' parent began.
+    runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
 
 
 class Forge:

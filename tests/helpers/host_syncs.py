@@ -35,10 +35,9 @@ class HostSyncs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if name in _PRODUCTS:
             self.products |= {str(leaf.dtype) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
-        if name in _WAITING and self.device in devices:
+        if name in _WAITING and self._reads_ours(args, kwargs):
             self.note(name)
         if func is _aten._to_copy.default:
             target = kwargs.get("device") or args[0].device
@@ -50,12 +49,16 @@ class HostSyncs(TorchDispatchMode):
             return self._pinned[-1]
         if func is not _aten._local_scalar_dense.default:
             return func(*args, **kwargs)
-        if self.device in devices:
+        if self._reads_ours(args, kwargs):
             self.note("read")
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:
             return 1.0 if args[0].is_floating_point() else 0
+
+    def _reads_ours(self, *given: Any) -> bool:
+        """Whether a tensor among the arguments is on the device. A fake tensor's device is an operator, too: asked only where it counts."""
+        return any(isinstance(leaf, Tensor) and leaf.device.type == self.device for leaf in tree_leaves(given))
 
     def _note_copy(self, source: Tensor, target: torch.device, non_blocking: Any) -> None:
         storage = source.untyped_storage()._cdata  # A view of pinned memory is pinned.

@@ -92,9 +92,10 @@ class Team:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+def store(database: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store with thirty runs; the run folders are removed, so that only the store can answer."""
     out = tmp_path_factory.mktemp("team")
+    shutil.copy(database, out / "mlflow.db")
     team, patch = Team(out), pytest.MonkeyPatch()
     patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     now = time.time

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -47,11 +48,12 @@ def recorder() -> Iterator[Recorder]:
 
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory, s3_server: faulty_s3.S3, recorder: Recorder
+    database: Path, tmp_path_factory: pytest.TempPathFactory, s3_server: faulty_s3.S3, recorder: Recorder
 ) -> Iterator[MlflowServer]:
     """`mlflow server` with SQLite, and its artifacts in S3. Everything beyond loopback would go to the recorder."""
     s3_server.bucket("artifacts")
     folder = tmp_path_factory.mktemp("server")
+    shutil.copy(database, folder / "mlflow.db")
     options = ("--artifacts-destination", "s3://artifacts/store")
     server = MlflowServer(folder, f"sqlite:///{folder / 'mlflow.db'}", *options, **recorder.environment)
     with servers.running(server.start()):

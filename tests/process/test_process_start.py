@@ -105,23 +105,19 @@ def test_a_real_command_that_is_interrupted_early(module: str) -> None:
 def test_freed_memory_is_kept_for_the_next_tensors() -> None:
     """The kernel counts the pages that it gives: for each tensor, or only for the first ones."""
     script = """
-import resource, sys, torch
+import resource, torch
 from pipeline.process.start import keep_freed_memory
 
-if sys.argv[1] == "keep":
-    keep_freed_memory()
 pages = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for attempt in range(40):
-    before = pages()
-    torch.empty(2**24).fill_(1)
-    print(pages() - before)
+for change in (lambda: None, keep_freed_memory):
+    change()
+    for attempt in range(40):
+        before = pages()
+        torch.empty(2**24).fill_(1)
+        print(pages() - before)
 """
-
-    def pages(keep: str) -> list[int]:
-        command = [sys.executable, "-c", script, keep]
-        return [int(line) for line in subprocess.check_output(command, cwd=ROOT, text=True).split()]
-
-    usual, kept = pages("usual"), pages("keep")
+    found = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True).split()
+    usual, kept = ([int(line) for line in lines] for lines in (found[:40], found[40:]))
     assert min(usual) > 30, "in pages of at most 2 MiB"
     assert sum(kept[20:]) < sum(usual[20:]) / 20, "aligned ones do not fit where the first ones were"
 
