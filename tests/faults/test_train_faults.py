@@ -5,13 +5,14 @@ import json
 import shutil
 import sqlite3
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import faulty_s3
 import numpy as np
 import pytest
 import torch
-from forked import Forge, until
+from forked import Forge, train, until
 from ranks import metrics, settings
 from saving import save_all
 
@@ -20,6 +21,8 @@ from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.lifecycle import samples
+from pipeline.monitor import tracking
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.run_page import metric_name
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
@@ -212,6 +215,12 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket(
     )
 
 
+def train_and_send_often(overrides: list[str]) -> None:
+    """In a rank: a run whose sender looks each half second for what to send, not each half minute, for which two ranks would train on."""
+    tracking.SenderTimeouts = partial(SenderTimeouts, poll=0.5)  # type: ignore[misc]
+    train([overrides])
+
+
 def points(store: Path, name: str) -> list[tuple[int, float]]:
     """(step, value) of every point of a metric in MLflow's database."""
     with contextlib.closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=30)) as database:
@@ -220,9 +229,11 @@ def points(store: Path, name: str) -> list[tuple[int, float]]:
         ).fetchall()
 
 
-def test_a_killed_run_has_one_point_a_step_in_mlflow(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+def test_a_killed_run_has_one_point_a_step_in_mlflow(
+    forge: Forge, dataset: Path, database: Path, tmp_path: Path
+) -> None:
     """Steps after the last checkpoint run again, here on one rank instead of two; their first points do not stay."""
-    store, folder = tmp_path / "mlflow.db", tmp_path / "run"
+    store, folder = shutil.copy(database, tmp_path / "mlflow.db"), tmp_path / "run"
     shared = ["track.enabled=true", "schedule.decay=constant", "evaluate.every=100%"]
 
     def newest_sent() -> int:
@@ -239,7 +250,9 @@ def test_a_killed_run_has_one_point_a_step_in_mlflow(forge: Forge, dataset: Path
         ("100%", lambda: newest_sent() > newest_checkpoint()),  # Another checkpoint could overtake what is sent.
     ):
         times = ["train.length=100000 steps", f"checkpoint.every={every}"]
-        run = forge.start(2, settings(dataset, tmp_path, "run", *shared, *times))
+        run = forge.start_work(
+            2, "test_train_faults:train_and_send_often", settings(dataset, tmp_path, "run", *shared, *times)
+        )
         until(is_so)
         run.kill()
         run.wait()

@@ -27,6 +27,8 @@ from pipeline.process.launcher import quiet_torch
 quiet_torch()  # As the start of a run does, before it imports torch.
 import pipeline.train.run
 import torch.utils.cpp_extension, torch._dynamo  # What every start imports.
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+import mlflow.tracking, mlflow.store.tracking.sqlalchemy_store  # What every tracked run imports.
 from forked import work
 gc.freeze()  # As the start of a run does: otherwise each rank looks at all these objects when it exits, for a second.
 print("ready", flush=True)
