@@ -41,6 +41,17 @@ def run_block(block: nn.Module, x: Tensor, recompute: bool, *more: Any) -> Tenso
     return block(x, *more)
 
 
+def take_tokens(tokens: Tensor, numbers: Tensor) -> Tensor:
+    """(B, N, D) tokens, int64 (B, K) -> (B, K, D): those with these numbers in each image.
+
+    A selection of rows, because the gradient of `gather` is summed element by element: deterministic kernels of a GPU sort its
+    B * K * D places, which takes gigabytes, and here B * K.
+    """
+    B, N, D = tokens.shape
+    rows = N * torch.arange(B, device=tokens.device)[:, None] + numbers
+    return tokens.reshape(B * N, D).index_select(0, rows.flatten()).view(*numbers.shape, D)
+
+
 def kernel_names(model: nn.Module) -> set[str]:
     """Names of the kernels of dense layers and convolutions, the only parameters with weight decay.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.architecture.config import ViTConfig
-from pipeline.model.layers import Dense, initialize_head
+from pipeline.model.layers import Dense, initialize_head, take_tokens
 from pipeline.model.vit import VisionTransformer
 
 
@@ -35,7 +35,7 @@ class MaskedViT(VisionTransformer):
         if sources is None or corrupted is None:
             return self.features(images)
         patches = self.embed(images)
-        B, N, D = patches.shape
+        B, N, _ = patches.shape
         choices = torch.cat([patches, self.mask_token.expand(B, -1, -1)], dim=1)
-        tokens = self.encode(choices.gather(1, sources[..., None].expand(-1, -1, D)))[:, -N:]
-        return self.head(tokens.gather(1, corrupted[..., None].expand(-1, -1, D)))
+        tokens = self.encode(take_tokens(choices, sources))
+        return self.head(take_tokens(tokens, tokens.shape[1] - N + corrupted))

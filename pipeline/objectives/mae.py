@@ -26,7 +26,7 @@ from pipeline.data.loading.mix import Mixing
 from pipeline.model import Model, ViTConfig, build, read_weights, rope
 from pipeline.model.convert.mae import DECODER, DecoderFacts, fold_pixels
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD
-from pipeline.model.layers import Dense, run_block
+from pipeline.model.layers import Dense, run_block, take_tokens
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 from pipeline.model.weights import read_additions
@@ -252,8 +252,7 @@ class Mae(Objective):
         vit = cast(VisionTransformer, self.backbone)
         tokens = vit.add_positions(vit.add_class_token(vit.embed(images)), block=0)
         first = tokens.shape[1] - self.num_patches
-        chosen = tokens[:, first:].gather(1, kept[..., None].expand(-1, -1, tokens.shape[2]))
-        x = vit.add_registers(torch.cat([tokens[:, :first], chosen], dim=1))
+        x = vit.add_registers(torch.cat([tokens[:, :first], take_tokens(tokens, first + kept)], dim=1))
         rotation = vit.rotation(x.device)
         if rotation is not None:
             rotation = rope.of_patches(rotation, kept, x.shape[1] - self.num_kept)
@@ -262,11 +261,9 @@ class Mae(Objective):
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Tokens of `encode` -> predictions (B, N, 3 P P). Registers are left out."""
         x = self.decoder_embed(tokens)
-        B, _, E = x.shape
         K, first = self.num_kept, self.decoder_positions.shape[1] - self.num_patches
-        choices = torch.cat([x[:, -K:], self.mask_token.expand(B, -1, -1)], dim=1)
-        patches = choices.gather(1, places[..., None].expand(-1, -1, E))
-        x = torch.cat([x[:, :first], patches], dim=1) + self.decoder_positions.to(x.dtype)
+        choices = torch.cat([x[:, -K:], self.mask_token.expand(x.shape[0], -1, -1)], dim=1)
+        x = torch.cat([x[:, :first], take_tokens(choices, places)], dim=1) + self.decoder_positions.to(x.dtype)
         for block in self.decoder_blocks:
             x = run_block(block, x, bool(self.backbone.activation_checkpointing))
         return self.decoder_pred(self.decoder_norm(x)[:, first:])
