@@ -1,15 +1,14 @@
 """A contact sheet: samples of a data set with their classes, decoded from the shards."""
 
-import io
-
 import numpy as np
 import pyarrow as pa
-from matplotlib import font_manager
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from data_tools.sources import Reader
 from data_tools.sources.listing import printable
 from pipeline.base import random_numbers
+from pipeline.base.gallery import DPI, Tile, gallery
+from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
@@ -17,11 +16,10 @@ from pipeline.data.loading.decode import decode
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 
-_TILE, _GAP, _TEXT = 168, 12, 17
-_MARGIN, _TITLE = 24, 58
+_SIDE = 180  # Of a tile, in pixels.
 _BATCH = 2**18
 _SEED = 0  # Every sheet of a data set shows the same samples.
-_PAPER, _INK, _GREY, _FRAME = (250, 250, 248), (25, 25, 25), (120, 120, 120), (225, 225, 222)
+_GREY = np.full((_SIDE, _SIDE, 3), 225, np.uint8)
 
 
 def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> bytes:
@@ -39,33 +37,23 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
     classes = by_size[np.round(np.linspace(0, len(by_size) - 1, num_classes)).astype(int)] if num_classes else by_size
     samples = _choose(dataset, classes, per_class)
     columns = per_class if 4 <= per_class <= 16 else columns
-    rows = -(-len(samples) // columns)
-    tile_height = _TILE + 2 * _TEXT + 10
-    width = 2 * _MARGIN + columns * (_TILE + _GAP) - _GAP
     shards = dataset.shards()
-    sheet = Image.new("RGB", (width, 2 * _MARGIN + _TITLE + rows * (tile_height + _GAP)), _PAPER)
-    pen = ImageDraw.Draw(sheet)
-    pen.text((_MARGIN, _MARGIN), printable(dataset.path.name), _INK, _font(24))
+    tiles = []
+    for sample in samples:
+        name, about = sample["key"], [f"{sample['width']}×{sample['height']}"]
+        if len(classes):
+            name, number_of = dataset.class_names[sample["class"]], int(class_counts[sample["class"]])
+            about = [counted(number_of, "image"), *about]
+        place = str(dataset.shard_path(shards[sample["shard"]].name)), sample["offset"], sample["size"]
+        if (pixels := _thumbnail(place)) is None:
+            pixels, about[-1] = _GREY, "unreadable"
+        tiles.append(Tile(pixels, [printable(name), *about]))
     of_classes = f", {len(classes)} of {counted(dataset.num_classes, 'class')}; the largest classes first" * bool(
         len(classes)
     )
-    about = f"{len(samples)} of {counted(sum(dataset.info['samples'].values()), 'image')}{of_classes}"
-    pen.text((_MARGIN, _MARGIN + 31), _cut(about, _font(14), width - 2 * _MARGIN), _GREY, _font(14))
-    for number, sample in enumerate(samples):
-        left = _MARGIN + number % columns * (_TILE + _GAP)
-        top = _MARGIN + _TITLE + number // columns * (tile_height + _GAP)
-        place = str(dataset.shard_path(shards[sample["shard"]].name)), sample["offset"], sample["size"]
-        _draw_tile(sheet, pen, left, top, place)
-        name, about = sample["key"], f"{sample['width']}×{sample['height']}"
-        if len(classes):
-            name, number_of = dataset.class_names[sample["class"]], int(class_counts[sample["class"]])
-            about = f"{counted(number_of, 'image')} · {about}"
-        below = top + _TILE + 3
-        pen.text((left, below), _cut(printable(name), _font(15), _TILE), _INK, _font(15))
-        pen.text((left, below + _TEXT + 2), _cut(about, _font(12), _TILE), _GREY, _font(12))
-    buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
-    return buffer.getvalue()
+    about_all = f"{len(samples)} of {counted(sum(dataset.info['samples'].values()), 'image')}{of_classes}"
+    rows = [tiles[first : first + columns] for first in range(0, len(tiles), columns)]
+    return png(gallery(rows or [[]], printable(dataset.path.name), about_all), DPI)
 
 
 def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]:
@@ -104,34 +92,14 @@ def _first_of_each(groups: np.ndarray, hashes: np.ndarray, num: int) -> np.ndarr
     return order[np.arange(len(order)) - starts < num]
 
 
-def _draw_tile(sheet: Image.Image, pen: ImageDraw.ImageDraw, left: int, top: int, place: tuple[str, int, int]) -> None:
-    """Draw one image. place: (path of the tar, offset, size)."""
-    pen.rectangle((left, top, left + _TILE - 1, top + _TILE - 1), fill=_FRAME)
+def _thumbnail(place: tuple[str, int, int]) -> np.ndarray | None:
+    """The pixels of an image, reduced to the size in which it is drawn; None if it is unreadable. place: (path of the tar, offset, size)."""
     try:
         with Reader() as reader:
             picture = Image.fromarray(decode(reader.read(*place, packed=0)))
-        scale = _TILE / max(picture.size)
-        size = tuple(max(1, round(side * scale)) for side in picture.size)
-        # Small images are enlarged without smoothing.
-        method = Image.Resampling.NEAREST if scale >= 3 else Image.Resampling.LANCZOS
-        picture = picture.resize(size, method)  # type: ignore[arg-type]
-        sheet.paste(picture, (left + (_TILE - size[0]) // 2, top + (_TILE - size[1]) // 2))
     except StorageError:
         raise
     except (OSError, ValueError):
-        pen.text((left + _TILE // 2, top + _TILE // 2), "unreadable", _GREY, _font(15), anchor="mm")
-
-
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    # Included in Matplotlib, with more scripts than Pillow's default font.
-    return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
-
-
-def _cut(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
-    """The text, shortened in the middle to fit the width: long names differ at either end."""
-    if font.getlength(text) <= width:
-        return text
-    kept = len(text)
-    while kept > 2 and font.getlength(f"{text[: (kept + 1) // 2]}…{text[-(kept // 2) :]}") > width:
-        kept -= 1
-    return f"{text[: (kept + 1) // 2]}…{text[-(kept // 2) :]}"
+        return None
+    picture.thumbnail((_SIDE, _SIDE))
+    return np.asarray(picture)

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts
 from data_tools.sources.listing import printable
 from pipeline.base.page import png, style_axes
-from pipeline.base.words import counted, of_classes
+from pipeline.base.words import counted, of_classes, shorten
 from pipeline.data.dataset.manifest import Dataset
 
 _MAX_NAMED = 20
@@ -57,8 +57,7 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Seq
 
 def _classes(axes: Axes, counts: dict[str, SplitCounts], names: Sequence[str], colours: Colours) -> None:
     if len(names) <= _MAX_NAMED:
-        names = [printable(name) for name in names]
-        short = [name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…" for name in names]
+        short = [shorten(printable(name), _MAX_NAME) for name in names]
         _bars(axes, {split: of.classes.tolist() for split, of in counts.items()}, short, colours)
         axes.set(title="Images of a class")
         return

@@ -34,3 +34,8 @@ def aligned(rows: Sequence[Sequence[str]], num_left: float = math.inf) -> list[s
         "  ".join(pad(cell, width) for pad, cell, width in zip(sides, row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def shorten(name: str, most: int = 24) -> str:
+    """Shorten a name to `most` characters by cutting its middle, because long names differ at the ends."""
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"

@@ -8,7 +8,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, png
-from pipeline.base.words import counted
+from pipeline.base.words import counted, shorten
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
 
@@ -18,7 +18,6 @@ _MAX_LISTED, _WORST, _BEST = 30, 15, 5
 _MAX_NAMED = 20
 _MAX_DRAWN, _MOST_CONFUSED = 50, 30
 _MAX_ANNOTATED = 20
-_MAX_NAME = 24
 
 
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
@@ -192,8 +191,3 @@ def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: s
             colour = "white" if shares[row, column] > 0.3 else "black"
             axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", color=colour, fontsize=8)
     return png(figure)
-
-
-def shorten(name: str, most: int = _MAX_NAME) -> str:
-    """Shorten a name to `most` characters by cutting its middle, because long names differ at the ends."""
-    return name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"

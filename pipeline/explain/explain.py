@@ -15,6 +15,7 @@ from tqdm import tqdm
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
+from pipeline.base.gallery import DPI
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
@@ -79,7 +80,7 @@ def run(config: ExplainConfig) -> dict[str, Any]:
     if drawings & _IMAGE_DRAWINGS:
         _draw_images(config, loaded, mae, drawings, results)
 
-    contents: dict[str, bytes | str] = {f"{n}.png": png(figure, figures.DPI) for n, figure in results.drawings.items()}
+    contents: dict[str, bytes | str] = {f"{n}.png": png(figure, DPI) for n, figure in results.drawings.items()}
     contents |= {f"{name}.csv": table_csv(rows) for name, rows in results.tables.items()}
     contents["explain.json"] = json.dumps(results.numbers, indent=1, ensure_ascii=False) + "\n"
     if "attention" in drawings:

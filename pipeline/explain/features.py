@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.base.errors import UserError
+from pipeline.base.gallery import DPI
 from pipeline.base.page import png
 from pipeline.base.words import counted
 from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
@@ -21,7 +22,7 @@ from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.predict import read_class_names
 from pipeline.evaluate.probes.features import Features, extract
-from pipeline.explain import figures, galleries
+from pipeline.explain import galleries
 from pipeline.explain.explain import read_images
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import FeaturesConfig
@@ -136,7 +137,7 @@ def _draw_neighbours(
     figure = galleries.draw_neighbours(image.numpy(), Path(config.like).stem, pixels.numpy(), captions)
     sheet = Path(config.sheet) if config.sheet else Path(config.out).with_suffix(".png")
     with replacing(sheet) as file:
-        file.write(png(figure, figures.DPI))
+        file.write(png(figure, DPI))
     found = list(zip(keys, similarities.tolist(), strict=True))
     for (key, similarity), label in zip(found, labels, strict=True):
         print(f"{similarity:.4f}  {key}" + (f"  {label}" if label else ""))

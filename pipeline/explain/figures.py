@@ -3,97 +3,22 @@
 Colour maps are perceptually uniform (viridis). Pixels are uint8 (S, S, 3), maps float32 (h, w), at least 0.
 """
 
-import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from pipeline.base.errors import UserError
+from pipeline.base.gallery import GREY, MAP, SMALL, TEXT, TITLE, Tile, gallery
 from pipeline.base.page import style_axes
 from pipeline.base.words import counted
-from pipeline.evaluate.render import shorten
 from pipeline.explain.parameters import Cost, Filters
 from pipeline.model import ViTConfig
-
-DPI = 150  # of the PNGs
-_MAX_PIXELS = 2**16  # Matplotlib's limit of each side.
-_SMALL, _TEXT, _TITLE = 7, 8, 10  # points
-_TILE, _GAP, _LINE, _MARGIN, _MIN_WIDTH = 1.2, 0.08, 0.16, 0.2, 3.2  # inches
-_MAX_CHARACTERS = 17  # of a line over a tile
-_MAP = matplotlib.colormaps["viridis"]
-_GREY = "0.35"
-
-
-@dataclass(frozen=True)
-class Tile:
-    """An image with lines of text over it. pixels: (height, width, 3). colour: of text and frame."""
-
-    pixels: np.ndarray
-    lines: Sequence[str] = ()
-    colour: str = ""
-
-
-def gallery(rows: Sequence[Sequence[Tile | None]], title: str, note: str = "", bar: str = "") -> Figure:
-    """Tiles in rows; None leaves a place empty. bar: label of a colour bar from 0 to the largest value; empty for none.
-
-    Raises UserError for more rows than a picture can have.
-    """
-    num_lines = [max((len(tile.lines) for tile in row if tile), default=0) for row in rows]
-    heights = [lines * _LINE + _TILE + _GAP for lines in num_lines]
-    inside = max(max(map(len, rows)) * (_TILE + _GAP) - _GAP, 0.088 * len(title), _MIN_WIDTH)
-    notes = textwrap.wrap(note, int(inside / 0.063))
-    above, below = 0.3 + (len(notes) + 0.4) * _LINE, 0.65 if bar else 0.0
-    width, height = inside + 2 * _MARGIN, sum(heights) + above + below + 2 * _MARGIN
-    if height * DPI >= _MAX_PIXELS:
-        fitting = int(len(rows) * _MAX_PIXELS / (height * DPI))
-        raise UserError(
-            f"{title}: {counted(len(rows), 'row')}, but a picture holds some {fitting:,}. Draw fewer images (num_drawn)."
-        )
-    figure = Figure(figsize=(width, height))
-    # One canvas for all tiles, in inches: separate axes would take 30 ms a tile.
-    canvas = figure.add_axes((0, 0, 1, 1))
-    canvas.set_axis_off()
-    top = height - _MARGIN
-    canvas.text(_MARGIN, top, title, fontsize=_TITLE, va="top", weight="bold", parse_math=False)
-    for number, line in enumerate(notes):
-        down = top - 0.24 - number * _LINE
-        canvas.text(_MARGIN, down, line, fontsize=_TEXT, va="top", color=_GREY, parse_math=False)
-    top -= above
-    for row, lines, row_height in zip(rows, num_lines, heights, strict=True):
-        for column, tile in enumerate(row):
-            if tile is not None:
-                _draw_tile(canvas, _MARGIN + column * (_TILE + _GAP), top - lines * _LINE - _TILE, tile)
-        top -= row_height
-    canvas.set(xlim=(0, width), ylim=(0, height), aspect="auto")
-    if bar:
-        place = (_MARGIN / width, (_MARGIN + 0.38) / height, 2.5 / width, 0.1 / height)
-        scale = ScalarMappable(Normalize(0, 1), _MAP)
-        colours = figure.colorbar(scale, figure.add_axes(place), orientation="horizontal")
-        colours.set_ticks([0, 1], labels=["0", "largest"])
-        colours.ax.tick_params(labelsize=_SMALL)
-        colours.set_label(bar, fontsize=_TEXT)
-    return figure
-
-
-def _draw_tile(canvas: Axes, left: float, bottom: float, tile: Tile) -> None:
-    canvas.imshow(tile.pixels, extent=(left, left + _TILE, bottom, bottom + _TILE))
-    edge, line_width = (tile.colour, 2.0) if tile.colour else ("0.6", 0.5)
-    canvas.add_patch(Rectangle((left, bottom), _TILE, _TILE, fill=False, edgecolor=edge, linewidth=line_width))
-    for number, line in enumerate(reversed(tile.lines)):
-        place = left + _TILE / 2, bottom + _TILE + 0.045 + number * _LINE
-        text, colour = shorten(line, _MAX_CHARACTERS), tile.colour or "black"
-        canvas.text(*place, text, fontsize=_TEXT, color=colour, ha="center", parse_math=False)
 
 
 def enlarge(values: np.ndarray, config: ViTConfig | None, size: tuple[int, int]) -> np.ndarray:
@@ -115,7 +40,7 @@ def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig | None) ->
     """A map in colours over the image in grey, scaled to its own largest value."""
     grey = pixels.mean(2, keepdims=True) / 255
     scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
-    return 0.4 * grey + 0.6 * _MAP(scaled)[..., :3]
+    return 0.4 * grey + 0.6 * MAP(scaled)[..., :3]
 
 
 def brighten(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
@@ -134,16 +59,16 @@ def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
     axes = figure.add_subplot()
     ordered = distances.sort(dim=1).values
     for head in range(num_heads):
-        colour = _MAP(0.9 * head / max(num_heads - 1, 1))
+        colour = MAP(0.9 * head / max(num_heads - 1, 1))
         label = "head" if head == num_heads // 2 else None
         axes.plot(range(1, num_blocks + 1), ordered[:, head], "o", markersize=4, color=colour, alpha=0.85, label=label)
     axes.plot(range(1, num_blocks + 1), distances.mean(1), color="black", linewidth=1, label="mean of heads")
-    axes.axhline(uniform, color=_GREY, linestyle="--", linewidth=1, label="uniform attention")
+    axes.axhline(uniform, color=GREY, linestyle="--", linewidth=1, label="uniform attention")
     _style(axes, "block", "mean attention distance (pixels)")
-    axes.set_title(title, fontsize=_TITLE, weight="bold", parse_math=False)
+    axes.set_title(title, fontsize=TITLE, weight="bold", parse_math=False)
     axes.set_ylim(0, 1.25 * max(uniform, float(distances.max())))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(fontsize=_SMALL, frameon=False, loc="upper left", ncols=3)
+    axes.legend(fontsize=SMALL, frameon=False, loc="upper left", ncols=3)
     return figure
 
 
@@ -159,23 +84,23 @@ def draw_positions(similarity: Tensor, title: str) -> Figure:
         h, w = table.shape[:2]
         gap = max(1, round(0.12 * w))
         sheet = _sheet(table.astype(np.float64), gap, np.nan)
-        image = axes.imshow(sheet, cmap=_MAP, vmin=-1, vmax=1, interpolation="nearest")
+        image = axes.imshow(sheet, cmap=MAP, vmin=-1, vmax=1, interpolation="nearest")
         for axis, cells in ((axes.yaxis, h), (axes.xaxis, w)):
             shown = np.arange(0, cells, -(-cells // 8))
             axis.set_ticks(shown * (cells + gap) + (cells - 1) / 2, labels=[str(cell + 1) for cell in shown])
-        axes.set_xlabel("column of the patch", fontsize=_TEXT)
-        axes.set_ylabel("row of the patch", fontsize=_TEXT)
-        axes.tick_params(labelsize=_SMALL, length=0)
+        axes.set_xlabel("column of the patch", fontsize=TEXT)
+        axes.set_ylabel("row of the patch", fontsize=TEXT)
+        axes.tick_params(labelsize=SMALL, length=0)
         for spine in axes.spines.values():
             spine.set_visible(False)
         if num_tables > 1:
-            axes.set_title(f"before block {number + 1}", fontsize=_TEXT)
+            axes.set_title(f"before block {number + 1}", fontsize=TEXT)
     for axes in panels[num_tables:]:
         axes.set_visible(False)
     bar = figure.colorbar(image, ax=panels.tolist(), shrink=0.8)
-    bar.set_label("cosine similarity", fontsize=_TEXT)
-    bar.ax.tick_params(labelsize=_SMALL)
-    figure.suptitle(title, fontsize=_TITLE, weight="bold")
+    bar.set_label("cosine similarity", fontsize=TEXT)
+    bar.ax.tick_params(labelsize=SMALL)
+    figure.suptitle(title, fontsize=TITLE, weight="bold")
     return figure
 
 
@@ -212,24 +137,24 @@ def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
         whole.add_patch(Rectangle(corner, patch, patch, fill=False, edgecolor="white", linewidth=0.7))
         if h * w <= 100:
             left, top = (place * (patch + gap) + 0.04 * patch for place in (column, row))
-            cut.text(left, top, str(i), fontsize=_SMALL, color="white", va="top",
+            cut.text(left, top, str(i), fontsize=SMALL, color="white", va="top",
                      bbox={"facecolor": "black", "alpha": 0.55, "pad": 0.8, "linewidth": 0})  # fmt: skip
     overlap = ""
     if step < patch:
         overlap = f", one each {step} px"
-        whole.add_patch(Rectangle((0, 0), patch, patch, fill=False, edgecolor=_MAP(1.0), linewidth=2))
-    whole.set_title(f"{h} × {counted(w, 'patch')} of {patch} × {patch} px{overlap}", fontsize=_TEXT)
+        whole.add_patch(Rectangle((0, 0), patch, patch, fill=False, edgecolor=MAP(1.0), linewidth=2))
+    whole.set_title(f"{h} × {counted(w, 'patch')} of {patch} × {patch} px{overlap}", fontsize=TEXT)
     patches = sliding_window_view(pixels, (patch, patch), (0, 1))[::step, ::step][:h, :w]
     sheet = _sheet(np.moveaxis(patches, 2, -1), gap, 255)
     cut.imshow(sheet, extent=(0, sheet.shape[1], sheet.shape[0], 0))
     token = " and the class token" if config.has_class_token else ""
     token += f" and {counted(config.registers, 'register')}" if config.registers else ""
     cut.set_title(
-        f"read row by row: {counted(h * w, 'patch')}{token} = {counted(config.num_tokens, 'token')}", fontsize=_TEXT
+        f"read row by row: {counted(h * w, 'patch')}{token} = {counted(config.num_tokens, 'token')}", fontsize=TEXT
     )
     for axes in (whole, cut):
         axes.set_axis_off()
-    figure.suptitle(title, fontsize=_TITLE, weight="bold", parse_math=False)
+    figure.suptitle(title, fontsize=TITLE, weight="bold", parse_math=False)
     return figure
 
 
@@ -247,7 +172,7 @@ def draw_costs(costs: Sequence[Cost], own: Cost, title: str) -> Figure:
     for axes, (name, value) in zip(all_axes, panels.items(), strict=True):
         for number, patch in enumerate(patches):
             line = [cost for cost in costs if cost.patch == patch]
-            colour = _MAP(0.85 * number / max(len(patches) - 1, 1))
+            colour = MAP(0.85 * number / max(len(patches) - 1, 1))
             sides, values = [cost.image for cost in line], [value(cost) for cost in line]
             axes.plot(sides, values, ".-", markersize=4, color=colour, label=f"patch {patch}")
         axes.plot([own.image], [value(own)], "o", **mark)
@@ -256,13 +181,13 @@ def draw_costs(costs: Sequence[Cost], own: Cost, title: str) -> Figure:
     tokens.set_yscale("log")
     macs.set_yscale("log")
     share.set_ylim(0)
-    tokens.legend(fontsize=_SMALL, frameon=False)
-    figure.suptitle(title, fontsize=_TITLE, weight="bold")
+    tokens.legend(fontsize=SMALL, frameon=False)
+    figure.suptitle(title, fontsize=TITLE, weight="bold")
     return figure
 
 
 def _style(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, fontsize=_TEXT)
-    axes.set_ylabel(y, fontsize=_TEXT)
-    axes.tick_params(labelsize=_SMALL)
+    axes.set_xlabel(x, fontsize=TEXT)
+    axes.set_ylabel(y, fontsize=TEXT)
+    axes.tick_params(labelsize=SMALL)
     style_axes(axes)

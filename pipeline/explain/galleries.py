@@ -9,13 +9,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from pipeline.base.gallery import MAX_IMAGES, Tile, folded, gallery, lines_of
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.explain.components import PatchComponents
-from pipeline.explain.figures import Tile, brighten, enlarge, gallery, overlay
+from pipeline.explain.figures import brighten, enlarge, overlay
 from pipeline.explain.reconstruction import Reconstruction
 from pipeline.model import ViTConfig
 
-_MAX_IMAGES, _MAX_MAPS = 8, 12  # in a row: images, or maps of one image
+_MAX_MAPS = 12  # of one image in a row
 _CHANNELS = ("red", "green", "blue")
 _RIGHT, _WRONG = "#14713a", "#b8252a"
 _SHARE_RIGHT = 0.25  # Places on the sheet of predictions that are kept for right ones.
@@ -43,7 +44,7 @@ def draw_attention(
              for k, of_head in enumerate(heads)]
             for j, of_layer in enumerate(layers)
         ]  # fmt: skip
-        lines = tiles if is_matrix else _lines([tile for row in tiles for tile in row], _MAX_MAPS)
+        lines = tiles if is_matrix else lines_of([tile for row in tiles for tile in row], _MAX_MAPS)
         if is_matrix or not galleries:
             galleries.append([])
         galleries[-1] += [[None if j else Tile(image, [caption]), *line] for j, line in enumerate(lines)]
@@ -80,7 +81,7 @@ def draw_rollout(attention: Attention, config: ViTConfig, pixels: np.ndarray, ca
 
     rows = [_inputs(pixels, captions), lit_by(attention.rollout, "rollout"), lit_by(attention.product, "no identity")]
     note = "Attention through all blocks, with the residual connections' identity and without. Brighter is more."
-    return gallery(_fold(rows), "Attention rollout", note)
+    return gallery(folded(rows), "Attention rollout", note)
 
 
 def draw_components(
@@ -98,7 +99,7 @@ def draw_components(
         "The first three principal components of the patches of all these images together: patches with similar features have "
         f"similar colours. Shares of the variance: {shares}."
     )
-    return gallery(_fold([_inputs(pixels, captions), colours]), "Patches by their features", note)
+    return gallery(folded([_inputs(pixels, captions), colours]), "Patches by their features", note)
 
 
 def draw_reconstruction(found: Reconstruction, normalise: bool, pixels: np.ndarray, captions: Sequence[str]) -> Figure:
@@ -111,7 +112,7 @@ def draw_reconstruction(found: Reconstruction, normalise: bool, pixels: np.ndarr
     note = f"The image; the patches that the encoder sees; the others as the decoder predicts them. Mean loss {found.losses.mean():.4f}."
     if normalise:
         note += " The decoder predicts normalised pixels: each patch has the mean and deviation of the image itself."
-    return gallery(_fold(rows), "Reconstruction by MAE", note)
+    return gallery(folded(rows), "Reconstruction by MAE", note)
 
 
 def draw_gradcam(
@@ -124,7 +125,7 @@ def draw_gradcam(
         triples = zip(pixels, of_class.numpy(), names, strict=True)
         rows.append([Tile(overlay(image, values, config), [name]) for image, values, name in triples])
     note = f"Evidence for the most likely class, and for the second. {_OWN_SCALE}"
-    return gallery(_fold(rows), "Grad-CAM", note, bar="weight for the class")
+    return gallery(folded(rows), "Grad-CAM", note, bar="weight for the class")
 
 
 def order_by_mistake(right: np.ndarray, confidence: np.ndarray, most: int) -> np.ndarray:
@@ -151,27 +152,16 @@ def draw_predictions(
         is_right = name == prediction
         lines = [name, f"{'✓' if is_right else '✗'} {prediction}: {share:.0%}"]
         tiles.append(Tile(image, lines, _RIGHT if is_right else _WRONG))
-    return gallery([tiles[i : i + _MAX_IMAGES] for i in range(0, len(tiles), _MAX_IMAGES)], "Predictions", note)
+    return gallery([tiles[i : i + MAX_IMAGES] for i in range(0, len(tiles), MAX_IMAGES)], "Predictions", note)
 
 
 def draw_neighbours(image: np.ndarray, caption: str, pixels: np.ndarray, captions: Sequence[Sequence[str]]) -> Figure:
     """An image, and below it the most similar ones, the most similar first. captions: lines over each of `pixels`."""
     tiles = [Tile(picture, lines) for picture, lines in zip(pixels, captions, strict=True)]
-    rows = [[Tile(image, [caption])], *(tiles[i : i + _MAX_IMAGES] for i in range(0, len(tiles), _MAX_IMAGES))]
+    rows = [[Tile(image, [caption])], *(tiles[i : i + MAX_IMAGES] for i in range(0, len(tiles), MAX_IMAGES))]
     note = "The first image, and those whose features have the largest cosine similarity to its own."
     return gallery(rows, "Similar images", note)
 
 
 def _inputs(pixels: np.ndarray, captions: Sequence[str]) -> list[Tile]:
     return [Tile(image, [caption]) for image, caption in zip(pixels, captions, strict=True)]
-
-
-def _fold(rows: Sequence[Sequence[Tile]]) -> list[Sequence[Tile]]:
-    """Wrap rows of equal length that are too long for the page: the first part of each row, then the second, ..."""
-    return [part for parts in zip(*(_lines(row, _MAX_IMAGES) for row in rows), strict=True) for part in parts]
-
-
-def _lines(tiles: Sequence[Tile], most: int) -> list[Sequence[Tile]]:
-    """The fewest lines of at most `most` tiles, all of about the same length."""
-    length = -(-len(tiles) // -(-len(tiles) // most))
-    return [tiles[i : i + length] for i in range(0, len(tiles), length)]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
-from pipeline.evaluate.render import shorten
+from pipeline.base.words import shorten
 from pipeline.review.record import RunRecord, Score, Series, title_of
 from pipeline.review.statistics import MAX_NAMED, Records, by_loss, in_seeds, listed, seed_groups
 

@@ -13,9 +13,8 @@ import numpy as np
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, report
-from pipeline.base.words import counted
+from pipeline.base.words import counted, shorten
 from pipeline.data.storage.atomic import write_files
-from pipeline.evaluate import render
 from pipeline.monitor.run_page import DatasetFacts
 from pipeline.process.outputs import try_output
 from pipeline.review import rescore
@@ -123,7 +122,7 @@ def summary(records: Records) -> Iterator[str]:
     names = {score.name for score in scores if score}
     for (name, record), score in zip(records.items(), scores, strict=True):
         what = f"{score.name} " if score and len(names) > 1 else ""
-        yield f"{render.shorten(name, 40):<40} {record.status:<9} {what}{score or 'no score'}"
+        yield f"{shorten(name, 40):<40} {record.status:<9} {what}{score or 'no score'}"
 
 
 @dataclass(frozen=True)

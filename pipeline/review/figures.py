@@ -6,16 +6,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pipeline.base.gallery import DPI
 from pipeline.base.page import COLOURS, add_legend, png, style_axes
-from pipeline.base.words import counted
+from pipeline.base.words import counted, shorten
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.views import eval_view
 from pipeline.evaluate.classify import per_class
 from pipeline.evaluate.probes.features import requests
-from pipeline.evaluate.render import shorten
 from pipeline.explain import galleries
-from pipeline.explain.figures import DPI
 from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, running_mean
 from pipeline.review.record import LastPredictions, RunRecord, Series, title_of
 from pipeline.settings.run import RunConfig

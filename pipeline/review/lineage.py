@@ -14,8 +14,7 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.base.page import SvgImage
-from pipeline.base.words import counted
-from pipeline.evaluate.render import shorten
+from pipeline.base.words import counted, shorten
 from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.review.reader import RunReader, from_folder, from_mlflow, is_run, run_id_in, weights_named_in
 from pipeline.review.record import RunRecord

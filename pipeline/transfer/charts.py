@@ -7,8 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.base.page import COLOURS, add_legend, png, style_axes
-from pipeline.base.words import counted
-from pipeline.evaluate.render import shorten
+from pipeline.base.words import counted, shorten
 from pipeline.transfer.score_table import MEMBERS, OVERALL, Column, TableScore, unpublished_warning
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from pipeline.base.page import COLOURS, add_legend, png, style_axes
-from pipeline.evaluate.render import shorten
+from pipeline.base.words import shorten
 from pipeline.review.statistics import PAIRED
 from pipeline.study.laws.fit import Prediction
 from pipeline.study.report import published
