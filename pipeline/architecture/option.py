@@ -1,7 +1,7 @@
 """What `config.py` declares the fields of a model with: the mark `Option`, and the base of the configurations."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -40,7 +40,7 @@ class Fields:
 
     def __post_init__(self) -> None:
         """Raise UserError for a value of another type or out of its range."""
-        hints = json_record.type_hints(type(self))
+        hints = json_record.type_hints(cast(Any, type(self)))
         for name, value in vars(self).items():
             if not isinstance(value, tuple):
                 json_record.convert(value, hints[name], "model", name)

@@ -36,8 +36,12 @@ MAX_QUOTED = 200  # Characters of a value that an error repeats.
 _MAX_DEPTH = 100
 # In JSON text: an escape of one half of a surrogate pair, and an exponent of which a number may be infinite.
 _SURROGATE, _LARGE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile(r"[eE]\+?[0-9]{3}|[0-9]{300}")
-# Types of the fields of a class: Python works them out anew in each call, half of the time of a conversion.
-type_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
+
+
+@functools.cache
+def type_hints(cls: Any) -> dict[str, Any]:
+    """Types of a class's fields by name. Kept, because Python works them out anew in each call, half of the time of a conversion."""
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 @dataclass(frozen=True)
