@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from typing import cast
 import torch
 
 from pipeline.base import json_record
-from pipeline.base.errors import CrashError, UserError
+from pipeline.base.errors import CrashError, OneRankCrashError, UserError
 from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import RankPart
 from pipeline.checkpoint.writer import Best, Commit, Reply, Request, SaveJob
@@ -172,7 +173,12 @@ class Saver:
         self._host = torch.frombuffer(mmap.mmap(self._memory, 4 * count), dtype=torch.float32)
         if on_gpu:
             # Page-locked, so that the device copies at the speed of the bus.
-            torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), 4 * count, 0)
+            failure = int(torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), 4 * count, 0))
+            if failure:  # Unsaid, it would be raised by the next operation of the GPU.
+                raise OneRankCrashError(
+                    f"{socket.gethostname()}: {4 * count / 2**30:.1f} GiB of memory for checkpoints could not be page-locked (CUDA error "
+                    f"{failure}). Free memory of the host, or allow more to be locked (ulimit -l unlimited)."
+                )
 
     def _send(self, given: _Given) -> None:
         self._in_flight.append(given)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,14 @@ def real_part(step: int) -> tuple[RankPart, writer.Commit]:
     flat = {s: [torch.tensor(arrays[s][n]).reshape(-1)[b : b + k] for n, b, k in work.ranges] for s in STATES}
     assert work.commit is not None
     return RankPart(work.ranges, flat), work.commit
+
+
+def test_memory_that_cannot_be_locked_is_said(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    out_of_memory = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: out_of_memory)
+    saver.ranks = replace(ALONE, device=torch.device("cuda"))
+    with pytest.raises(CrashError, match=r"0\.0 GiB .*CUDA error 2.*ulimit -l"):
+        saver._map(10)
 
 
 def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
