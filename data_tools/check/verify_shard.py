@@ -157,7 +157,7 @@ def _check_structure(file: BinaryIO, size: int, is_intact: bool, findings: _Find
                 # An unchanged tar was indexed with these names: it is not damaged.
                 if member.name in names and not is_intact:
                     findings.add("duplicate", f"{member.name} is in the tar twice")
-                if member.fault and not is_intact:
+                if member.fault and member.is_file and not is_intact:
                     findings.add("structure", f"{member.name}: {member.fault}")
                 names.add(member.name)
                 members[member.offset] = member
@@ -229,7 +229,7 @@ def _check_rows(
         if hash_of(data) != digest:
             findings.add("content", f"its {column} is not the manifest's", row, key)
             continue
-        name, _, _, num_bytes, _ = members.get(offset, Member("", False, offset, -1))
+        name, _, _, num_bytes, *_ = members.get(offset, Member("", False, offset, -1))
         if split_name(name)[0] != key or num_bytes != length:
             there = f"{name} of {counted(num_bytes, 'byte')}" if name else "no member"
             findings.add("member", f"{there} at byte {offset:,}, where {counted(length, 'byte')} should be", row, key)

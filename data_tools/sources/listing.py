@@ -219,7 +219,7 @@ class Collector:
             fault = fault or NOT_DECODED_REASON
         elif f".{ext.lower()}" not in EXTENSIONS or not dot:
             if name not in self.read:
-                self._no_images.add(name)
+                self._no_images.add(f"{name} ({fault})" if fault else name)
             return
         self._tops.setdefault(name.split("/")[0])
         if self.rename is not None:

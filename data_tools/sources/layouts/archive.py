@@ -18,6 +18,7 @@ from typing import BinaryIO, NamedTuple
 from data_tools.progress import Reading
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove_if_empty, version
@@ -36,13 +37,18 @@ _MAX_HEADER_BYTES = 2**20
 
 
 class Member(NamedTuple):
-    """A member of a plain tar. offset, size: of its data in the file. fault: why it cannot be used, else ""."""
+    """A member of a plain tar. offset, size: of its data in the file. fault: why it cannot be used, else "".
+
+    is_file: False for folders, links and devices. hard_link: name of the member that a hard link stands for, else "".
+    """
 
     name: str
     is_folder: bool
     offset: int
     size: int
     fault: str = ""
+    is_file: bool = True
+    hard_link: str = ""
 
 
 def kind(source: AnyPath) -> str:
@@ -110,7 +116,7 @@ def walk_tar(source: AnyPath, collector: Collector) -> None:
     """Report every folder and file of a plain tar to the collector. Raises tarfile.TarError for a damaged one."""
     container = collector.add_container(source)
     with source.open("rb") as file:
-        for member in tar_members(file, 0, file_size(source)):
+        for member in resolved_members(file, 0, file_size(source)):
             if member.is_folder:
                 collector.folder(member.name)
             else:
@@ -146,10 +152,10 @@ def zip_members(source: AnyPath) -> list[zipfile.ZipInfo]:
 def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
     """Yields the members of the plain tar at file[start:end].
 
-    Not tarfile.TarFile, which stops silently at a damaged header and keeps every member in memory. Links and devices are
-    yielded as files with the suffix .link, which is not an image's. Raises tarfile.TarError for a damaged tar.
+    Not tarfile.TarFile, which stops silently at a damaged header and keeps every member in memory. Links and devices have
+    a fault. Raises tarfile.TarError for a damaged tar.
     """
-    position, long_name, fault = start, "", ""
+    position, long_name, long_link, fault = start, "", "", ""
     pax: dict[str, str] = {}
     while position + _BLOCK <= end:
         file.seek(position)
@@ -170,21 +176,49 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
         position = offset + -(-size // _BLOCK) * _BLOCK
         if size < 0 or offset + size > end:
             raise tarfile.ReadError(f"cut off at byte {end} within {header.name}")
-        if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE) and size > _MAX_HEADER_BYTES:
+        is_long = header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+        if (is_long or header.type == tarfile.XHDTYPE) and size > _MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a name or pax header of {counted(size, 'byte')} at byte {offset - _BLOCK}")
-        if header.type == tarfile.GNUTYPE_LONGNAME:
-            long_name = file.read(size).rstrip(b"\0").decode("utf-8", "surrogateescape")
+        if is_long:
+            text = file.read(size).rstrip(b"\0").decode("utf-8", "surrogateescape")
+            long_name, long_link = (text, long_link) if header.type == tarfile.GNUTYPE_LONGNAME else (long_name, text)
         elif header.type == tarfile.XHDTYPE:
             try:
                 pax = _pax_records(file.read(size))
             except ValueError as error:
                 pax, fault = {}, f"its pax header is damaged ({error})"
-        elif header.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
+        elif header.type != tarfile.XGLTYPE:
             name = pax.get("path") or long_name or header.name
-            is_link = not (header.isdir() or header.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE))
-            yield Member(f"{name}.link" if is_link else name, header.isdir(), offset, size, fault)
-            long_name, pax, fault = "", {}, ""
+            target = pax.get("linkpath") or long_link or header.linkname
+            hard_link = target if header.islnk() and not fault else ""
+            is_file = header.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+            if header.islnk() or header.issym():
+                kind, option = ("hard", "hard-dereference") if header.islnk() else ("symbolic", "dereference")
+                fault = fault or f"a {kind} link to {quoted(target)}; make the tar again with tar --{option}"
+            elif not (is_file or header.isdir()):
+                fault = fault or f"not a regular file, but of tar's type {header.type!a}"
+            yield Member(name, header.isdir(), offset, size, fault, is_file, hard_link)
+            long_name, long_link, pax, fault = "", "", {}, ""
     raise tarfile.ReadError(f"cut off at byte {end}: it has no end mark")
+
+
+def resolved_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
+    """Same as `tar_members`, but a hard link to an earlier file of the tar has the place of that file's bytes."""
+    files: dict[str, Member] | None = None
+    for member in tar_members(file, start, end):
+        if member.hard_link:
+            if files is None:
+                # Read again, because a tar may have more names than fit into memory, and nearly none has links.
+                wanted = {other.hard_link for other in tar_members(file, start, end)}
+                files = {
+                    other.name: other
+                    for other in tar_members(file, start, end)
+                    if other.is_file and other.name in wanted
+                }
+            found = files.get(member.hard_link)
+            if found is not None and found.offset < member.offset:
+                member = found._replace(name=member.name)
+        yield member
 
 
 def _pax_records(data: bytes) -> dict[str, str]:

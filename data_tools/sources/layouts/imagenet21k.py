@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from data_tools.sources.layouts.archive import LIST, kind, staged_path, tar_members, walk_zip
+from data_tools.sources.layouts.archive import LIST, kind, resolved_members, staged_path, tar_members, walk_zip
 from data_tools.sources.listing import Collector, is_hidden, printable
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -84,7 +84,7 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
 
     def tars() -> Iterator[_ClassTar]:
         with source.open("rb") as file:
-            for name, is_folder, offset, size, fault in tar_members(file, 0, file_size(source)):
+            for name, is_folder, offset, size, fault, *_ in resolved_members(file, 0, file_size(source)):
                 # Not the ._n01440764.tar beside a class's tar, in a tar made on a Mac.
                 is_tar = name.endswith(".tar") and not is_hidden(name.rpartition("/")[2])
                 if fault and is_tar:
@@ -144,7 +144,7 @@ def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members:
     with tar.path.open("rb") as file:
         members = [
             (member.name, member.offset, member.size, member.fault)
-            for member in tar_members(file, tar.start, tar.end)
+            for member in resolved_members(file, tar.start, tar.end)
             if not member.is_folder
         ]
     if cached is not None:

@@ -94,7 +94,7 @@ def _read_texts(source: AnyPath) -> tuple[str, dict[str, bytes]]:
                     raise UserError(f"{source} is damaged ({member.filename}: {error}). Fetch it again.") from None
     else:
         with source.open("rb") as file:
-            for tar_member in archive.tar_members(file, 0, file_size(source)):
+            for tar_member in archive.resolved_members(file, 0, file_size(source)):
                 if _is_text(tar_member.name, tar_member.size) and not tar_member.fault:
                     file.seek(tar_member.offset)
                     found.setdefault(tar_member.name.removeprefix("./"), file.read(tar_member.size))

@@ -132,10 +132,10 @@ class DatasetFiles:
             return
         plain = archive.unpack(path, kind, self._staging) if kind in archive.COMPRESSED else path
         with plain.open("rb") as file:
-            for member in archive.tar_members(file, 0, file_size(plain)):
-                if member.fault:
+            for member in archive.resolved_members(file, 0, file_size(plain)):
+                if member.fault and member.is_file:
                     raise tarfile.ReadError(f"{printable(member.name)}: {member.fault}")
-                if not member.is_folder:
+                if member.is_file:
                     yield FileLocation(member.name.removeprefix("./"), str(plain), member.offset, member.size)
 
     def _members_of_zip(self, path: AnyPath) -> Iterable[FileLocation]:

@@ -269,6 +269,55 @@ def test_a_pax_header_that_is_not_utf8_elsewhere_spoils_nothing(tmp_path: Path) 
     assert (found.name, found.fault) == ("cat/ö.jpg", "")
 
 
+def link(name: bytes, target: bytes, kind: bytes = tarfile.LNKTYPE) -> bytes:
+    info = tarfile.TarInfo(os.fsdecode(name))
+    info.linkname, info.type = os.fsdecode(target), kind
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+
+
+LONG = b"cat/" + b"x" * 200 + b".jpg"
+
+
+@pytest.mark.parametrize("layout", ["archive", "imagenet21k"])
+def test_a_hard_link_in_a_tar_is_the_file_that_it_links_to(layout: str, tmp_path: Path) -> None:
+    """It was called a file without an image extension, `cat/2.jpg.link`, and ignored."""
+    pax = record(b"linkpath", b"cat/1.jpg")
+    data = tar_of(
+        member(b"cat/1.jpg", jpeg(1)), member(b"cat/readme", b"1"), link(b"cat/2.jpg", b"cat/1.jpg"), member(b"dog/1.jpg", jpeg(2)),
+        link(b"dog/2.jpg", b"cat/1.jpg"), header(b"pax", len(pax), tarfile.XHDTYPE) + pax + bytes(-len(pax) % 512),
+        link(b"dog/3.jpg", b""), header(LONG, 10), bytes(512), link(b"dog/4.jpg", LONG), link(b"dog/5.jpg", b"dog/6.jpg"),
+        member(b"dog/6.jpg", jpeg(3)),
+    )  # fmt: skip
+    source, splits = tmp_path / "raw.tar", {"train": ""}
+    if layout == "imagenet21k":
+        data, splits = tar_of(member(b"all.tar", data)), {"train": "all"}
+    source.write_bytes(data)
+    listing = listed(source, layout=layout, splits=splits)
+    rows = listing.rows(range(len(listing)))
+    start = layout == "imagenet21k" and 512
+    places = dict(zip(rows["key"], zip(rows["offset"], rows["size"], strict=True), strict=True))
+    assert places["cat/1"] == (512 + start, len(jpeg(1)))
+    assert [places[key] for key in ("cat/2", "dog/2", "dog/3")] == [places["cat/1"]] * 3
+    assert places["dog/4"] == places[LONG.decode().removesuffix(".jpg")]
+    assert len(listing) == 8
+    where = "all/dog/5.jpg" if start else "dog/5.jpg"
+    assert skipped(listing) == {where: "a hard link to 'dog/6.jpg'; make the tar again with tar --hard-dereference"}
+
+
+def test_other_links_of_a_tar_are_skipped_and_named(tmp_path: Path) -> None:
+    odd = [
+        link(b"cat/2.jpg", b"1.jpg", tarfile.SYMTYPE),
+        link(b"cow", b"cat", tarfile.SYMTYPE),
+        link(b"cat/p.jpg", b"", tarfile.FIFOTYPE),
+    ]
+    (tmp_path / "raw.tar").write_bytes(tar_of(member(b"cat/1.jpg", jpeg(1)), *odd))
+    listing = listed(tmp_path / "raw.tar")
+    to_symbolic = "a symbolic link to '1.jpg'; make the tar again with tar --dereference"
+    assert skipped(listing) == {"cat/2.jpg": to_symbolic, "cat/p.jpg": "not a regular file, but of tar's type b'6'"}
+    ignored = "ignored 1 file without an image extension: cow (a symbolic link to 'cat'; make the tar again with tar --dereference)"
+    assert ignored in listing.notes
+
+
 def test_odd_members_of_a_zip(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "raw.zip", "w") as file:
         for name, data in GOOD.items():
@@ -311,6 +360,20 @@ def test_odd_samples_of_a_webdataset(odd_shard: Path, ray_cluster: int, tmp_path
     with tarfile.open(made.path / "train-000000.tar") as tar:
         names = tar.getnames()
     assert sorted(names) == sorted(f"{key}.{ext}" for key in ("1", "tmp/ESC", "__/up") for ext in ("jpg", "cls"))
+
+
+def test_links_of_a_webdataset_are_skipped_and_named(tmp_path: Path) -> None:
+    """The webdataset library does not read them; they were left out without a word."""
+    parts = [member(b"1.jpg", jpeg(1)), member(b"1.cls", b"0"), link(b"2.jpg", b"1.jpg"), member(b"2.cls", b"1")]
+    parts += [member(b"3.jpg", jpeg(3)), link(b"3.cls", b"1.cls")]
+    (tmp_path / "a.tar").write_bytes(tar_of(*parts))
+    listing = listed(tmp_path / "a.tar")
+    assert listing.table["key"].to_pylist() == ["1"]
+    said = "a hard link to {}; make the tar again with tar --hard-dereference"
+    assert skipped(listing) == {
+        "a.tar: 2.jpg": said.format("'1.jpg'"),
+        "a.tar: 3.jpg": ".cls: " + said.format("'1.cls'"),
+    }
 
 
 def test_index_and_verify_of_odd_tars(odd_shard: Path, ray_cluster: int, tmp_path: Path) -> None:
