@@ -12,6 +12,9 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
 from pipeline.settings.commands.data import ShardConfig
 
+# A label in text, such as 7 or 7.0.
+WHOLE_NUMBER = r"-?[0-9]{1,18}(\.0+)?"
+
 
 class LabelColumn:
     """Maps the values of a column to class names. names: class names in order; if given, text values are parsed as numbers.
@@ -47,9 +50,10 @@ class LabelColumn:
         labels = [label for label in labels if label != ""]
         if self._numbers is None:
             return [str(label) for label in labels]
-        if not all(isinstance(label, int) or re.fullmatch(r"-?[0-9]{1,18}", label) for label in labels):
+        if not all(isinstance(label, int) or re.fullmatch(WHOLE_NUMBER, label) for label in labels):
             raise UserError(f"{where}: label {quoted(value)} is no number, as those before it or label_names ask for.")
-        return [self._numbers.name(int(label), where) for label in labels]
+        numbers = (label if isinstance(label, int) else int(label.partition(".")[0]) for label in labels)
+        return [self._numbers.name(number, where) for number in numbers]
 
     def classes(self) -> list[str]:
         """All class names in order if labels are numbers, else empty."""

@@ -11,7 +11,7 @@ import pyarrow.csv as pacsv
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names
-from data_tools.sources.labels import LabelColumn, check_columns, label_column
+from data_tools.sources.labels import WHOLE_NUMBER, LabelColumn, check_columns, label_column
 from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, locate, name_inside
@@ -43,7 +43,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             table = table.append_column("", pa.nulls(len(table)))
         elif labels is None:
             field = table.schema.field(column)
-            if path.suffix != ".parquet" and _are_numbers(table[column], config.label_separator):
+            if path.suffix != ".parquet" and _are_numbers(table[column], config.label_separator, collector, path):
                 field = field.with_type(pa.int64())
             labels = LabelColumn(field, str(path), given, config.label_separator)
         elif path.suffix == ".parquet":  # In a CSV, any label is text; its rows are checked.
@@ -118,12 +118,20 @@ def _reading(path: AnyPath) -> Iterator[None]:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _are_numbers(labels: pa.ChunkedArray, separator: str) -> bool:
-    """Whether all labels of a CSV are whole numbers. As names, class 10 would be sorted before class 2."""
+def _are_numbers(labels: pa.ChunkedArray, separator: str, collector: Collector, path: AnyPath) -> bool:
+    """Whether all labels of a CSV are whole numbers. As names, class 10 would be sorted before class 2.
+
+    1.0 is one, too: pandas writes a column of numbers so if some are missing.
+    """
     parts = pc.list_flatten(pc.split_pattern(pc.unique(labels), separator))
     parts = pc.utf8_trim_whitespace(parts)
     parts = parts.filter(pc.not_equal(parts, ""))
-    if not len(parts) or not pc.all(pc.match_substring_regex(parts, r"^-?\d{1,18}$")).as_py():
+    if not len(parts) or not pc.all(pc.match_substring_regex(parts, f"^{WHOLE_NUMBER}$")).as_py():
+        if len(parts) and pc.all(pc.match_substring_regex(parts, r"^-?\d+(\.\d+)?$")).as_py():
+            collector.notes.append(
+                f"{path}: labels are numbers, but not all are whole ones of at most 18 digits: each is used as a name, in the order "
+                "of the text"
+            )
         return False
     # Codes of equal width (001, 010) stay names: their order is that of the numbers.
     is_padded = pc.any(pc.match_substring_regex(parts, r"^0\d")).as_py()

@@ -588,15 +588,23 @@ def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
         (["2", " ", "10; 07"], [("2",), (), ("7", "10")], 11),
         (["02", "", "10;07"], [("02",), (), ("07", "10")], 3),
         (["2", "", "ten"], [("2",), (), ("ten",)], 2),
+        (["2.0", "", "10.0;1"], [("2",), (), ("1", "10")], 11),
     ],
-    ids=["several", "blank", "codes", "names"],
+    ids=["several", "blank", "codes", "names", "of pandas"],
 )
 def test_numbers_in_the_text_of_a_list(labels: list[str], expected: list, num_classes: int, tmp_path: Path) -> None:
     listing = listed(table(tmp_path / "list.csv", [(f"{row}.jpg", label) for row, label in enumerate(labels)]))
     found = [tuple(listing.classes[label] for label in row) for row in listing.table["labels"].to_pylist()]
     assert found == expected
     assert len(listing.classes) == num_classes
+    assert not listing.notes or "without any label" in listing.notes[0]
     assert listing.classes == sorted(listing.classes, key=lambda name: int(name) if name.isdecimal() else 99)
+
+
+def test_numbers_that_are_not_whole_are_names_with_a_note(tmp_path: Path) -> None:
+    listing = listed(table(tmp_path / "list.csv", [("a.jpg", 2.0), ("b.jpg", 10.5)]))
+    assert listing.classes == ["10.5", "2.0"]
+    assert any("labels are numbers, but not all are whole ones of at most 18 digits" in note for note in listing.notes)
 
 
 def test_bad_list(tmp_path: Path) -> None:
