@@ -21,7 +21,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes, replacing
 from pipeline.base.npz import check_sizes
 from pipeline.model.convert.reading import ConfigFiles
-from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, newest_complete, repair_latest
+from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, checkpoints_of, newest_complete, repair_latest
 
 StrPath = str | os.PathLike[str]
 ADVICE = "Use the previous checkpoint, or download the file again."
@@ -29,7 +29,7 @@ INDEX = ".index.json"  # Ending of the file that names the shards of weights in 
 # Names that Hugging Face, timm and open_clip use.
 _WHOLE = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _HUB_FILES = (*_WHOLE, *(f"{name}{INDEX}" for name in _WHOLE[:2]))
-_FILES = (*_HUB_FILES, "model.pt")  # Looked for in a folder. model.pt is in checkpoints of earlier versions.
+FILES = (*_HUB_FILES, "model.pt")  # Looked for in a folder. model.pt is in checkpoints of earlier versions.
 _HUB = "hf:/"  # A repository of Hugging Face in the local cache: hf://ORGANISATION/NAME; Path removes the second slash.
 # Keys under which training scripts save the state dict; target_encoder: I-JEPA and MSN.
 _WRAPPERS = ("state_dict", "model", "target_encoder")
@@ -57,7 +57,12 @@ def find_file(path: Path) -> Path:
         raise UserError(f"{path}: no such file or folder.")
     if (file := _weights_in(_snapshot(path))) is not None:
         return file
-    folder = path / "checkpoints"
+    folder = checkpoints_of(path)
+    if isinstance(folder, str):
+        raise UserError(
+            f"{path}: its checkpoints are in {folder} (checkpoint.folder), and weights are not read from buckets. Copy the one that "
+            f"{LATEST} there names to a disk, and name the copy."
+        )
     if (newest := newest_complete(folder)) is not None and (newest / "model.safetensors").is_file():
         repair_latest(folder, newest.name)
         return newest / "model.safetensors"
@@ -65,10 +70,10 @@ def find_file(path: Path) -> Path:
     if not pointer.is_file():
         if (path / "status.json").is_file():
             raise UserError(
-                f"{path}: this run has no checkpoint in its folder: it saved none yet, or keeps them in checkpoint.folder. Name one there."
+                f"{path}: this run has no checkpoint in {folder}: it saved none yet, or they were moved. Name a checkpoint."
             )
         raise UserError(
-            f"{path}: contains neither checkpoints/latest nor {', '.join(_FILES)}. Name a checkpoint, a run, or a file."
+            f"{path}: contains neither checkpoints/latest nor {', '.join(FILES)}. Name a checkpoint, a run, or a file."
         )
     name = read_bytes(pointer).decode(errors="replace").strip()
     if name and name.isprintable() and (file := _weights_in(folder / name)) is not None:
@@ -77,7 +82,7 @@ def find_file(path: Path) -> Path:
 
 
 def _weights_in(folder: Path) -> Path | None:
-    return next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    return next((folder / name for name in FILES if (folder / name).is_file()), None)
 
 
 def _cached(repository: str) -> Path:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,31 @@ def read_checksums(path: Any) -> dict[str, Checksum] | None:
         return json_record.parse(content, dict[str, Checksum], str(path / CHECKSUMS))
     except (OSError, UserError):
         return None
+
+
+@dataclass(frozen=True)
+class _CheckpointSettings:
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class _RunSettings:
+    """The settings in a run's config.json that say where its checkpoints are."""
+
+    name: str = ""
+    checkpoint: _CheckpointSettings = field(default_factory=_CheckpointSettings)
+
+
+def checkpoints_of(run: Path) -> Path | str:
+    """The folder of a run's checkpoints: that of its setting checkpoint.folder, a URL as text, else `checkpoints` in its folder."""
+    try:
+        settings = json_record.read(run / "config.json", _RunSettings)
+    except (OSError, UserError):
+        return run / "checkpoints"  # Also for folders of other projects, which have a config.json, too.
+    folder, mark, options = settings.checkpoint.folder.partition("?")  # Options of a URL.
+    if "://" in folder:
+        return f"{folder.rstrip('/')}/{settings.name}{mark}{options}"
+    return Path(settings.checkpoint.folder, settings.name) if folder else run / "checkpoints"
 
 
 def newest_complete(folder: Path) -> Path | None:

@@ -21,7 +21,7 @@ from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
 from pipeline.lifecycle.run_folder import read_settings
 from pipeline.monitor.page_folder import FIGURES, PAGE, PageFolder
-from pipeline.process.committed import newest_complete
+from pipeline.process.committed import checkpoints_of, newest_complete
 from pipeline.review.figures import draw_run, draw_sheet, draw_worst
 from pipeline.review.reader import from_folder
 from pipeline.review.record import PREDICTIONS, RunRecord, parse_predictions
@@ -106,7 +106,8 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
 def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:
     config = read_settings(folder)
     data, not_drawn = config.data, set()
-    if config.train.loss != "mae" or newest_complete(folder / "checkpoints") is None:
+    checkpoints = checkpoints_of(folder)
+    if config.train.loss != "mae" or isinstance(checkpoints, str) or newest_complete(checkpoints) is None:
         not_drawn.add("reconstruction")
     if config.reads_labels:
         not_drawn.add("components")

@@ -1,3 +1,4 @@
+import json
 import os
 import warnings
 
@@ -108,10 +109,33 @@ def test_weights_are_found_in_checkpoint_and_run_folders(tmp_path):
         load(tmp_path / "checkpoints")
     (tmp_path / "new").mkdir()
     (tmp_path / "new/status.json").write_text("{}")
-    with pytest.raises(UserError, match="new: this run has no checkpoint in its folder: it saved none yet"):
+    with pytest.raises(UserError, match=r"new: this run has no checkpoint in .*new/checkpoints: it saved none yet"):
         load(tmp_path / "new")
     with pytest.raises(UserError, match="no such file or folder"):
         load(tmp_path / "absent")
+
+
+def test_weights_of_a_run_are_found_where_its_settings_put_its_checkpoints(tmp_path):
+    """A run that had moved its checkpoints was refused, or read as of the time before."""
+    run, disk = tmp_path / "runs/a", tmp_path / "disk"
+    for folder, seed in ((run / "checkpoints", 4), (disk / "a", 5)):
+        (folder / "step-00000020").mkdir(parents=True)
+        save_safetensors(tiny(seed=seed), folder / "step-00000020/model.safetensors")
+        (folder / "latest").write_text("step-00000020")
+
+    def keep_in(folder: str) -> None:
+        (run / "config.json").write_text(json.dumps({"name": "a", "checkpoint": {"folder": folder, "keep": 2}}))
+
+    keep_in("")
+    assert same_values(load(run), tiny(seed=4))
+    keep_in(str(disk))
+    assert same_values(load(run), tiny(seed=5))
+    keep_in("s3://bucket/all/?region=x")
+    with pytest.raises(
+        UserError,
+        match=r"runs/a: its checkpoints are in s3://bucket/all/a\?region=x \(checkpoint.folder\), and weights",
+    ):
+        load(run)
 
 
 def test_another_number_of_classes_means_fine_tuning(file):
