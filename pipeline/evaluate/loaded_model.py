@@ -23,6 +23,8 @@ from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model, ViTConfig
+from pipeline.model.files import FILES
+from pipeline.process.committed import NAME as CHECKPOINT
 from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
 from pipeline.process.start import keep_freed_memory
@@ -135,16 +137,24 @@ def check_outputs(weights: str, where: str, seen: Predictions | Features, split:
 
 
 def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: Holds) -> Path:
-    """`out`, else <run>/<kind>/<name>, or runs/<kind>/<weights>-<name> for weights of no run.
+    """`out`, else <run>/<kind>/<name>; <run>/<kind>/<step>-<name> for a checkpoint in a run; or runs/<kind>/<weights>-<name>.
 
     holds: what the folder is for. Raises UserError when it cannot be written, or holds results of another kind.
     """
     path = Path(weights)
+    if path.name in FILES:
+        path = path.parent  # Such a name says nothing of the weights.
+    parent = path.absolute().parent
+    parts = [path.resolve().stem, *([name] if name else [])]
     if out:
         folder = Path(out)
-    elif (path / "checkpoints").is_dir():
+    elif (path / "checkpoints").is_dir() or (path / "status.json").is_file():
         folder = path / kind / name
+    elif parent.name == "checkpoints":
+        folder = parent.parent / kind / "-".join(parts)
     else:
-        folder = Path("runs") / kind / "-".join([path.resolve().stem, *([name] if name else [])])
+        # In checkpoint.folder, the folder of a run's checkpoints has its name.
+        of_run = [parent.name] if CHECKPOINT.fullmatch(path.name) else []
+        folder = Path("runs") / kind / "-".join(of_run + parts)
     try_output("out", folder, holds=holds)
     return folder

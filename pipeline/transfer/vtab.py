@@ -28,6 +28,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words, read_results, unpublished_warning
 from pipeline.transfer.sweep import (
+    SWEEP_FILE,
     Outcome,
     Sweep,
     cell_name,
@@ -104,9 +105,11 @@ def output(config: VtabConfig) -> Path:
     """The folder of a sweep's results. Raises UserError for a URL, and for a path that is a file."""
     if "://" in config.out:
         raise UserError(f"out = {config.out}: the results are small files in a folder. Choose one on a disk.")
-    return output_folder(
-        config.out, config.weights, "vtab", f"{config.protocol.name}-{config.method}", holds="VTAB-1k sweep"
-    )
+    path, name = Path(config.weights), f"{config.protocol.name}-{config.method}"
+    # Where earlier versions put a sweep of a checkpoint: the command that began it has to find it.
+    earlier = Path("runs/vtab", f"{path.resolve().stem}-{name}")
+    is_there = (earlier / SWEEP_FILE).is_file() and not (path / "checkpoints").is_dir()
+    return output_folder(config.out or str(earlier) * is_there, config.weights, "vtab", name, holds="VTAB-1k sweep")
 
 
 def _run(

@@ -25,7 +25,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.page import markdown
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.evaluate import render, report
-from pipeline.evaluate.loaded_model import evaluation_view, load_model
+from pipeline.evaluate.loaded_model import evaluation_view, load_model, output_folder
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
@@ -317,6 +317,24 @@ def test_a_run_keeps_its_reports(data: Dataset, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "latest").write_text(checkpoint.name)
     report.run(config(tmp_path / "run", data, "shots=0"))
     assert (tmp_path / "run" / "evaluate" / "photos-val" / "report.md").is_file()
+
+
+def test_checkpoints_of_two_runs_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both were runs/evaluate/step-00001000-photos-val: the second replaced the scores of the first."""
+    monkeypatch.chdir(tmp_path)
+
+    def folder(weights: str) -> str:
+        made = output_folder("", weights, "evaluate", "photos-val", holds="evaluation")
+        return str(made.relative_to(tmp_path) if made.is_absolute() else made)
+
+    for place in ("runs/a/checkpoints/step-00001000", "disk/a/step-00001000"):
+        Path(place).mkdir(parents=True)
+    assert folder("runs/a") == "runs/a/evaluate/photos-val"
+    assert folder("runs/a/checkpoints/step-00001000") == "runs/a/evaluate/step-00001000-photos-val"
+    assert folder("runs/a/checkpoints/step-00001000/model.safetensors") == "runs/a/evaluate/step-00001000-photos-val"
+    assert folder("disk/a/step-00001000") == "runs/evaluate/a-step-00001000-photos-val"
+    assert folder("disk/dinov2/pytorch_model.bin") == folder("disk/dinov2") == "runs/evaluate/dinov2-photos-val"
+    assert folder("disk/ViT-B_16.npz") == "runs/evaluate/ViT-B_16-photos-val"
 
 
 def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: Dataset) -> None:

@@ -86,7 +86,8 @@ class VtabConfig:
     data: str = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py", path=True)
     out: str = setting(
         "",
-        "Folder of results; empty is <run>/vtab/<protocol>-<method>, or runs/vtab/...",
+        "Folder of results; empty is <run>/vtab/<protocol>-<method>, <run>/vtab/<step>-... for one of its checkpoints, and "
+        "runs/vtab/<weights>-... for others.",
         output="folder",
         holds="VTAB-1k sweep",
     )

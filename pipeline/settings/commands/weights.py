@@ -74,7 +74,8 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
     exclude: str = setting("all", _EXCLUDE[0].upper() + _EXCLUDE[1:])
     out: str = setting(
         "",
-        "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file.",
+        "Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its checkpoints, and "
+        "runs/evaluate/<weights>-... for others.",
         output="folder",
         holds="evaluation",
     )
@@ -197,7 +198,8 @@ class ExplainConfig(LookConfig):
     seed: int = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.", min=0, max=MAX_SEED)
     out: str = setting(
         "",
-        "Folder of the figures; empty is <run>/explain, or runs/explain/... for a file.",
+        "Folder of the figures; empty is <run>/explain, <run>/explain/<step> for one of its checkpoints, and "
+        "runs/explain/<weights> for others.",
         output="folder",
         holds="explanation",
     )
