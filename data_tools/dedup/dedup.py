@@ -27,7 +27,7 @@ from pipeline.base.progress import duration
 from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
-from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
 from pipeline.settings.commands.data import DedupConfig
@@ -100,7 +100,7 @@ def _open(config: DedupConfig) -> tuple[ComparedSplit, list[ComparedSplit]]:
     searched = _part(data, config.split, folder)
     tests: dict[tuple[AnyPath, str], ComparedSplit] = {}
     for entry in config.against:
-        path, split = _location_and_split(entry)
+        path, split = location_and_split(entry)
         dataset = open_dataset(ray_tasks.shared_path("against", path))
         splits = [split] if split else dataset.splits
         if (dataset.path == data.path or dataset.fingerprint == data.fingerprint) and config.split in splits:
@@ -112,14 +112,6 @@ def _open(config: DedupConfig) -> tuple[ComparedSplit, list[ComparedSplit]]:
         for name in splits:
             tests[dataset.path, name] = _part(dataset, name, folder)
     return searched, list(tests.values())
-
-
-def _location_and_split(entry: str) -> tuple[str, str]:
-    """Splits 'folder:split' or 'folder' in two. Options of a URL stay with it: 's3://bucket/set:split?region=...'."""
-    location, mark, options = entry.partition("?") if "://" in entry else (entry, "", "")
-    folder, slash, name = location.rpartition("/")
-    name, _, split = name.rpartition(":") if ":" in name else (name, "", "")
-    return folder + slash + name + mark + options, split
 
 
 def _part(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSplit:

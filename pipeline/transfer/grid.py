@@ -19,7 +19,7 @@ from pipeline.base.files import write_text
 from pipeline.base.json_record import Count, Limits, Share
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.base.words import counted
-from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
 from pipeline.data.mixture.subset import run_splits
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
@@ -193,9 +193,9 @@ def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
     for share in (config.dev_share, 0.0):
         run_splits(dataset, replace(settings, dev_share=share), seed)
     for data in config.also:
-        path, split = _path_and_split(data)
+        path, split = location_and_split(data)
         other = open_dataset(path)
-        other.split(split)
+        other.split(split or "val")
         if other.num_classes != dataset.num_classes:
             raise UserError(
                 f"also: {data} has {counted(other.num_classes, 'class')}, {settings.path} has {dataset.num_classes:,}. They must be "
@@ -308,15 +308,16 @@ def _scores_on(data: str, finals: list[ChildRun]) -> dict[str, Any]:
     """Scores of the final runs on another data set, `folder` or `folder:split`."""
     from pipeline.evaluate import report  # Late: the import takes seconds.
 
-    path, split = _path_and_split(data)
+    path, split = location_and_split(data)
     found = []
     for final in finals:
-        settings = [f"weights={final.folder}", f"data={path}", f"split={split}", "shots=0", "match_classes=false"]
+        settings = [
+            f"weights={final.folder}",
+            f"data={path}",
+            f"split={split or 'val'}",
+            "shots=0",
+            "match_classes=false",
+        ]
         found.append(report.run(schema.load(ScoreConfig, None, settings)))
     accuracies = [scores["top1"] for scores in found]
     return {**mean_and_deviation(accuracies), "of_seeds": accuracies, "num_samples": found[0]["num_samples"]}
-
-
-def _path_and_split(data: str) -> tuple[str, str]:
-    path, _, split = data.rpartition(":") if ":" in data.rpartition("/")[2] else (data, "", "val")
-    return path, split

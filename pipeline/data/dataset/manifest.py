@@ -51,7 +51,7 @@ from pipeline.settings.quantities import Limit
 
 __all__ = [
     "FORMAT", "INFO", "ROWS", "SAMPLES", "SAMPLES_FILE", "SHARDS", "SHARDS_FILE", "Dataset", "Shard", "Split", "file_sha256",
-    "fingerprint", "open_dataset", "write_dataset",
+    "fingerprint", "location_and_split", "open_dataset", "write_dataset",
 ]  # fmt: skip
 
 WHOLE = Limit.parse("100%")
@@ -143,6 +143,19 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
     except OSError as error:
         raise UserError(f"{path / INFO} cannot be read ({error.strerror or error}).") from None
     return Dataset(path, parse_info(text, f"{path / INFO}"), storage)
+
+
+def location_and_split(entry: str) -> tuple[str, str]:
+    """(folder or URL, split) of 'folder:split', 's3://bucket/set:split?region=...' or a folder alone, whose split is "".
+
+    The name of a folder may itself have a colon: if there is a data set of the whole name, it is meant.
+    """
+    location, mark, options = entry.partition("?") if "://" in entry else (entry, "", "")
+    folder, slash, name = location.rpartition("/")
+    if ":" not in name or (to_path(entry) / INFO).is_file():
+        return entry, ""
+    name, _, split = name.rpartition(":")
+    return folder + slash + name + mark + options, split
 
 
 def write_dataset(

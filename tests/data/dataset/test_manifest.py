@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, location_and_split, open_dataset, write_dataset
 from pipeline.data.storage.atomic import replacing
 
 
@@ -153,3 +153,15 @@ def test_replacing_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
 def test_reading_needs_neither_torch_nor_ray() -> None:
     code = "import sys, pipeline.data.dataset.manifest; assert not {'torch', 'ray', 'PIL', 'cv2'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_a_split_is_named_after_a_colon_that_may_be_in_the_folder_too(tmp_path: Path) -> None:
+    """A data set photos:v2 was taken for the split v2 of photos."""
+    whole = f"{tmp_path}/photos:v2"
+    assert location_and_split(whole) == (f"{tmp_path}/photos", "v2")
+    (tmp_path / "photos:v2").mkdir()
+    (tmp_path / "photos:v2" / "dataset.json").write_text("{}")
+    assert location_and_split(whole) == (whole, "")
+    assert location_and_split(f"{whole}:val") == (whole, "val")
+    assert location_and_split(f"{tmp_path}/a:b/photos") == (f"{tmp_path}/a:b/photos", "")
+    assert location_and_split("s3://bucket/set?region=eu:1") == ("s3://bucket/set?region=eu:1", "")
