@@ -31,11 +31,20 @@ class PoolSlice:
 
 
 @dataclass(frozen=True)
+class LaterVersion:
+    """A later major version of tensorflow_datasets with the same keys and labels. note: what is not the same."""
+
+    major: int
+    note: str
+
+
+@dataclass(frozen=True)
 class DataSet:
     """A source data set. name: name of its folder. counts: number of samples of each pool.
 
-    tfds, tfds_major: folder in a data_dir of tensorflow_datasets, and major version that the official task uses. val: val200 is
-    the first 200 samples of this part. test: all samples of this part. (train800 is always the beginning of `train`.)
+    tfds, tfds_major: folder in a data_dir of tensorflow_datasets, and major version that the official task uses. tfds_later: is
+    read if that is missing. val: val200 is the first 200 samples of this part. test: all samples of this part. (train800 is always
+    the beginning of `train`.)
     alternative: another published archive of the same images, read if the first of `files` is missing. hint: how to get or use
     the files.
     """
@@ -49,6 +58,7 @@ class DataSet:
     test: PoolSlice = PoolSlice("test")
     alternative: PublishedFile | None = None
     hint: str = ""
+    tfds_later: LaterVersion | None = None
 
 
 DATASETS: dict[str, DataSet] = {dataset.name: dataset for dataset in read_table(__file__, list[DataSet])}

@@ -51,9 +51,9 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
 
     Raises MissingError if the right version is missing, UserError if it is damaged.
     """
-    folder = _version(dataset, versions)
+    folder, notes = _version(dataset, versions)
     names = _label_names(folder)
-    pools, notes = {}, []
+    pools = {}
     for pool in dataset.counts:
         content = _CollectedSamples(_KEYS[dataset.name], names, _LABELS.get(task.name, _label))
         for path, expected in _shards(folder, dataset.tfds.partition("/")[0], pool):
@@ -103,16 +103,16 @@ class _CollectedSamples:
         return len(self.keys) - before
 
 
-def _version(dataset: DataSet, folder: AnyPath) -> AnyPath:
-    """Returns the newest version with the major number of the official task. Raises MissingError."""
-    pattern = re.compile(rf"{dataset.tfds_major}\.(\d+)\.(\d+)")
-    found = {}
-    for path in folder.iterdir() if folder.is_dir() else []:
-        if match := pattern.fullmatch(path.name):
-            found[tuple(map(int, match.groups()))] = path
-    if not found:
-        raise MissingError(f"{folder} has no version {dataset.tfds_major}.x.y. {sources_of(dataset)}")
-    return found[max(found)]
+def _version(dataset: DataSet, folder: AnyPath) -> tuple[AnyPath, list[str]]:
+    """Returns (newest version with the major number of the official task, else of a later one; notes). Raises MissingError."""
+    later = [(dataset.tfds_later.major, [dataset.tfds_later.note])] if dataset.tfds_later else []
+    paths: list[AnyPath] = [*folder.iterdir()] if folder.is_dir() else []
+    for major, notes in [(dataset.tfds_major, list[str]()), *later]:
+        pattern = re.compile(rf"{major}\.(\d+)\.(\d+)")
+        found = {tuple(map(int, match.groups())): path for path in paths if (match := pattern.fullmatch(path.name))}
+        if found:
+            return found[max(found)], notes
+    raise MissingError(f"{folder} has no version {dataset.tfds_major}.x.y. {sources_of(dataset)}")
 
 
 def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:

@@ -250,6 +250,23 @@ def test_a_copy_of_tfds_gives_the_same_splits(vtab_tasks: tuple[Path, Truth], tm
         assert ours.classes == theirs.classes
 
 
+def test_pets_of_version_4_are_read_with_a_reservation(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+    """Version 4 is what tensorflow_datasets makes today, and was refused."""
+    folder = tmp_path / "tfds/oxford_iiit_pet"
+    (earlier,) = shutil.copytree(vtab_tasks[0] / "tfds/oxford_iiit_pet", folder).iterdir()
+    shutil.copytree(earlier, folder / "4.0.0")
+    pets = next(task for task in TASKS if task.name == "pets")
+
+    def notes() -> list[str]:
+        origin = find_origin(pets, settings(tmp_path, tfds=str(tmp_path / "tfds")))
+        return read_original(pets, origin, tmp_path, published=False).notes[:-1]
+
+    assert notes() == []
+    shutil.rmtree(earlier)
+    (note,) = notes()
+    assert note.startswith("version 4 of tensorflow_datasets, which encodes 12 of the images again")
+
+
 def test_tfds_out_of_order_or_damaged_is_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     folder = shutil.copytree(vtab_tasks[0] / "tfds" / "dtd", tmp_path / "tfds" / "dtd") / "3.0.1"
     config = settings(tmp_path / "out", tfds=str(tmp_path / "tfds"), tasks=["dtd"])
