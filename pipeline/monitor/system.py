@@ -1,9 +1,12 @@
 """Use of the hosts of a run: processors, memory, disks, network, GPUs. MLflow shows names that begin with `system/` apart."""
 
 import contextlib
+import ctypes
 import socket
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from typing import TypeVar
 
 import psutil
 
@@ -11,6 +14,22 @@ from pipeline.process.distributed import Ranks
 
 # With more hosts than this, mean and maximum over the hosts are recorded instead of each host.
 _MAX_HOSTS = 16
+# NVIDIA's library of GPU readings, which its driver installs; called as nvml.h declares it. Not by the package nvidia-ml-py: where
+# that is installed, DeepSpeed 0.19.8 cannot start if CUDA_VISIBLE_DEVICES holds UUIDs, as of MIG (_get_nvml_gpu_id calls int()).
+NVML = "libnvidia-ml.so.1"
+C = TypeVar("C", bound=ctypes.Structure | ctypes.c_uint)
+
+
+class _GpuUse(ctypes.Structure):
+    """Percent of the time since the last reading."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _GpuMemory(ctypes.Structure):
+    """Bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 class HostMeter:
@@ -70,21 +89,37 @@ def _counters() -> dict[str, int]:
 
 
 def _gpus() -> dict[str, float]:
-    """Means over the host's GPUs by NVML; empty without a GPU, and without the package nvidia-ml-py."""
+    """Means over the host's GPUs (power: their sum), without what a GPU does not tell; empty without a GPU."""
     try:
-        import pynvml  # Late: optional.
+        nvml = ctypes.CDLL(NVML)
+        handles = _handles(nvml)
+        busy = _of_each(handles, nvml.nvmlDeviceGetUtilizationRates, _GpuUse)
+        memory = _of_each(handles, nvml.nvmlDeviceGetMemoryInfo, _GpuMemory)
+        milliwatts = _of_each(handles, nvml.nvmlDeviceGetPowerUsage, ctypes.c_uint)
+    except (OSError, AttributeError):  # No driver, or one without these functions.
+        return {}
+    found = {}
+    if busy:
+        found["gpu_percent"] = sum(use.gpu for use in busy) / len(busy)
+    if memory:
+        found["gpu_memory_percent"] = 100 * sum(m.used for m in memory) / sum(m.total for m in memory)
+    if milliwatts:
+        found["gpu_watts"] = sum(power.value for power in milliwatts) / 1e3
+    return found
 
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        busy = [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles]
-        memory = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
-        watts = [pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3 for handle in handles]
-    except Exception:  # No package, no driver, no permission: other metrics do not depend on it.
-        return {}
-    if not handles:
-        return {}
-    return {
-        "gpu_percent": sum(busy) / len(busy),
-        "gpu_memory_percent": 100 * sum(m.used for m in memory) / sum(m.total for m in memory),
-        "gpu_watts": sum(watts),
-    }
+
+def _handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
+    """NVML's handle of each GPU; empty if they cannot be read."""
+    count = ctypes.c_uint()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return []
+    handles = [ctypes.c_void_p() for _ in range(count.value)]
+    failed = [nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(i), ctypes.byref(h)) for i, h in enumerate(handles)]
+    return [] if any(failed) else handles
+
+
+def _of_each(handles: list[ctypes.c_void_p], read: Callable[..., int], kind: type[C]) -> list[C]:
+    """What an NVML function writes for each GPU; empty if it fails for any, as for the use of a GPU with MIG."""
+    values = [kind() for _ in handles]
+    failed = [read(handle, ctypes.byref(value)) for handle, value in zip(handles, values, strict=True)]
+    return [] if any(failed) else values

@@ -1,11 +1,15 @@
 """The use of hosts as metrics."""
 
 import socket
+import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 
+from pipeline.monitor import system
 from pipeline.monitor.system import HostMeter, by_host
 from pipeline.process.distributed import Ranks
 
@@ -28,3 +32,33 @@ def test_several_hosts_have_names_and_many_have_mean_and_maximum() -> None:
     assert by_host({"a": {"cpu": 1.0}, "b": {"cpu": 3.0}}) == {"system/a/cpu": 1.0, "system/b/cpu": 3.0}
     many = {f"host{i}": {"cpu": float(i)} for i in range(20)}
     assert by_host(many) == {"system/mean/cpu": 9.5, "system/max/cpu": 19.0}
+
+
+# Two GPUs, of nvml.h's types; the second reads its power only if POWER is 0.
+FAKE_NVML = """
+extern "C" {
+struct use { unsigned gpu, memory; };
+struct memory { unsigned long long total, free, used; };
+int nvmlInit_v2() { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, long *gpu) { *gpu = (1L << 40) + index; return 0; }
+int nvmlDeviceGetUtilizationRates(long gpu, use *use) { *use = {gpu & 1 ? 90u : 70u, 1}; return 0; }
+int nvmlDeviceGetMemoryInfo(long gpu, memory *memory) { *memory = {80ull << 30, 60ull << 30, 20ull << 30}; return 0; }
+int nvmlDeviceGetPowerUsage(long gpu, unsigned *power) { *power = 350500; return gpu & 1 ? POWER : 0; }
+}
+"""
+
+
+@pytest.mark.parametrize("power", [0, 3], ids=["all", "power not supported"])
+def test_gpus_are_read_from_the_drivers_library(power: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were read only where the package nvidia-ml-py was installed, which no image of ours had."""
+    library = tmp_path / "nvml.so"
+    build = ["g++", "-shared", "-fPIC", f"-DPOWER={power}", "-o", str(library), "-x", "c++", "-"]
+    subprocess.run(build, input=FAKE_NVML, text=True, check=True)
+    monkeypatch.setattr(system, "NVML", str(library))
+    found = HostMeter(Ranks(0, 0, 1, torch.device("cpu"))).read_on_all_ranks()
+    of_gpus = {name: value for name, value in found.items() if "gpu" in name}
+    expected = {"system/gpu_percent": 80.0, "system/gpu_memory_percent": 25.0}
+    assert of_gpus == expected | ({} if power else {"system/gpu_watts": 701.0})
+    monkeypatch.setattr(system, "NVML", str(tmp_path / "absent.so"))
+    assert not any("gpu" in name for name in HostMeter(Ranks(0, 0, 1, torch.device("cpu"))).read_on_all_ranks())
