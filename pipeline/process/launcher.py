@@ -21,6 +21,15 @@ def quiet_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+def share_cores() -> None:
+    """Give each of several ranks of a host its share of the cores, by OMP_NUM_THREADS, unless that is set. Before torch is imported.
+
+    `deepspeed` does not set it: every rank would start a thread for each core, and the threads wait for each other spinning.
+    """
+    if (ranks := ranks_on_host()) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+
+
 def check_environment() -> int:
     """Returns the number of ranks, 1 without a launcher. Raises UserError for invalid or missing variables."""
     numbers = {name: _number(name) for name in _NUMBERS if name in os.environ}

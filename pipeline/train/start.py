@@ -14,7 +14,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
-from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port
+from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port, share_cores
 from pipeline.process.slow_imports import without_collection
 from pipeline.process.start import rank
 from pipeline.settings.objective_checks import check_weights, refuse_without_labels
@@ -49,6 +49,7 @@ def run(config: RunConfig, draw: str) -> None:
     check_environment()
     refuse_busy_port()
     quiet_torch()
+    share_cores()
     with Stop(config) as stop:  # First, so that signals are handled during slow work.
         with without_collection(), _said_by_each_host():
             prepared = prepare(config, draw)

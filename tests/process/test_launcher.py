@@ -1,5 +1,6 @@
 """What a launcher tells a rank is checked before anything uses it."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.process import launcher
-from pipeline.process.launcher import check_environment, free_port, refuse_busy_port
+from pipeline.process.launcher import check_environment, free_port, refuse_busy_port, share_cores
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 
@@ -77,3 +78,18 @@ def test_a_free_port_is_none_that_linux_assigns(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(launcher, "_PORTS", range(port, port + 1))
         with pytest.raises(UserError, match=rf"no port from {port} to {port} is free"):
             free_port()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"), [(1, None, None), (2, None, "4"), (16, None, "1"), (2, "3", "3")]
+)
+def test_ranks_of_a_host_share_its_cores(
+    ranks: int, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setenv("LOCAL_SIZE", str(ranks))
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    share_cores()
+    assert os.environ.get("OMP_NUM_THREADS") == expected
