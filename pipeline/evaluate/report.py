@@ -53,7 +53,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         raise UserError(f"{config.data}: split {config.split!r} has no images.")
     train = _train_split(config, dataset) if config.reads_labels else None
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
-    origin = find_origin(file) if config.mlflow else None
+    origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)))
     own, own_split = dataset, split
     if config.classify:

@@ -67,7 +67,7 @@ def run(config: ExplainConfig) -> dict[str, Any]:
     """
     config = with_local_weights(config)
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
-    origin = find_origin(file) if config.mlflow else None
+    origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)))
     mae = None
     if config.images and (not config.draw or "reconstruction" in config.draw):

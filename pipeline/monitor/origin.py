@@ -20,12 +20,15 @@ from pipeline.process.committed import NAME, read_checksums
 _MAX_HEADER = 1 << 26  # Bytes of the header of a .safetensors.
 
 
-def find_origin(file: Path) -> WeightsOrigin:
-    """What a weights file is. Reads all of it, unless a checkpoint has its checksum. Raises OSError."""
+def find_origin(file: Path, named: str) -> WeightsOrigin:
+    """What a weights file is. named: what the command names, such as its run. Reads all of it, unless a checkpoint has its checksum.
+
+    Raises OSError.
+    """
     made_by = _made_by(file)
     is_checkpoint = NAME.fullmatch(file.parent.name)
     step = int(is_checkpoint[1]) if is_checkpoint else made_by.step
-    folder = _run_folder(file)
+    folder = _run_folder(file, Path(named))
     run_id = run_id_of(folder) if folder else None
     name, score = _described_by_its_run(folder, step) if folder else (made_by.run, "")
     return WeightsOrigin(str(file), _sha256(file), name, run_id or "", step, score)
@@ -66,9 +69,9 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _run_folder(file: Path) -> Path | None:
-    """The folder of the run that a weights file lies in; None for other weights."""
-    beside = (folder for folder in file.absolute().parents[:3] if (folder / PAGE).is_dir())
+def _run_folder(file: Path, named: Path) -> Path | None:
+    """The folder of the run that made a weights file, which may lie in another one (checkpoint.folder); None for other weights."""
+    beside = (folder for folder in (named, *file.absolute().parents[:3]) if (folder / PAGE).is_dir())
     return next(beside, None) or tracked_folder_of(str(file))
 
 

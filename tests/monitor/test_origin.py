@@ -36,19 +36,26 @@ def checkpoint(run: Path, step: int, sha256: str = "c0ffee") -> Path:
 def test_a_run_that_trains_on_has_given_what_it_had_then(tmp_path: Path) -> None:
     run = run_in_progress(tmp_path / "large", {200: 0.0455, 400: 0.0642})
     file = checkpoint(run, 200)
-    origin = find_origin(file)
+    origin = find_origin(file, "weights")
     assert origin == WeightsOrigin(str(file), "c0ffee", "large", "", 200, "4.55 % flowers:val")
     assert origin.title == "large, step 200"
     assert origin.details == "step 200, SHA-256 c0ffee..., which scored 4.55 % flowers:val"
-    assert find_origin(checkpoint(run, 300)).score == "4.55 % flowers:val at step 200"
-    assert find_origin(checkpoint(run, 100)).score == ""
+    assert find_origin(checkpoint(run, 300), "weights").score == "4.55 % flowers:val at step 200"
+    assert find_origin(checkpoint(run, 100), "weights").score == ""
+
+
+def test_the_run_of_a_checkpoint_in_another_folder_is_the_one_named(tmp_path: Path) -> None:
+    run = run_in_progress(tmp_path / "large", {200: 0.0455})
+    file = checkpoint(tmp_path / "disk", 200)
+    assert find_origin(file, "weights").score == ""
+    assert find_origin(file, str(run)).score == "4.55 % flowers:val"
 
 
 def test_a_file_that_says_which_run_made_it(tmp_path: Path) -> None:
     file = tmp_path / "export.safetensors"
     models.save_safetensors(models.build(TINY, seed=0), file, {"run": "large", "step": 90, "classes": ["a", "b", "c"]})
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert find_origin(file) == WeightsOrigin(str(file), sha256, "large", "", 90, "")
+    assert find_origin(file, "weights") == WeightsOrigin(str(file), sha256, "large", "", 90, "")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,7 @@ def test_a_file_that_says_which_run_made_it(tmp_path: Path) -> None:
 )
 def test_files_of_others_and_damaged_ones_have_a_hash(tmp_path: Path, content: bytes) -> None:
     (file := tmp_path / "B_16.safetensors").write_bytes(content)
-    origin = find_origin(file)
+    origin = find_origin(file, "weights")
     assert origin == WeightsOrigin(str(file), hashlib.sha256(content).hexdigest())
     assert origin.title == "B_16.safetensors"
 
@@ -64,7 +71,7 @@ def test_files_of_others_and_damaged_ones_have_a_hash(tmp_path: Path, content: b
 def test_a_run_whose_files_are_damaged_has_its_name(tmp_path: Path) -> None:
     run = run_in_progress(tmp_path / "large", {200: 0.0455})
     (run / "page" / "facts.json").write_text("{")
-    assert find_origin(checkpoint(run, 200)) == WeightsOrigin(
+    assert find_origin(checkpoint(run, 200), "weights") == WeightsOrigin(
         str(run / "checkpoints/step-00000200/model.safetensors"), "c0ffee", "large", "", 200
     )
 

@@ -62,7 +62,7 @@ def _origin(folder: Path, weights: str) -> WeightsOrigin | None:
         if saved.tags.get("weights") == weights:
             return saved.origin
     with contextlib.suppress(UserError, OSError):  # The first run says what is wrong with them.
-        return find_origin(find_file(Path(weights)))
+        return find_origin(find_file(Path(weights)), weights)
     return None
 
 
