@@ -49,6 +49,8 @@ def run(config: ExportConfig) -> LogitDifference:
     path = files.find_file(Path(config.weights))  # once, because a run in training changes its `latest`
     content = models.read_weights(path, say=print)
     trained, extra = content[0], content[2]
+    if note := models.checkpoint_note(extra):
+        print(note)
     print(_describe(trained))
     if source := _source_side(path, trained):
         _compare(

@@ -7,8 +7,9 @@ import json
 import os
 import pickle
 import re
+import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from pipeline.base.files import read_bytes, replacing
 from pipeline.base.npz import check_sizes
 from pipeline.model.convert.reading import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, newest_complete, repair_latest
+from pipeline.process.start import rank
 
 StrPath = str | os.PathLike[str]
 ADVICE = "Use the previous checkpoint, or download the file again."
@@ -42,11 +44,17 @@ _MAX_ERROR = 1000  # Characters of a library's error that are repeated.
 _MAX_JSON = 1 << 26  # Bytes of a configuration file; with 21,843 class names it has 2 MB.
 
 
-def find_file(path: Path) -> Path:
+def _note(line: str) -> None:
+    if rank() == 0:
+        print(f"note: {line}", file=sys.stderr, flush=True)
+
+
+def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
     """The weights file of a file, a checkpoint folder, a run folder, or a folder of Hugging Face or timm.
 
     The last may also be a folder of Hugging Face's cache (models--ORGANISATION--NAME), or hf://ORGANISATION/NAME, which is that
-    folder. For weights in several files it is their index. Raises UserError if there is none.
+    folder. For weights in several files it is their index. Of a run it is that of the newest checkpoint; say: called with a line
+    for each newer one that is damaged. Raises UserError if there is none.
     """
     if str(path).startswith(_HUB):
         path = _cached(str(path).removeprefix(_HUB).strip("/"))
@@ -58,8 +66,8 @@ def find_file(path: Path) -> Path:
     if (file := _weights_in(_snapshot(path))) is not None:
         return file
     folder = path / "checkpoints"
-    if (newest := newest_complete(folder)) is not None and (newest / "model.safetensors").is_file():
-        repair_latest(folder, newest.name)
+    if (newest := newest_complete(folder, say)) is not None and (newest / "model.safetensors").is_file():
+        repair_latest(folder, newest)
         return newest / "model.safetensors"
     pointer = folder / LATEST
     if not pointer.is_file():
@@ -199,13 +207,19 @@ def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         expected = json_record.read(path.with_name(CHECKSUMS), dict[str, Checksum]).get(path.name)
     except FileNotFoundError:
         expected = None
-    if expected is not None:
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-                raise UserError(f"{path}: damaged, its checksum is wrong. {ADVICE}")
     try:
+        if expected is not None:
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+                    raise UserError(f"{path}: damaged, its checksum is wrong. {ADVICE}")
         with library.safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 - no dict
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: it is gone. A run in training removes its older checkpoints: run the same command again, or name one that is kept."
+        ) from None
     except Exception as error:  # A damaged header can raise nearly anything, KeyError for an unknown dtype among it.
         raise UserError(f"{path}: not a readable .safetensors ({one_line(error)}). {ADVICE}") from error
 

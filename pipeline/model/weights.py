@@ -103,6 +103,14 @@ def read_weights(path: StrPath, say: Say = _silent) -> Content:
     return weights.config, state, {name: value for name, value in weights.extra.items() if name != DECODER}
 
 
+def checkpoint_note(extra: Mapping[str, Any]) -> str:
+    """A line that says of which step and run weights are; empty for others than those of a checkpoint."""
+    step, run = extra.get("step"), extra.get("run")
+    if type(step) is not int:
+        return ""
+    return f"weights of step {step:,}" + (f" of run {files.one_line(run)}" if run and isinstance(run, str) else "")
+
+
 def read_additions(path: StrPath) -> tuple[dict[str, Tensor], DecoderFacts]:
     """Returns what a training objective added to the model in these weights, fp32, {} for nothing; and facts of MAE's decoder."""
     weights = _read(files.find_file(Path(path)))
