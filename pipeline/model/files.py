@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib
+import io
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -230,6 +231,17 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[
     content = library.save(dict(tensors), {"format": "pt", **(metadata or {})})
     with replacing(path) as file:
         file.write(content)
+
+
+def write_torch(path: Path, save: Callable[[Any, BinaryIO], object], content: Any) -> None:
+    """Write what torch.save or torch.export.save makes of `content`. The file is replaced atomically.
+
+    In memory first: on a full disk, torch's own writer ends in a RuntimeError, or aborts the process.
+    """
+    buffer = io.BytesIO()
+    save(content, buffer)
+    with replacing(path) as file:
+        file.write(buffer.getbuffer())
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], jsons: Mapping[str, Mapping[str, Any]]) -> None:

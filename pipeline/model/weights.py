@@ -19,7 +19,6 @@ from pipeline.architecture.config import OPTIONS, Config, Gelu, Kernel, ViTConfi
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import replacing
 from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
@@ -70,8 +69,7 @@ def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) ->
     """
     state, extra = _state_and_extra(model, extra)
     content = {"format": FORMAT, "model": model.config.to_dict(), "state": state, "extra": extra}
-    with replacing(Path(path)) as file:
-        torch.save(content, file)
+    files.write_torch(Path(path), torch.save, content)
 
 
 def save_safetensors(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
