@@ -137,7 +137,8 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
 def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
     """The weights that a run begins with, which it may go on without later. Raises UserError if there are none."""
     assert config.init.weights is not None
-    return find_origin(find_file(Path(weights_path(config.init.weights, config.track.uri, console.say))))
+    path = Path(weights_path(config.init.weights, config.track.uri, console.say))
+    return find_origin(find_file(path, console.say))
 
 
 # ---------------------------------------------------------------------- what trains

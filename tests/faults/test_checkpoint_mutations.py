@@ -17,6 +17,7 @@ from pipeline.checkpoint.store import Checkpoints, WriterStatus, read_state, rea
 from pipeline.lifecycle import samples
 from pipeline.lifecycle.run_folder import read_failures
 from pipeline.lifecycle.run_folder import read_status as read_run_status
+from pipeline.model.files import find_file
 from pipeline.process.committed import newest_complete
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
@@ -161,6 +162,9 @@ def test_a_pointer_that_a_kill_left_behind_is_repaired(run: Path, capsys: pytest
     (newest / "checksums.json").write_text("{")
     assert models.read_weights(run)[2] == {"step": 10}
     assert f"note: {newest} is damaged (checksums.json is missing or unreadable)" in capsys.readouterr().err
+    said: list[str] = []
+    assert find_file(run, said.append).parent.name == "step-00000010"
+    assert said == [f"{newest} is damaged (checksums.json is missing or unreadable): not used."]
 
 
 def test_a_reader_takes_back_no_pointer_of_a_run_in_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
