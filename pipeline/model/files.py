@@ -226,11 +226,20 @@ def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a .safetensors that transformers and timm can read. The file is replaced atomically."""
+    """Write a .safetensors that transformers and timm can read. The file is replaced atomically.
+
+    The same tensors and metadata give the same bytes: the library writes the metadata in an order that changes.
+    """
     library = optional("safetensors.torch", f"to write {path}")
-    content = library.save(dict(tensors), {"format": "pt", **(metadata or {})})
+    metadata = {"format": "pt", **(metadata or {})}
+    content = memoryview(library.save(dict(tensors), metadata))
+    end = 8 + int.from_bytes(content[:8], "little")  # Length of the header, header in JSON, data.
+    header = {**json.loads(bytes(content[8:end])), "__metadata__": metadata}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # Aligns the data.
     with replacing(path) as file:
-        file.write(content)
+        for part in (len(text).to_bytes(8, "little"), text, content[end:]):
+            file.write(part)
 
 
 def write_torch(path: Path, save: Callable[[Any, BinaryIO], object], content: Any) -> None:
