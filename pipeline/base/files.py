@@ -195,7 +195,7 @@ def _replacing(
         appear(hidden, path)
     except BaseException as error:
         hidden.unlink(missing_ok=True)
-        # The error of a failed write() has no file name, and "no space left" is of little use without one.
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        # The error of a failed write() has no file name, and "no space left" is of little use without one, or with a hidden one.
+        if isinstance(error, OSError) and error.errno is not None and str(error.filename) in ("None", str(hidden)):
             error.filename = str(path)
         raise
