@@ -67,7 +67,11 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
     if (file := _weights_in(_snapshot(path))) is not None:
         return file
     folder = path / "checkpoints"
-    if (newest := newest_complete(folder, say)) is not None and (newest / "model.safetensors").is_file():
+    damaged: list[str] = []
+    newest = newest_complete(folder, damaged.append)
+    for line in damaged:
+        say(line)
+    if newest is not None and (newest / "model.safetensors").is_file():
         repair_latest(folder, newest)
         return newest / "model.safetensors"
     pointer = folder / LATEST
@@ -81,6 +85,8 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
         )
     name = read_bytes(pointer).decode(errors="replace").strip()
     if name and name.isprintable() and (file := _weights_in(folder / name)) is not None:
+        if damaged:
+            say(f"no checkpoint in {folder} is complete: the weights in {name} are read all the same.")
         return file
     raise UserError(f'{pointer}: names "{name[:200]}", which contains no weights. Name another checkpoint folder.')
 

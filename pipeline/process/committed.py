@@ -44,7 +44,7 @@ def newest_complete(folder: Path, say: Callable[[str], object] | None = None) ->
             return path
         if say and path.exists():  # A run in training may just have removed it.
             why = "a file is missing or cut short" if checksums else f"{CHECKSUMS} is missing or unreadable"
-            say(f"{path} is damaged ({why}): not used.")
+            say(f"{path} is damaged ({why}).")
     return None
 
 

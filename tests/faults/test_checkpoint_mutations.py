@@ -158,13 +158,19 @@ def test_a_pointer_that_a_kill_left_behind_is_repaired(run: Path, capsys: pytest
     (newest / "rank-0001.t.bin").unlink()
     assert models.read_weights(run)[2] == {"step": 10}
     assert latest.read_text() == "step-00000010"
-    assert capsys.readouterr().err == f"note: {newest} is damaged (a file is missing or cut short): not used.\n"
+    assert capsys.readouterr().err == f"note: {newest} is damaged (a file is missing or cut short).\n"
     (newest / "checksums.json").write_text("{")
     assert models.read_weights(run)[2] == {"step": 10}
     assert f"note: {newest} is damaged (checksums.json is missing or unreadable)" in capsys.readouterr().err
     said: list[str] = []
     assert find_file(run, said.append).parent.name == "step-00000010"
-    assert said == [f"{newest} is damaged (checksums.json is missing or unreadable): not used."]
+    assert said == [f"{newest} is damaged (checksums.json is missing or unreadable)."]
+    (latest.parent / "step-00000010" / "rank-0001.t.bin").unlink()
+    assert find_file(run, said.append).parent.name == "step-00000010"
+    assert said[-2].endswith("step-00000010 is damaged (a file is missing or cut short).")
+    assert (
+        said[-1] == f"no checkpoint in {latest.parent} is complete: the weights in step-00000010 are read all the same."
+    )
 
 
 def test_a_reader_takes_back_no_pointer_of_a_run_in_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
