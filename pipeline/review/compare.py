@@ -76,7 +76,7 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
     title = f"Comparison of {listed(list(records), 4)}"
     blocks = [*page(records, groups, pictures), *(rescore.page(scores) if scores else [])]
     pairs = [_pair_row(pair) for group in groups for pair in group.pairs]
-    files = {
+    files: dict[str, bytes | str | None] = {
         # First: with report.html alone, the folder would be one of launch/report.py.
         "table.csv": table_csv([table_row(name, record) for name, record in records.items()]),
         "pairs.csv": table_csv(pairs) if pairs else None,

@@ -45,7 +45,7 @@ def run(config: VtabReportConfig) -> list[Column]:
     pictures = {"tasks.png": charts.draw_tasks(table), "means.png": charts.draw_means(table)}
     blocks = list(page(table, pictures))
     # scores.csv first: with report.html alone, the folder would be one of launch/report.py.
-    files = {"scores.csv": as_csv(_scores(table)), **report(title, blocks)}
+    files: dict[str, bytes | str | None] = {"scores.csv": as_csv(_scores(table)), **report(title, blocks)}
     write_files(folder, files, mark="report.html")
     for line in summary(table[0]):
         print(line)
