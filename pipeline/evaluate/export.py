@@ -10,7 +10,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,7 +177,8 @@ def _unfinished(out: Path, form: str) -> Iterator[Path]:
             error.filename, error.filename2 = str(out), None  # The error names the hidden path, or none.
         raise
     finally:
-        shutil.rmtree(hidden, ignore_errors=True) if hidden.is_dir() else hidden.unlink(missing_ok=True)
+        with suppress(OSError):  # On a disk that became read-only, unlink fails for a missing file, too.
+            shutil.rmtree(hidden, ignore_errors=True) if hidden.is_dir() else hidden.unlink()
 
 
 # ---------------------------------------------------------------------- other programs

@@ -84,7 +84,11 @@ def test_content_and_limit(tmp_path: Path) -> None:
             files.read_bytes(tmp_path / name)
 
 
-def test_an_error_names_the_file_and_not_its_hidden_one(tmp_path: Path) -> None:
+def test_an_error_names_the_file_and_not_its_hidden_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "unlink", read_only)
     with pytest.raises(FileNotFoundError) as missing, files.replacing(tmp_path / "nowhere" / "a"):
         pass
     assert missing.value.filename == str(tmp_path / "nowhere" / "a")
