@@ -63,7 +63,7 @@ def run(config: StatsConfig) -> dict[str, Any]:
         HISTOGRAMS: draw_histograms(dataset, counts, mixes),
         SHEET: sheet,
     }
-    write_files(out, contents)
+    write_files(out, contents, mark=STATS)
     _print_report(stats, out)
     return stats
 

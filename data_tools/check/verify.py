@@ -29,7 +29,7 @@ from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset
-from pipeline.data.storage.atomic import replacing
+from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
@@ -73,11 +73,12 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
         "shards": len(tables.shards), "samples": total, "bytes": num_bytes, "decoded": decoded,
         "seconds": time.monotonic() - begin, **_summary(found),
     }  # fmt: skip
-    with replacing(out / REPORT) as file:
-        file.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
+    # The report comes last: with it, damage.csv and the list are of the same check.
+    (out / REPORT).unlink(missing_ok=True)
     _write_details(found, out / DETAILS)
     # Without rows the unfit samples are unknown: an older list is kept.
     listed = _write_list(dataset, found) if tables.samples else None
+    write_files(out, {REPORT: json.dumps(report, indent=1, ensure_ascii=False) + "\n"})
     _print_report(dataset, report, out, listed)
     return report
 

@@ -74,11 +74,14 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     nearest = _nearest(pairs)
     marks, pictures = _describe(searched, tests, nearest)
     report = _report(config, searched, tests, states, pairs, time.monotonic() - started)
+    sheet = draw_pairs(pictures) if pictures else None
     if not config.dry_run:
         _tell_unmarked(searched.dataset, tests)
-        path = write_list(searched.dataset, LIST, marks)  # Before the report, which says so.
+        # An older report speaks of the older list. Without one, readers say "not searched".
+        (folder / REPORT).unlink(missing_ok=True)
+        path = write_list(searched.dataset, LIST, marks)
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-    write_files(folder, {REPORT: text, SHEET: draw_pairs(pictures) if pictures else None})
+    write_files(folder, {REPORT: text, SHEET: sheet}, mark=REPORT)
     _print(report)
     if config.dry_run:
         print(

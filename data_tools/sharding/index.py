@@ -21,12 +21,12 @@ import pyarrow.compute as pc
 from data_tools.driver import only_driver, remove_leftovers
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
-from data_tools.sharding.write_shard import PARTS, load_part, write_part
+from data_tools.sharding.write_shard import load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import complete_samples, known_class_names
 from data_tools.sources.listing import printable, reasons
 from data_tools.sources.reader import lost_if_unreadable
-from data_tools.sources.split_files import split_files
+from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
@@ -108,6 +108,7 @@ def run(config: IndexConfig) -> Dataset:
 def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     started = time.monotonic()
     files = split_files(source, config.splits, ".tar")
+    refuse_unfinished(out)
     finished = open_dataset(out) if (out / INFO).exists() else None
     names = known_class_names(out if finished else source, config.label_names)
     if finished and (other := renamed(finished.classes, names)):

@@ -22,10 +22,11 @@ from data_tools.sharding.classes import apply_rules, readable_names, refuse_untr
 from data_tools.sharding.copies import Copies, merge_copies
 from data_tools.sharding.holdout import hash_keys, hold_out
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
-from data_tools.sharding.write_shard import PARTS, Done, ShardingJob, load_part, part_path, write_shard
+from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable, reasons
+from data_tools.sources.split_files import PARTS, PLAN
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base import json_record
@@ -42,7 +43,7 @@ from pipeline.settings.commands.data import ShardConfig
 
 # Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
 Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]
-STAGING, PLAN, SKIPPED, COPIES, HASHES = ".staging", "plan.json", "skipped.csv", "copies.csv", "hashes"
+STAGING, SKIPPED, COPIES, HASHES = ".staging", "skipped.csv", "copies.csv", "hashes"
 # Settings that determine the bytes; a folder made with other values is refused.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
 # The same, recorded only if set. (Class lists and maps are part of the listing's digest.)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from data_tools.sources import Reader
 from data_tools.sources.images import shrink
 from data_tools.sources.reader import raise_if_lost
+from data_tools.sources.split_files import PARTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard
@@ -26,7 +27,6 @@ from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 
-PARTS = ".parts"
 # Bytes per write (writing each part separately takes a sixth longer), bytes between starts of writeback, memory page size.
 _PIECE, _WRITEBACK, _PAGE = 2**19, 2**23, 2**12
 # Parts per write after which no further sample is added to it: the kernel accepts 1,024, and a sample and the end have five.

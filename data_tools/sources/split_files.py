@@ -1,6 +1,7 @@
 """Assigns the files of a source (tars, Parquet) to splits by the prefix of their names."""
 
 from pipeline.base.errors import UserError
+from pipeline.data.dataset.tables import INFO
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 
 # Names, in lower case, that are probably of splits -> the split.
@@ -8,19 +9,25 @@ LIKE_SPLITS = {
     **{name: name for name in ("train", "val", "valid", "validation", "dev", "test")}, "training": "train", "testing": "test",
 }  # fmt: skip
 _BEGINNINGS = ("train", "val", "test", "dev")
+# In the folder of a data set while launch/shard.py makes it, and after a kill.
+PARTS, PLAN = ".parts", "plan.json"
 
 
 def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tuple[str, str, AnyPath]]:
     """Returns (split, name inside source, path) of every file `*<suffix>` below source, sorted by split and name.
 
     splits: split name -> prefix of its file names; the longest matching prefix counts. Raises UserError for a split without
-    files, and when one split would take files that look like several splits.
+    files, when one split would take files that look like several splits, and for an unfinished data set.
     """
     if source.is_file():
         paths = {source.name: source}
+        refuse_unfinished(source.parent)
     else:
-        found = ((name_inside(path, source), path) for path, _ in walk_files(source) if path.name.endswith(suffix))
-        paths = {name: path for name, path in found if name and not path.name.startswith(".")}
+        found = {name: path for path, _ in walk_files(source) if (name := name_inside(path, source))}
+        for path in found.values():
+            if path.name == PLAN and path.parent.name == PARTS:
+                refuse_unfinished(path.parent.parent)
+        paths = {name: path for name, path in found.items() if path.name.endswith(suffix) and path.name[0] != "."}
     files: dict[str, list[tuple[str, str, AnyPath]]] = {split: [] for split in splits}
     for name in sorted(paths):
         fitting = [split for split, start in splits.items() if name.startswith(start)]
@@ -36,6 +43,12 @@ def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tu
     if list(splits.values()) == [""]:
         _refuse_mixture(source, list(paths))
     return [file for of_split in files.values() for file in of_split]
+
+
+def refuse_unfinished(folder: AnyPath) -> None:
+    """Raise UserError for the folder of a data set that launch/shard.py has not finished: its tars are a part of them."""
+    if (folder / PARTS / PLAN).exists() and not (folder / INFO).exists():
+        raise UserError(f"{folder} is a data set that launch/shard.py has not finished. Run its command again first.")
 
 
 def _refuse_mixture(source: AnyPath, names: list[str]) -> None:

@@ -3,6 +3,7 @@
 Images are not read; `launch/verify.py` compares the shards with the manifest.
 """
 
+import errno
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -162,6 +163,10 @@ def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problem
     except UserError as error:
         problems.append(str(error))
         return ""
+    except OSError as error:  # Of a read-only data set, nothing can be unpacked beside it.
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
+            raise
+        return f"; keys and labels not read again ({error.filename}: {error.strerror})"
     finally:
         remove_tree(staging)
     problems += _changed(original.pools, by_pool(read_keys(dataset.path / KEYS_FILE)))

@@ -14,7 +14,7 @@ import os
 import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -194,8 +194,9 @@ def _replacing(
                 os.fsync(file.fileno())
         appear(hidden, path)
     except BaseException as error:
-        hidden.unlink(missing_ok=True)
-        # The error of a failed write() has no file name, and "no space left" is of little use without one.
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        with suppress(OSError):  # On a disk that became read-only this fails for a missing file, too.
+            hidden.unlink()
+        # The error of a failed write() has no file name, and "no space left" is of little use without one, or with a hidden one.
+        if isinstance(error, OSError) and error.errno is not None and str(error.filename) in ("None", str(hidden)):
             error.filename = str(path)
         raise

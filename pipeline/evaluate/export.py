@@ -8,8 +8,9 @@ import importlib.util
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ def run(config: ExportConfig) -> LogitDifference:
     path = files.find_file(Path(config.weights))  # once, because a run in training changes its `latest`
     content = models.read_weights(path, say=print)
     trained, extra = content[0], content[2]
+    if note := models.checkpoint_note(extra):
+        print(note)
     print(_describe(trained))
     if source := _source_side(path, trained):
         _compare(
@@ -133,7 +136,7 @@ def _write_graph(model: Model, form: str, path: Path) -> None:
     images = _images(model.config)[:2]  # a batch size other than the one compared, so that a constant batch size fails
     shapes = {"images": {0: torch.export.Dim("batch")}}
     if form == "torch_export":
-        torch.export.save(torch.export.export(model, (images,), dynamic_shapes=shapes), path)
+        files.write_torch(path, torch.export.save, torch.export.export(model, (images,), dynamic_shapes=shapes))
         return
     if sum(parameter.numel() for parameter in model.parameters()) * 4 > 2**31:
         raise UserError("an .onnx file holds at most 2 GiB, and these weights are larger. Use format=torch_export.")
@@ -162,12 +165,20 @@ def _unfinished(out: Path, form: str) -> Iterator[Path]:
             f"{out} is an existing {'folder' if out.is_dir() else 'file'}. Remove it, or choose another path."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    hidden = out.with_name(f".{out.stem}.{os.getpid()}.tmp{out.suffix}")
+    # Not by the process number: processes of two containers that share a disk may have the same.
+    hidden = out.with_name(f".{out.stem}.{uuid.uuid4().hex[:8]}.tmp{out.suffix}")
     try:
         yield hidden
+        if form in _FOLDERS and out.exists():
+            raise UserError(f"{out} was made by another process meanwhile. Choose another path.")
         os.replace(hidden, out)
+    except OSError as error:
+        if error.errno is not None:
+            error.filename, error.filename2 = str(out), None  # The error names the hidden path, or none.
+        raise
     finally:
-        shutil.rmtree(hidden, ignore_errors=True) if hidden.is_dir() else hidden.unlink(missing_ok=True)
+        with suppress(OSError):  # On a disk that became read-only, unlink fails for a missing file, too.
+            shutil.rmtree(hidden, ignore_errors=True) if hidden.is_dir() else hidden.unlink()
 
 
 # ---------------------------------------------------------------------- other programs

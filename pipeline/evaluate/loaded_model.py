@@ -88,6 +88,8 @@ def load_model(config: WeightsConfig) -> LoadedModel:
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     # Read once: a run in training changes its `latest`, and the metadata must belong to these weights.
     trained, state, extra = models.read_weights(config.weights, say=print)
+    if note := models.checkpoint_note(extra):
+        print(note)
     image_size = ImageSize.parse(config.image_size or trained.image_size)
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if config.loss == "auto" else config.loss

@@ -98,7 +98,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         "report.md": render.page(scores, picture),
         "scores.json": json.dumps(scores, indent=1, ensure_ascii=False),
     }
-    write_files(folder, files)
+    write_files(folder, files, mark="scores.json")
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>12}")
     print(f"report: {folder / 'report.md'}")

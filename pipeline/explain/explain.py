@@ -83,10 +83,9 @@ def run(config: ExplainConfig) -> dict[str, Any]:
     contents: dict[str, bytes | str] = {f"{n}.png": png(figure, DPI) for n, figure in results.drawings.items()}
     contents |= {f"{name}.csv": table_csv(rows) for name, rows in results.tables.items()}
     contents["explain.json"] = json.dumps(results.numbers, indent=1, ensure_ascii=False) + "\n"
-    if "attention" in drawings:
-        for old in folder.glob("attention*.png"):
-            old.unlink()  # Another choice of layers and heads has other names.
-    write_files(folder, contents)
+    # Another choice of layers and heads has other names.
+    old = [path.name for path in folder.glob("attention*.png")] if "attention" in drawings else []
+    write_files(folder, {**dict.fromkeys(old), **contents}, mark="explain.json")
     print(f"{', '.join(contents)} in {folder}")
     if origin is not None:
         tags = {"weights": config.weights, "weights_run": str(results.numbers["run"])}

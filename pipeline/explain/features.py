@@ -24,7 +24,9 @@ from pipeline.evaluate.predict import read_class_names
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.explain import galleries
 from pipeline.explain.explain import read_images
+from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
+from pipeline.process.outputs import try_output
 from pipeline.settings.commands.weights import FeaturesConfig
 
 # Images whose features are in memory at a time, about.
@@ -38,6 +40,8 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     anything is written.
     """
     config = with_local_weights(config)
+    if config.like:
+        try_output("sheet", _sheet(config), "file")
     loaded = load_model(config)
     names = read_class_names(config) or loaded.extra.get("classes") or []
     images = open_adhoc_split(config.images, config.split, config.exclude, names)
@@ -51,6 +55,10 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     # Stable: of equally similar images, the first comes first.
     rows = np.argsort(-similarities, kind="stable")[: min(config.num_like, int(np.isfinite(similarities).sum()))]
     return _draw_neighbours(config, loaded, query, images, rows, similarities[rows])
+
+
+def _sheet(config: FeaturesConfig) -> Path:
+    return Path(config.sheet) if config.sheet else Path(config.out).with_suffix(".png")
 
 
 def _open_query(config: FeaturesConfig) -> AdhocSplit:
@@ -119,6 +127,8 @@ def _table(
     )  # fmt: skip
     fields = [("key", pa.string()), ("label", pa.string()), ("vector", vectors.type), ("problem", pa.string())]
     about = {"weights": config.weights, "image_size": str(loaded.image_size), "precision": config.precision}
+    if note := checkpoint_note(loaded.extra):
+        about["checkpoint"] = note
     columns = [images.split.keys(rows), images.labels(rows), vectors, [seen.problems.get(row) for row in rows.tolist()]]
     return pa.table(columns, pa.schema(fields, metadata=about))
 
@@ -135,7 +145,7 @@ def _draw_neighbours(
         for key, label, similarity in zip(keys, labels, similarities.tolist(), strict=True)
     ]
     figure = galleries.draw_neighbours(image.numpy(), Path(config.like).stem, pixels.numpy(), captions)
-    sheet = Path(config.sheet) if config.sheet else Path(config.out).with_suffix(".png")
+    sheet = _sheet(config)
     with replacing(sheet) as file:
         file.write(png(figure, DPI))
     found = list(zip(keys, similarities.tolist(), strict=True))

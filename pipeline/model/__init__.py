@@ -25,6 +25,7 @@ from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 from pipeline.model.weights import (
     adapted,
+    checkpoint_note,
     load,
     read_normalisation,
     read_weights,

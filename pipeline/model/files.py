@@ -3,15 +3,17 @@
 import contextlib
 import hashlib
 import importlib
+import io
 import json
 import os
 import pickle
 import re
+import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from pipeline.base.files import read_bytes, replacing
 from pipeline.base.npz import check_sizes
 from pipeline.model.convert.reading import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, checkpoints_of, newest_complete, repair_latest
+from pipeline.process.start import rank
 
 StrPath = str | os.PathLike[str]
 ADVICE = "Use the previous checkpoint, or download the file again."
@@ -42,11 +45,17 @@ _MAX_ERROR = 1000  # Characters of a library's error that are repeated.
 _MAX_JSON = 1 << 26  # Bytes of a configuration file; with 21,843 class names it has 2 MB.
 
 
-def find_file(path: Path) -> Path:
+def _note(line: str) -> None:
+    if rank() == 0:
+        print(f"note: {line}", file=sys.stderr, flush=True)
+
+
+def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
     """The weights file of a file, a checkpoint folder, a run folder, or a folder of Hugging Face or timm.
 
     The last may also be a folder of Hugging Face's cache (models--ORGANISATION--NAME), or hf://ORGANISATION/NAME, which is that
-    folder. For weights in several files it is their index. Raises UserError if there is none.
+    folder. For weights in several files it is their index. Of a run it is that of the newest checkpoint; say: called with a line
+    for each newer one that is damaged. Raises UserError if there is none.
     """
     if str(path).startswith(_HUB):
         path = _cached(str(path).removeprefix(_HUB).strip("/"))
@@ -63,8 +72,12 @@ def find_file(path: Path) -> Path:
             f"{path}: its checkpoints are in {folder} (checkpoint.folder), and weights are not read from buckets. Copy the one that "
             f"{LATEST} there names to a disk, and name the copy."
         )
-    if (newest := newest_complete(folder)) is not None and (newest / "model.safetensors").is_file():
-        repair_latest(folder, newest.name)
+    damaged: list[str] = []
+    newest = newest_complete(folder, damaged.append)
+    for line in damaged:
+        say(line)
+    if newest is not None and (newest / "model.safetensors").is_file():
+        repair_latest(folder, newest)
         return newest / "model.safetensors"
     pointer = folder / LATEST
     if not pointer.is_file():
@@ -77,6 +90,8 @@ def find_file(path: Path) -> Path:
         )
     name = read_bytes(pointer).decode(errors="replace").strip()
     if name and name.isprintable() and (file := _weights_in(folder / name)) is not None:
+        if damaged:
+            say(f"no checkpoint in {folder} is complete: the weights in {name} are read all the same.")
         return file
     raise UserError(f'{pointer}: names "{name[:200]}", which contains no weights. Name another checkpoint folder.')
 
@@ -204,23 +219,49 @@ def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         expected = json_record.read(path.with_name(CHECKSUMS), dict[str, Checksum]).get(path.name)
     except FileNotFoundError:
         expected = None
-    if expected is not None:
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-                raise UserError(f"{path}: damaged, its checksum is wrong. {ADVICE}")
     try:
+        if expected is not None:
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+                    raise UserError(f"{path}: damaged, its checksum is wrong. {ADVICE}")
         with library.safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 - no dict
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: it is gone. A run in training removes its older checkpoints: run the same command again, or name one that is kept."
+        ) from None
     except Exception as error:  # A damaged header can raise nearly anything, KeyError for an unknown dtype among it.
         raise UserError(f"{path}: not a readable .safetensors ({one_line(error)}). {ADVICE}") from error
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a .safetensors that transformers and timm can read. The file is replaced atomically."""
+    """Write a .safetensors that transformers and timm can read. The file is replaced atomically.
+
+    The same tensors and metadata give the same bytes: the library writes the metadata in an order that changes.
+    """
     library = optional("safetensors.torch", f"to write {path}")
-    content = library.save(dict(tensors), {"format": "pt", **(metadata or {})})
+    metadata = {"format": "pt", **(metadata or {})}
+    content = memoryview(library.save(dict(tensors), metadata))
+    end = 8 + int.from_bytes(content[:8], "little")  # Length of the header, header in JSON, data.
+    header = {**json.loads(bytes(content[8:end])), "__metadata__": metadata}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # Aligns the data.
     with replacing(path) as file:
-        file.write(content)
+        for part in (len(text).to_bytes(8, "little"), text, content[end:]):
+            file.write(part)
+
+
+def write_torch(path: Path, save: Callable[[Any, BinaryIO], object], content: Any) -> None:
+    """Write what torch.save or torch.export.save makes of `content`. The file is replaced atomically.
+
+    In memory first: on a full disk, torch's own writer ends in a RuntimeError, or aborts the process.
+    """
+    buffer = io.BytesIO()
+    save(content, buffer)
+    with replacing(path) as file:
+        file.write(buffer.getbuffer())
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], jsons: Mapping[str, Mapping[str, Any]]) -> None:

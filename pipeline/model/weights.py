@@ -19,7 +19,6 @@ from pipeline.architecture.config import OPTIONS, Config, Gelu, Kernel, ViTConfi
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import replacing
 from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
@@ -70,8 +69,7 @@ def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) ->
     """
     state, extra = _state_and_extra(model, extra)
     content = {"format": FORMAT, "model": model.config.to_dict(), "state": state, "extra": extra}
-    with replacing(Path(path)) as file:
-        torch.save(content, file)
+    files.write_torch(Path(path), torch.save, content)
 
 
 def save_safetensors(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
@@ -101,6 +99,14 @@ def read_weights(path: StrPath, say: Say = _silent) -> Content:
         say(note)
     state = {name: tensor for name, tensor in weights.state.items() if not name.startswith(ADDITION)}
     return weights.config, state, {name: value for name, value in weights.extra.items() if name != DECODER}
+
+
+def checkpoint_note(extra: Mapping[str, Any]) -> str:
+    """A line that says of which step and run weights are; empty for others than those of a checkpoint."""
+    step, run = extra.get("step"), extra.get("run")
+    if type(step) is not int:
+        return ""
+    return f"weights of step {step:,}" + (f" of run {files.one_line(run)}" if run and isinstance(run, str) else "")
 
 
 def read_additions(path: StrPath) -> tuple[dict[str, Tensor], DecoderFacts]:

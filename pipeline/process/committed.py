@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,23 +57,31 @@ def checkpoints_of(run: Path) -> Path | str:
     return Path(settings.checkpoint.folder, settings.name) if folder else run / "checkpoints"
 
 
-def newest_complete(folder: Path) -> Path | None:
-    """Returns the newest checkpoint whose files all have the recorded sizes; contents are verified when they are read."""
+def newest_complete(folder: Path, say: Callable[[str], object] | None = None) -> Path | None:
+    """Returns the newest checkpoint whose files all have the recorded sizes; contents are verified when they are read.
+
+    say: called with a line for each newer one that is damaged.
+    """
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
     for path in sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True):
         checksums = read_checksums(path)
         if checksums and _have_sizes(path, checksums):
             return path
+        if say and path.exists():  # A run in training may just have removed it.
+            why = "a file is missing or cut short" if checksums else f"{CHECKSUMS} is missing or unreadable"
+            say(f"{path} is damaged ({why}).")
     return None
 
 
-def repair_latest(folder: Path, name: str) -> None:
+def repair_latest(folder: Path, newest: Path) -> None:
     """Make `latest` name this checkpoint, which a kill right after a commit may have prevented. Ignores I/O errors."""
     pointer, temporary = folder / LATEST, folder / f".{LATEST}.{os.getpid()}.tmp"
     try:
-        if not pointer.exists() or read_bytes(pointer).strip() != name.encode():
-            temporary.write_text(name)
+        while not pointer.exists() or read_bytes(pointer).strip() != newest.name.encode():
+            temporary.write_text(newest.name)
             os.replace(temporary, pointer)
+            # A run in training may have committed another one, and written its name, in between.
+            newest = newest_complete(folder) or newest
     except (OSError, UserError):
         return
 

@@ -76,13 +76,14 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
     title = f"Comparison of {listed(list(records), 4)}"
     blocks = [*page(records, groups, pictures), *(rescore.page(scores) if scores else [])]
     pairs = [_pair_row(pair) for group in groups for pair in group.pairs]
-    files = {
-        **report(title, blocks),
+    files: dict[str, bytes | str | None] = {
+        # First: with report.html alone, the folder would be one of launch/report.py.
         "table.csv": table_csv([table_row(name, record) for name, record in records.items()]),
         "pairs.csv": table_csv(pairs) if pairs else None,
         "per_class.csv": table_csv(rescore.class_rows(scores)) if scores else None,
+        **report(title, blocks),
     }
-    write_files(folder, files)
+    write_files(folder, files, mark="report.html")
     for line in summary(records):
         print(line)
     print(f"comparison: {folder / 'report.html'}")

@@ -64,7 +64,7 @@ def run(config: RunReportConfig) -> Path:
     score = record.last_score
     title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome or record.status}"
     blocks = list(page(record, reader))
-    write_files(folder, report(title, blocks))
+    write_files(folder, report(title, blocks), mark="report.html")
     print(title)
     print(f"report: {folder / 'report.html'}")
     return folder / "report.html"

@@ -3,10 +3,10 @@
 Each run is a process of its own that resumes from its folder, so the same command continues an interrupted grid.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +24,7 @@ from pipeline.data.mixture.subset import run_splits
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME
+from pipeline.monitor.page_folder import PageFolder
 from pipeline.process.outputs import try_output
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
@@ -124,7 +125,7 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     settings = trials[0].config
     uri = uri_of_runs(config.mlflow, settings.track, config.out)
     num_runs = len(trials) + len(config.seeds)
-    with GridPage(config, settings, dataset, num_runs, uri) if uri else nullcontext() as page:
+    with GridPage(config, settings, dataset, num_runs, uri) if uri else contextlib.nullcontext() as page:
         result = _run(config, trials, start, page)
         _write_report(result, config)
         if page:
@@ -141,6 +142,7 @@ def _run(config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPa
         except DivergedError as error:  # A diverged trial is a result: this rate is not chosen.
             print(f"{config.name}: lr {lr:g} diverged")
             tried.append({"lr": lr, "diverged": str(error)})
+        _refuse_other_weights(trials[0], trial)
         if page:
             page.ended(trial.folder)
     best, num_dev = best_rate(tried)
@@ -155,6 +157,7 @@ def _run(config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPa
             scores = run_to_end(final, config, start, page)
         except DivergedError as error:
             raise UserError(f"{error} Or leave {best:g} out of lr.") from error
+        _refuse_other_weights(trials[0], final)
         runs.append({"seed": seed, "top1": scores["top1"], "num_samples": scores["num_samples"]})
         if page:
             page.ended(final.folder)
@@ -231,6 +234,21 @@ def run_to_end(grid_run: ChildRun, config: GridConfig, start: Start, page: "Grid
     if isinstance(outcome, str):
         raise DivergedError(f"{grid_run.folder}: {outcome}")
     return asdict(outcome)
+
+
+def _refuse_other_weights(first: ChildRun, other: ChildRun) -> None:
+    """Raise UserError if two runs began with different weights: a run that init.weights names may have trained on meanwhile."""
+    origins = []
+    with contextlib.suppress(UserError):  # Of a run of an earlier version, nothing is known.
+        origins = [PageFolder(run.folder).read_facts().facts.origin for run in (first, other)]
+    if len({origin.sha256 for origin in origins if origin}) > 1:
+        began = " and ".join(
+            f"{run.folder} with {origin.path}" for run, origin in zip((first, other), origins, strict=True) if origin
+        )
+        raise UserError(
+            f"The runs of this grid began with different weights, {began}, so their scores cannot be compared. Name one checkpoint "
+            "(settings=[init.weights=RUN/checkpoints/step-...]) and start another grid with name=..."
+        )
 
 
 def best_rate(tried: list[dict[str, Any]]) -> tuple[float, int]:

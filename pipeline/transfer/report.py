@@ -44,8 +44,9 @@ def run(config: VtabReportConfig) -> list[Column]:
     title = f"VTAB-1k: {table[0].name}"
     pictures = {"tasks.png": charts.draw_tasks(table), "means.png": charts.draw_means(table)}
     blocks = list(page(table, pictures))
-    files = {**report(title, blocks), "scores.csv": as_csv(_scores(table))}
-    write_files(folder, files)
+    # scores.csv first: with report.html alone, the folder would be one of launch/report.py.
+    files: dict[str, bytes | str | None] = {"scores.csv": as_csv(_scores(table)), **report(title, blocks)}
+    write_files(folder, files, mark="report.html")
     for line in summary(table[0]):
         print(line)
     print(f"report: {folder / 'report.md'}")

@@ -84,6 +84,20 @@ def test_content_and_limit(tmp_path: Path) -> None:
             files.read_bytes(tmp_path / name)
 
 
+def test_an_error_names_the_file_and_not_its_hidden_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(FileNotFoundError) as missing, files.replacing(tmp_path / "nowhere" / "a"):
+        pass
+    assert missing.value.filename == str(tmp_path / "nowhere" / "a")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as folder:
+        files.write_text(tmp_path / "folder", "x")
+    assert folder.value.filename == str(tmp_path / "folder")
+
+
 @pytest.mark.parametrize("with_links", [True, False])
 def test_the_first_creates_a_file(with_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a disk without hard links, such as exFAT, where a new MLflow database ended in "permission denied"."""

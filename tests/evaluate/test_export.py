@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import runpy
 import sys
 from dataclasses import replace
@@ -184,6 +185,37 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form,
     with pytest.raises(UserError, match=message):
         run(tmp_path / "model.pt", form, tmp_path / "out" / out)
     assert not any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(("form", "name"), [
+    ("npz", "a.npz"), ("timm", "a"), ("mae", "a.pth"), pytest.param("torch_export", "a.pt2", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_full_disk_is_named_and_nothing_stays(tmp_path, form, name):
+    """torch's own writer ended in a RuntimeError, and that of torch.export aborted the process."""
+    weights, out = tmp_path / "model.safetensors", tmp_path / "out" / name
+    random_mae(weights, True, "imagenet") if form == "mae" else random_weights(weights := tmp_path / "model.pt")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as full:
+            run(weights, form, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert full.value.filename == str(out)
+    assert not any(out.parent.iterdir())
+
+
+def test_the_second_of_two_at_once_is_refused(weights, tmp_path, monkeypatch):
+    write, out = export._write, tmp_path / "out" / "timm"
+
+    def write_slowly(*arguments):
+        write(*arguments)
+        (out / "model.safetensors").mkdir(parents=True)
+
+    monkeypatch.setattr(export, "_write", write_slowly)
+    with pytest.raises(UserError, match=r"timm was made by another process meanwhile\. Choose another path"):
+        run(weights, "timm", out)
+    assert [path.name for path in out.parent.iterdir()] == ["timm"]
 
 
 def test_a_folder_does_not_replace_a_file(weights, tmp_path):

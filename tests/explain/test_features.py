@@ -35,7 +35,8 @@ def photos(tmp_path: Path) -> Path:
 def save(path: Path, num_classes: int = 2, **changes: object) -> Path:
     model = models.create("ViT-mu/4", SIDE, num_classes, **changes)
     own = {"classes": CLASSES} if num_classes else {}
-    models.save(model, path, {"preprocessing": {"image_size": SIDE, "eval_crop": "resize"}, **own})
+    of_run = {"run": "try", "step": 1200}
+    models.save(model, path, {"preprocessing": {"image_size": SIDE, "eval_crop": "resize"}, **of_run, **own})
     return path
 
 
@@ -63,6 +64,7 @@ def test_the_table_has_what_the_head_reads(
     weights, out = save(tmp_path / "random.pt", representation=True), tmp_path / "table.parquet"
     features.run(schema.load(FeaturesConfig, None, settings(weights, photos, out)))
     said = capsys.readouterr().out
+    assert "weights of step 1,200 of run try\n" in said
     assert "4.png  cannot be read: no image: begins with b'junk'" in said
     assert f"9 images, 1 of them unreadable, 32 features each. table: {out}" in said
 
@@ -88,6 +90,7 @@ def test_the_table_has_what_the_head_reads(
     np.testing.assert_allclose(vectors, expected(weights, keys), atol=1e-6)
     assert vectors.dtype == np.float32
     assert table.schema.metadata[b"weights"] == str(weights).encode()
+    assert table.schema.metadata[b"checkpoint"] == b"weights of step 1,200 of run try"
 
     # The same bytes again, and the same rows in parts of one batch each.
     run(weights, photos, tmp_path / "again.parquet")
@@ -164,16 +167,18 @@ def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path, capsys)
 def test_mistakes_are_one_line_and_write_nothing(photos: Path, tmp_path: Path) -> None:
     weights, out = save(tmp_path / "random.pt"), tmp_path / "table.parquet"
     bad = photos / "ant" / f"{BAD}.png"
+    (tmp_path / "table.png").mkdir()
     for said, images, *more in (
         ("nowhere: no such file or folder", "nowhere"),
         ("out = table.csv must end with .parquet", photos, "out=table.csv"),
         ("sheet = a.jpg must end with .png, and needs like", photos, "sheet=a.jpg", f"like={bad}"),
         ("sheet = a.png must end with .png, and needs like", photos, "sheet=a.png"),
-        ("like = .*photos is no image file on this machine", photos, f"like={photos}"),
-        ("none of the 1 image of like = .*4.png can be read", photos, f"like={bad}"),
+        ("sheet = .*table.png: it is a folder, not a file", photos, f"like={bad}"),
+        ("like = .*photos is no image file on this machine", photos, f"like={photos}", f"sheet={tmp_path}/a.png"),
+        ("none of the 1 image of like = .*4.png can be read", photos, f"like={bad}", f"sheet={tmp_path}/a.png"),
         ("none of the 1 image of .*4.png can be read", bad),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said) as error:
             run(weights, images, out, *more)
         assert "\n" not in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} == {"photos", "random.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"photos", "random.pt", "table.png"}

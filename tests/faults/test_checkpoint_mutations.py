@@ -1,5 +1,6 @@
 """Flipped bits in every file of a checkpoint, seeded: the one before is used, or one line refuses it; no other exception."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import torch
 from saving import CONFIG, save_all, tensors
 
 from pipeline import model as models
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, WriterStatus, read_state, read_status, write_status
 from pipeline.lifecycle import samples
 from pipeline.lifecycle.run_folder import read_failures
 from pipeline.lifecycle.run_folder import read_status as read_run_status
+from pipeline.model.files import find_file
 from pipeline.process.committed import newest_complete
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
@@ -134,7 +137,7 @@ def test_damaged_small_files_around_checkpoints(run: Path) -> None:
 
 
 # -------------------------------------------------------------------- the pointer
-def test_a_pointer_that_a_kill_left_behind_is_repaired(run: Path) -> None:
+def test_a_pointer_that_a_kill_left_behind_is_repaired(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By a run that starts, also a finished one, and by a reader; one that may not write just reads the newest."""
     latest, console = run / "checkpoints" / "latest", Console(run / "log.txt", True)
     latest.write_text("step-00000010")
@@ -148,11 +151,56 @@ def test_a_pointer_that_a_kill_left_behind_is_repaired(run: Path) -> None:
         assert latest.read_text() == "step-00000020"
     latest.unlink()
     assert models.read_weights(run)[2] == {"step": 20}
+    assert capsys.readouterr().err == ""
 
-    # Not whole: a file is missing.
-    (latest.parent / "step-00000020" / "rank-0001.t.bin").unlink()
+    # Not whole: a file is missing. That another one is read is said.
+    newest = latest.parent / "step-00000020"
+    (newest / "rank-0001.t.bin").unlink()
     assert models.read_weights(run)[2] == {"step": 10}
     assert latest.read_text() == "step-00000010"
+    assert capsys.readouterr().err == f"note: {newest} is damaged (a file is missing or cut short).\n"
+    (newest / "checksums.json").write_text("{")
+    assert models.read_weights(run)[2] == {"step": 10}
+    assert f"note: {newest} is damaged (checksums.json is missing or unreadable)" in capsys.readouterr().err
+    said: list[str] = []
+    assert find_file(run, said.append).parent.name == "step-00000010"
+    assert said == [f"{newest} is damaged (checksums.json is missing or unreadable)."]
+    (latest.parent / "step-00000010" / "rank-0001.t.bin").unlink()
+    assert find_file(run, said.append).parent.name == "step-00000010"
+    assert said[-2].endswith("step-00000010 is damaged (a file is missing or cut short).")
+    assert (
+        said[-1] == f"no checkpoint in {latest.parent} is complete: the weights in step-00000010 are read all the same."
+    )
+
+
+def test_a_reader_takes_back_no_pointer_of_a_run_in_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run commits another checkpoint between the reader's look at the folder and its change of the pointer."""
+    latest, replace = run / "checkpoints" / "latest", os.replace
+    latest.unlink()
+
+    def train_on(source: Path, target: Path) -> None:
+        if target == latest and not (latest.parent / "step-00000030").exists():
+            save_all(latest.parent, 30, model=CONFIG.to_dict())
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", train_on)
+    assert models.read_weights(run)[2] == {"step": 20}
+    assert latest.read_text() == "step-00000030"
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in training keeps few checkpoints."""
+    read = json_record.read
+
+    def read_slowly(path: Path, *rest: object) -> object:
+        content = read(path, *rest)
+        if path.name == "checksums.json":
+            Checkpoints(run / "checkpoints").remove(path.parent)
+        return content
+
+    monkeypatch.setattr(json_record, "read", read_slowly)
+    with pytest.raises(UserError, match=r"model\.safetensors: it is gone\. A run in training removes its older"):
+        models.read_weights(run)
 
 
 def test_a_reader_without_the_right_to_write_reads_the_newest(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,6 +309,24 @@ def test_repaired_data_empties_the_list(copy: Dataset) -> None:
     assert not (copy.path / "verify" / "damage.csv").exists()
 
 
+def test_a_killed_check_leaves_no_report(copy: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the report, damage.csv and the list would be taken for those of the same check."""
+
+    def kill(*_: object) -> None:
+        raise RuntimeError("killed")
+
+    assert check(copy.path)["is_whole"]
+    overwrite(copy.path / SHARD, int(copy.split("train").offsets[50]), b"\0" * 9)
+    monkeypatch.setattr(verify, "_write_list", kill)
+    with pytest.raises(RuntimeError, match="killed"):
+        check(copy.path)
+    monkeypatch.undo()
+    assert not (copy.path / "verify" / "report.json").exists()
+    assert not check(copy.path)["is_whole"]
+    assert listed(copy) == [("train", 50)]
+    assert json.loads((copy.path / "verify" / "report.json").read_text())["unfit_samples"] == 1
+
+
 def test_exit_codes(
     copy: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,6 +138,18 @@ def test_weights_of_a_run_are_found_where_its_settings_put_its_checkpoints(tmp_p
         load(run)
 
 
+@pytest.mark.parametrize("write", [save, save_safetensors])
+def test_the_same_weights_are_the_same_bytes(tmp_path, write):
+    """safetensors writes the entries of the metadata in an order of its own each time."""
+    files = [tmp_path / f"{number}.{'pt' if write is save else 'safetensors'}" for number in range(12)]
+    for path in files:
+        write(tiny(), path.with_stem("model"), {"run": "ü", "classes": list("abcde")})
+        path.with_stem("model").rename(path)
+    assert len({path.read_bytes() for path in files}) == 1
+    assert same_values(load(files[0]), tiny())
+    assert read_weights(files[0])[2] == {"run": "ü", "classes": list("abcde")}
+
+
 def test_another_number_of_classes_means_fine_tuning(file):
     """ViT paper, B.1.1: one zero-initialised linear head replaces the representation layer and the head."""
     for model in (load(file, num_classes=3), load(file, num_classes=5, new_head=True), load(file, new_head=True)):

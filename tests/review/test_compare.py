@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.page import markdown
 from pipeline.checkpoint.store import FORMAT
 from pipeline.evaluate import architecture
+from pipeline.process.outputs import kind_of
 from pipeline.review import budgets, compare, reader, rescore
 from pipeline.review.reader import from_folder
 from pipeline.review.statistics import STUDENT, by_evaluation
@@ -283,6 +285,23 @@ def test_a_run_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(UserError, match=rf"^runs: a and {again} are the same run\. Leave out one of them\.$"):
             compare.run(config)
     assert not (tmp_path / "compared").exists()
+
+
+def test_what_a_killed_comparison_leaves_is_no_report_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command was refused then: "this folder holds a report of a run"."""
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    settings = [f"runs=[{tmp_path / 'a'},{tmp_path / 'b'}]", f"out={tmp_path / 'out'}"]
+    kinds, replace = [], os.replace
+
+    def watched(source: Path, target: Path) -> None:
+        replace(source, target)
+        kinds.append(kind_of(tmp_path / "out"))
+
+    monkeypatch.setattr(os, "replace", watched)
+    for _ in range(2):
+        compare.run(schema.load(CompareConfig, None, settings))
+    assert set(kinds) == {"comparison"}
 
 
 def test_a_run_is_the_same_in_its_folder_and_in_mlflow(tmp_path: Path) -> None:

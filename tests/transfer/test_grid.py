@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from child_runs import leave_behind
 from forked import Forge
 from ranks import metrics
 from tiny import make_dataset
@@ -18,6 +19,8 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.subset import hold_out
 from pipeline.lifecycle.run_folder import RESUME
+from pipeline.monitor.page_folder import PageFolder, Start
+from pipeline.monitor.run_page import RunFacts, WeightsOrigin
 from pipeline.review import compare
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import CompareConfig, GridConfig
@@ -169,6 +172,22 @@ def test_grid_from_trials_to_table_and_comparison(
     assert f"| top-1 accuracy | {100 * scores['lr-1e-06']['top1']:.2f} | {100 * accuracies[0]:.2f} |" in page
     with pytest.raises(UserError, match=r"is not the folder of a started run: config.json is missing"):
         compare.run(CompareConfig(runs=[runs[0], str(tmp_path)]))
+
+
+def test_weights_that_train_on_between_trials_are_refused(data: Path, tmp_path: Path) -> None:
+    """init.weights names a run in training: each trial began with the checkpoint that was the newest then."""
+    (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(data)))
+    settings = [f"run={tmp_path}/run.yaml", "name=tiny", f"out={tmp_path}", "settings=[init.weights=base]", "lr=[0.1,0.2]",
+                "seeds=[3]", "dev_share=0.2"]  # fmt: skip
+    steps = iter((100, 100, 200))
+
+    def start(cell: ChildRun, config: GridConfig) -> int:
+        origin = WeightsOrigin(f"base/step-{(step := next(steps))}", sha256=f"{step}", step=step)
+        PageFolder(cell.folder).begin("vit", RunFacts(cell.name, "finetune", origin=origin), Start(0.0, 0, []))
+        return leave_behind(cell, "finetune", 0.5)
+
+    with pytest.raises(UserError, match=r"lr-0.1 with base/step-100 and .*final-seed-3 with base/step-200, so their"):
+        grid.run(schema.load(GridConfig, None, settings), start)
 
 
 def test_a_dev_split_is_a_part_that_only_the_seed_decides(data: Path) -> None:

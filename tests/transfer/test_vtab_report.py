@@ -3,6 +3,7 @@
 import base64
 import csv
 import json
+import os
 import random
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.base.page import markdown
 from pipeline.evaluate import intervals
+from pipeline.process.outputs import kind_of
 from pipeline.review import report as run_report
 from pipeline.review.reader import from_folder
 from pipeline.settings import schema
@@ -245,6 +247,19 @@ def test_settings_to_folder_and_mlflow(database: Path, tmp_path: Path, capsys: p
     assert run.data.tags["mlflow.parentRunId"] == run.data.tags["pretraining_run_id"] == "abc123"
     assert run.data.tags["contamination"] == "7"
     assert names < {file.path for file in client.list_artifacts(run.info.run_id)}
+
+
+def test_what_a_killed_report_leaves_is_no_report_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command was refused then: "this folder holds a report of a run"."""
+    sweep, kinds, replace = write(tmp_path / "new", whole()), [], os.replace
+
+    def watched(source: Path, target: Path) -> None:
+        replace(source, target)
+        kinds.append(kind_of(sweep / "report"))
+
+    monkeypatch.setattr(os, "replace", watched)
+    report.run(schema.load(VtabReportConfig, None, [f"sweeps={sweep}"]))
+    assert set(kinds) == {"report of sweeps"}
 
 
 def test_files_that_are_no_results(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from data_tools.bench.data.peers import write_mosaic
 from data_tools.bench.measure import Contestant, report
 from data_tools.bench.record import BenchRecord
 from data_tools.sharding.shard import make_jobs, make_plan
-from data_tools.sharding.write_shard import PARTS, write_shard
+from data_tools.sharding.write_shard import write_shard
 from data_tools.sources import list_source
+from data_tools.sources.split_files import PARTS
 from pipeline.base.words import counted
 from pipeline.settings.commands.data import BenchConfig, ShardConfig
 

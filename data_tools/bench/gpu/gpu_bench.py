@@ -261,8 +261,9 @@ def _make_shards(folder: Path, images: int) -> Iterator[Row]:
     from data_tools.bench.corpus import write_generated, write_raw
     from data_tools.sharding.holdout import hold_out
     from data_tools.sharding.shard import make_jobs, make_plan, read_rows
-    from data_tools.sharding.write_shard import PARTS, part_path, write_shard
+    from data_tools.sharding.write_shard import part_path, write_shard
     from data_tools.sources import list_source
+    from data_tools.sources.split_files import PARTS
     from pipeline.data.dataset.manifest import write_dataset
     from pipeline.settings.commands.data import ShardConfig
 

@@ -1,7 +1,7 @@
 """Files and objects as a whole. They are replaced atomically: a reader sees the old content or the new, never a part."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import BinaryIO
 
 from pipeline.base import files
@@ -23,15 +23,21 @@ def replacing(path: AnyPath) -> Iterator[BinaryIO]:
         yield file
 
 
-def write_files(folder: AnyPath, contents: Mapping[str, bytes | str | None]) -> None:
+def write_files(folder: AnyPath, contents: Mapping[str, bytes | str | None], mark: str = "") -> None:
     """Write files into a folder, which is created if it is missing. Each replaces an older one atomically; None removes it.
 
-    Text is written as `files.as_bytes` does.
+    Text is written as `files.as_bytes` does. On a full disk all older files stay. mark: name of the file without which a folder
+    does not count as results: it is removed first and appears last, so a kill leaves no old and new files with it.
     """
     make_folder(folder)
-    for name, content in contents.items():
-        if content is None:
-            (folder / name).unlink(missing_ok=True)
-            continue
-        with replacing(folder / name) as file:
-            file.write(files.as_bytes(content) if isinstance(content, str) else content)
+    ordered = sorted(contents, key=lambda name: name == mark)
+    with ExitStack() as stack:
+        for name in reversed(ordered):  # Files appear in the reverse of the order in which they are opened.
+            content = contents[name]
+            if content is not None:
+                file = stack.enter_context(replacing(folder / name))
+                file.write(files.as_bytes(content) if isinstance(content, str) else content)
+                file.flush()
+        for name in ordered[::-1]:
+            if contents[name] is None or name == mark:
+                (folder / name).unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from data_tools.dedup.pair_sheet import CaptionedImage, draw_pairs
 from data_tools.dedup.verify_pair import distance, reduced
 from data_tools.sharding import shard
 from pipeline.base.errors import UserError
+from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.settings import schema
@@ -237,6 +238,10 @@ def test_killed_search_goes_on(sets: tuple[Dataset, Dataset], tmp_path: Path, ca
     assert not (train.path / "dedup/progress.json").exists()
 
 
+def kill(*_: object, **__: object) -> None:
+    raise RuntimeError("killed")
+
+
 def test_dry_run_marks_nothing(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
     train = copy(sets[0], tmp_path)
     report = dedup.run(config(train, sets[1].path, dry_run=True))
@@ -244,14 +249,25 @@ def test_dry_run_marks_nothing(sets: tuple[Dataset, Dataset], tmp_path: Path) ->
     assert not (train.path / "exclude").exists()
 
 
-def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Path, monkeypatch) -> None:
     strangers = {f"x/{i}.jpg": jpeg(picture(3000 + i)) for i in range(6)}
     other = shard.run(settings(write_folder(strangers, tmp_path / "raw"), tmp_path / "other"))
     train = copy(sets[0], tmp_path)
     unfinished = train.path / "dedup/thumbnails/.a.npz.12345678.tmp"  # Of a killed task.
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     unfinished.write_bytes(b"x")
+    # A kill between the list and the report: the report of an earlier search would say that its copies are marked.
+    (train.path / "dedup/report.json").write_text("{}")
+    monkeypatch.setattr(dedup, "write_files", kill)
+    with pytest.raises(RuntimeError, match="killed"):
+        dedup.run(config(train, other.path))
+    monkeypatch.undo()
+    assert len(read_lists(train)["test_copies"]) == 0
+    with pytest.raises(FileNotFoundError):
+        read_dedup_report(train.path)
+
     dedup.run(config(train, other.path))
+    assert read_dedup_report(train.path).marked
     assert not unfinished.exists()
     assert len(read_lists(train)["test_copies"]) == 0
     assert not (train.path / "dedup/pairs.png").exists()

@@ -175,6 +175,24 @@ def test_what_others_write_is_whole(ray_cluster: int, tmp_path: Path, capfd) -> 
         split.row_of("a")
 
 
+@pytest.mark.parametrize("place", ["source", "source/part", "out"])
+def test_an_unfinished_data_set_is_refused(place: str, tmp_path: Path) -> None:
+    """Of a killed launch/shard.py: the tars that are there became a whole data set, and the job could not go on."""
+    source, unfinished = tars(tmp_path / "source"), tmp_path / place
+    (unfinished / ".parts").mkdir(parents=True)
+    (unfinished / ".parts" / "plan.json").write_text("{}")
+    said = rf"{unfinished} is a data set that launch/shard.py has not finished\. Run its command again first\."
+    with pytest.raises(UserError, match=said):
+        run(config(source, tmp_path / "out"))
+    if place != "out":
+        with pytest.raises(UserError, match=said):
+            shard.run(ShardConfig(source=str(source), out=str(tmp_path / "out"), layout="webdataset", splits=SPLITS))
+        tar = Path(shutil.copy(source / "train-0.tar", unfinished / "train-9.tar"))
+        with pytest.raises(UserError, match=said):
+            run(config(tar, tmp_path / "out", splits={"train": ""}))
+    assert not (tmp_path / "out" / "dataset.json").exists()
+
+
 def test_refused_in_one_line(tmp_path: Path, ray_cluster: int, monkeypatch, capfd) -> None:
     source = tars(tmp_path / "tars")
     (tmp_path / "names.txt").write_text("a\nb\n")

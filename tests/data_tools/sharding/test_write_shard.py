@@ -13,8 +13,9 @@ import pytest
 from raw_images import encoded, jpeg, noise, write_folder
 
 from data_tools.sharding.copies import HashJob, hash_samples
-from data_tools.sharding.write_shard import PARTS, Done, ShardingJob, _Tar, load_part, write_part, write_shard
+from data_tools.sharding.write_shard import Done, ShardingJob, _Tar, load_part, write_part, write_shard
 from data_tools.sources import list_source
+from data_tools.sources.split_files import PARTS
 from pipeline.data.dataset.manifest import ROWS
 from pipeline.ray_tasks import LostError
 from pipeline.settings.commands.data import ShardConfig

@@ -1,5 +1,6 @@
 """VTAB-1k's tasks from generated originals: the right images under the right keys, and splits that can be proved."""
 
+import errno
 import gzip
 import hashlib
 import json
@@ -23,6 +24,7 @@ from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
 from data_tools import progress
 from data_tools.sources import Reader
 from data_tools.sources.images import png
+from data_tools.sources.layouts import archive
 from data_tools.vtab import keys
 from data_tools.vtab.datasets import DATASETS, PublishedFile
 from data_tools.vtab.origin import find_origin, read_original
@@ -108,7 +110,9 @@ def test_each_split_has_the_images_and_labels_of_the_originals(task, vtab_tasks:
                 assert image == getattr(convert, task.dataset)(wanted)
 
 
-def test_splits_that_were_made_are_proved(vtab_tasks: tuple[Path, Truth], capsys: pytest.CaptureFixture[str]) -> None:
+def test_splits_that_were_made_are_proved(
+    vtab_tasks: tuple[Path, Truth], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = vtab_tasks
     with small_splits():
         run(settings(folder / "out", prove=True, originals=str(folder / "originals")))
@@ -116,6 +120,16 @@ def test_splits_that_were_made_are_proved(vtab_tasks: tuple[Path, Truth], capsys
     proved = [line.partition(":")[0] for line in lines if ": proved with reservations: train800 20, val200 5" in line]
     assert proved == [task.name for task in TASKS]
     assert all("keys and labels read again from" in line for line in lines)
+
+    # On a read-only disk, where archives cannot be unpacked, the rest is proved.
+    def read_only(folder: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr(archive, "make_folder", read_only)
+    with small_splits():
+        run(settings(folder / "out", prove=True, originals=str(folder / "originals"), tasks=["pets"]))
+    said = "; keys and labels not read again ({}: Read-only file system)"
+    assert said.format(folder / "out" / "pets" / ".prove") in capsys.readouterr().out
 
 
 def rewrite(path: Path, change: Callable[[list[dict]], None]) -> None:
