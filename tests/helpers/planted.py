@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
@@ -15,6 +14,10 @@ from pipeline.settings.run import RunConfig
 from pipeline.train import loop, setup
 from pipeline.train.evaluators import SplitEvaluator
 from pipeline.train.run import run_training
+
+# isort: split
+# After pipeline.train, which imports DeepSpeed without what takes seconds.
+from deepspeed.accelerator import get_accelerator
 
 BAD_STEP = 10  # Counted from 1.
 EVALUATION_SECONDS = 1.5

@@ -9,7 +9,6 @@ import json
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from live_tensors import LiveTensors, operators_of_a_gpu
 
 from data_tools.bench.corpus import noise_views
@@ -26,6 +25,10 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import training_step
 from pipeline.train.zero.engine import Engine, start_ranks
+
+# isort: split
+# After pipeline.train, which imports DeepSpeed without what takes seconds.
+from deepspeed.accelerator import get_accelerator
 
 
 def make_engine(config: RunConfig, num_classes: int, ranks: Ranks, fused: bool = False) -> tuple[Engine, Plan]:

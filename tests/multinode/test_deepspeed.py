@@ -100,13 +100,21 @@ def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: P
     site.nodes[1].run("umount", data.parent)
 
 
-def start_run(site: Site, dataset: Path, name: str, *more: str, log: Path, before: tuple[str, ...] = ()) -> Any:
-    """`deepspeed` on all hosts, from node1; -> (the way into node1, the run's folder, its settings)."""
+def start_run(
+    site: Site,
+    dataset: Path,
+    name: str,
+    *more: str,
+    log: Path,
+    before: tuple[str, ...] = (),
+    slots: dict[str, int] = SLOTS,
+) -> Any:
+    """`deepspeed` on the hosts of `slots`, from node1; -> (the way into node1, the run's folder, its settings)."""
     home = site.folder.parent
     data, out = home / "data", home / "runs"
     if not data.exists():
         shutil.copytree(dataset, data)
-    (site.folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name, slots in SLOTS.items()))
+    (site.folder / "hosts").write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
     (site.folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in CPU_RANKS.items()))
     run = settings(data, out, name, "evaluate.every=100%", "checkpoint.every=5 steps", *more)
     launch = ["deepspeed", "--hostfile", "hosts", "--launcher", "pdsh", "--no_ssh_check", "--master_addr", "10.77.0.1"]
@@ -118,7 +126,8 @@ def test_ranks_on_all_hosts_stop_when_their_launcher_is_gone(
     site: Site, dataset: Path, tmp_path: Path, victim: str, number: signal.Signals
 ) -> None:
     name, log = f"{''.join(filter(str.isalpha, victim))}{number:d}", tmp_path / "log.txt"
-    process, folder, _ = start_run(site, dataset, name, "train.length=1000000 steps", log=log)
+    slots = {"node1": 1, "node2": 1}  # A rank and the launcher of a host are a process each that imports DeepSpeed.
+    process, folder, _ = start_run(site, dataset, name, "train.length=1000000 steps", log=log, slots=slots)
 
     def running(node: Host, *words: str) -> list[psutil.Process]:
         found = []
@@ -136,7 +145,7 @@ def test_ranks_on_all_hosts_stop_when_their_launcher_is_gone(
         return status.step if status else 0
 
     wait_for(lambda: step() >= 5, process, log)
-    assert len(ranks()) == sum(SLOTS.values())
+    assert len(ranks()) == sum(slots.values())
     begin = time.monotonic()
     running(site.nodes[0], victim)[0].send_signal(number)
     while left := ranks():

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,11 @@ from hosts import Host
 from ranks import ROOT, metrics, settings
 from raw_images import contents, jpeg
 
+from data_tools.sharding import shard
+from pipeline import ray_tasks
 from pipeline.lifecycle.run_folder import RESUME, read_status
+from pipeline.settings import schema
+from pipeline.settings.commands.data import ShardConfig
 
 SAMPLES_PER_SHARD, NUM_SHARDS = 40, 12
 # The task of a shard, and its file.
@@ -74,17 +77,18 @@ def cluster(can_have_hosts: None, environment: dict[str, str], home: Path) -> It
 
 
 @pytest.fixture(scope="module")
-def undisturbed(source: Path, environment: dict[str, str], home: Path) -> Iterator[subprocess.Popen]:
-    """The same job on this machine, into the folder `undisturbed`, while the cluster starts."""
-    alone = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH")}
-    command = [sys.executable, *shard_command(source, home / "undisturbed"), "num_tasks=1"]
-    with subprocess.Popen(command, cwd=ROOT, env=alone) as process:
-        yield process
-        process.terminate()
+def undisturbed(source: Path, home: Path) -> Path:
+    """The same data set, made in this process, without Ray."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_tasks, "connect", lambda num_cpus: 1)
+        patch.setattr(
+            ray_tasks, "run_tasks", lambda work, jobs, *rest, limit: ((i, work(job)) for i, job in enumerate(jobs))
+        )
+        return shard.run(schema.load(ShardConfig, None, shard_settings(source, home / "undisturbed"))).path
 
 
-def shard_command(source: Path, out: Path) -> list[str]:
-    return ["launch/shard.py", f"source={source}", f"out={out}", f"samples_per_shard={SAMPLES_PER_SHARD}"]
+def shard_settings(source: Path, out: Path) -> list[str]:
+    return [f"source={source}", f"out={out}", f"samples_per_shard={SAMPLES_PER_SHARD}"]
 
 
 def test_ranks_on_ray_stop_and_go_on(
@@ -128,13 +132,22 @@ def test_ranks_on_ray_stop_and_go_on(
 
 
 def test_a_node_that_dies_costs_its_tasks_and_no_byte(
-    checkout: Path, source: Path, environment: dict[str, str], undisturbed: subprocess.Popen, cluster: list[Host],
-    home: Path,
+    checkout: Path, source: Path, environment: dict[str, str], undisturbed: Path, cluster: list[Host], home: Path
 ) -> None:  # fmt: skip
     head, worker = cluster
     out, log = home / "out", home / "job.log"
     environment = {**environment, "RAY_ADDRESS": f"http://{head.address}:8265"}
-    submit = ["ray", "job", "submit", "--working-dir", ".", "--", "python", *shard_command(source, out)]
+    submit = [
+        "ray",
+        "job",
+        "submit",
+        "--working-dir",
+        ".",
+        "--",
+        "python",
+        "launch/shard.py",
+        *shard_settings(source, out),
+    ]
     with open(log, "w") as file:
         job = head.start(*submit, cwd=checkout, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
@@ -159,5 +172,4 @@ def test_a_node_that_dies_costs_its_tasks_and_no_byte(
     sent = head.run("find", "/tmp/ray/session_latest/runtime_resources/working_dir_files/", "-type", "f")
     assert "launch/shard.py" in sent
     assert "large.tar" not in sent
-    assert undisturbed.wait(timeout=120) == 0
-    assert contents(out) == contents(home / "undisturbed")
+    assert contents(out) == contents(undisturbed)

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
+from forked import Forge
 
 from data_tools.bench.apart import rows_apart
 from data_tools.bench.gpu import gpu_bench as gpu
@@ -158,24 +160,24 @@ def test_a_failure_is_a_row(end: str, reason: str) -> None:
     assert time.monotonic() - begin < 60
 
 
-@pytest.mark.slow
-def test_the_rest_is_measured_after_failures_and_the_budget_ends_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "found.json"
-    config = GpuBenchConfig(device="cpu", json=str(file), seconds=3600, only=["step"], candidate_seconds=0.05)
+def measure_after_failures(file: str) -> None:
+    """In a rank: nothing was computed in its process, which can be forked for each measurement."""
+    config = GpuBenchConfig(device="cpu", json=file, seconds=3600, only=["step"], candidate_seconds=0.05)
     bench = gpu.GpuBench(config, record := BenchRecord("gpu", config))
-    bench.method = "spawn"  # A process that has computed cannot be forked: OpenMP's threads would be missing.
     for setup in (Setup(graph=True), Setup()):
         bench._step(bench.cases[0], setup)
-        assert json.loads(file.read_text())["rows"] == json.loads(json.dumps(record.rows)), "written at once"
+        assert json.loads(Path(file).read_text())["rows"] == json.loads(json.dumps(record.rows)), "written at once"
     bench.deadline = time.monotonic()
     bench._step(bench.cases[0], Setup(channels_last=True))
     failed = [row.get("failed", "") for row in record.rows]
-    assert failed == ["ValueError: a CUDA graph needs a GPU", "", "not measured: no time left"]
+    assert failed == ["ValueError: a CUDA graph needs a GPU", "", "not measured: no time left"], failed
     assert bench._apart("shards", rows_then, ("raise",), 1.0) == [], "not wanted"
     write_report(record, bench.exactness)
-    said = capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_rest_is_measured_after_failures_and_the_budget_ends_it(forge: Forge, tmp_path: Path) -> None:
+    said = forge.start_work(1, "test_gpu_bench:measure_after_failures", str(tmp_path / "found.json")).finish()
     assert "fastest exact step: " in said
     assert said.count("failed: ") == 2
 
@@ -260,19 +262,25 @@ def test_numbers_of_a_record_go_to_mlflow(database: Path, tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------------- the whole way
+def run_uncompiled(arguments: list[str]) -> None:
+    """In a rank: the command. Its processes find imported what they would import anew; nothing is compiled, which takes minutes."""
+    import torch._dynamo
+    from transformers import ViTForImageClassification  # noqa: F401
+
+    torch._dynamo.config.disable = True
+    forked.command(arguments)
+
+
 @pytest.mark.slow
-def test_the_whole_benchmark_on_a_cpu(tmp_path: Path) -> None:
-    """All parts but the single steps, which are tested above; nothing is compiled, which takes minutes."""
+def test_the_whole_benchmark_on_a_cpu(forge: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts but the single steps, which are tested above."""
     file = tmp_path / "found.json"
     parts = "only=[product,shards,others,operations,fit]"
-    command = [sys.executable, "launch/bench.py", "gpu", "device=cpu", f"json={file}", parts, "candidate_seconds=0.05"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "TORCH_COMPILE_DISABLE": "1"}
-    done = subprocess.run(
-        [*command, "decoders=2"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["launch/bench.py", "gpu", "device=cpu", f"json={file}", parts, "candidate_seconds=0.05", "decoders=2"]
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    said = forge.start_work(1, "test_gpu_bench:run_uncompiled", command).finish()
     rows = json.loads(file.read_text())["rows"]
     worked = {row["name"].split(" ")[0] for row in rows if "failed" not in row}
-    assert worked == {"product", "shards", "others", "operations", "fit"}, done.stdout
+    assert worked == {"product", "shards", "others", "operations", "fit"}, said
     assert sum("data_wait" in row for row in rows) == 2, "with few and with many log lines"
-    assert "A log line every step costs" in done.stdout
+    assert "A log line every step costs" in said
