@@ -4,26 +4,33 @@ Whatever a user or another program names is opened by `open_regular`, or read by
 fills the memory, and `path_inside` keeps names from a file of others inside of a folder.
 
 A reader of a replaced file sees the old content or the new, never a part: the new content is written to a hidden file in the same
-folder, which is then renamed or linked. A killed process leaves that hidden file behind, and nothing else.
+folder, which is then renamed or linked. A killed process leaves that hidden file behind, and nothing else; `remove_unfinished`
+removes it. It is locked while it is written, so that those of other processes stay.
 """
 
 import csv
 import errno
+import fcntl
 import io
 import os
+import re
+import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pipeline.base.errors import UserError
+from pipeline.base.locks import FileLock
 from pipeline.base.words import counted
 
 # Limit of files that are read as a whole. Most have some KB; a list of 14 million excluded samples has some hundred MB.
 MAX_BYTES = 1 << 30
 _PIECE = 1 << 20
+# Name of the hidden file of `replacing`, which `remove_unfinished` recognises.
+_HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 # ---------------------------------------------------------------------- reading
@@ -123,7 +130,8 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 
     durable: flush the text to the disk before the rename, so that it survives a power failure.
     """
-    with _replacing(path, path.with_name(f".{path.name}.tmp"), 0o666, durable) as file:
+    hidden = path.with_name(f".{path.name}.tmp")
+    with _replacing(path, hidden, os.O_TRUNC, durable=durable) as file:
         file.write(as_bytes(text))
 
 
@@ -134,7 +142,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     Several processes may write the same path (a task and its retry): each has a hidden file of its own, so their bytes
     cannot mix. mode: permissions of a new file, before the umask.
     """
-    with _replacing(path, _hidden(path), mode, durable=True) as file:
+    with _replacing(path, _hidden(path), os.O_EXCL, mode) as file:
         yield file
     sync_folder(path.parent)
 
@@ -142,12 +150,39 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 def create(path: Path, content: bytes) -> bool:
     """Create a file unless it exists; returns whether this call did. Of several processes that create it, the first wins."""
     try:
-        with _replacing(path, _hidden(path), 0o666, durable=True, appear=_link) as file:
+        with _replacing(path, _hidden(path), os.O_EXCL, appear=_link) as file:
             file.write(content)
     except FileExistsError:
         return False
     sync_folder(path.parent)
     return True
+
+
+@contextmanager
+def hidden_folder(path: Path) -> Iterator[Path]:
+    """A new hidden folder beside `path`, in which a program may write what will be renamed to `path`. The block's end removes it."""
+    hidden = _hidden(path)
+    folder = hidden.with_suffix("")
+    # The hidden file is there for its lock, and never appears.
+    with _replacing(path, hidden, os.O_EXCL, durable=False, appear=lambda hidden, _: hidden.unlink()):
+        try:
+            folder.mkdir()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path, names: Container[str]) -> None:
+    """Remove what killed processes left when they replaced files of these names. What is being written now stays."""
+    for hidden in folder.glob(".*.tmp"):
+        match = _HIDDEN.fullmatch(hidden.name)
+        if not match or match[1] not in names:
+            continue
+        # An error: it is gone meanwhile, it is another's, or the file system has no locks, so that it may be in use.
+        with suppress(OSError), closing(FileLock(hidden, create=False)) as lock:
+            if lock.acquire(wait=False) and lock.is_current():
+                shutil.rmtree(hidden.with_suffix(""), ignore_errors=True)
+                hidden.unlink()
 
 
 def sync_folder(folder: Path) -> None:
@@ -184,15 +219,21 @@ def _link(hidden: Path, path: Path) -> None:
 
 @contextmanager
 def _replacing(
-    path: Path, hidden: Path, mode: int, durable: bool, appear: Callable[[Path, Path], None] = _rename
+    path: Path,
+    hidden: Path,
+    flag: int,
+    mode: int = 0o666,
+    durable: bool = True,
+    appear: Callable[[Path, Path], None] = _rename,
 ) -> Iterator[BinaryIO]:
+    """flag: O_EXCL for a new hidden file, which is locked; O_TRUNC for one that only one process writes."""
     try:
-        with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        with open(_open_hidden(hidden, flag, mode), "wb") as file:
             yield file
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        appear(hidden, path)
+            appear(hidden, path)  # While the file is open, and so locked.
     except BaseException as error:
         with suppress(OSError):  # On a disk that became read-only this fails for a missing file, too.
             hidden.unlink()
@@ -200,3 +241,15 @@ def _replacing(
         if isinstance(error, OSError) and error.errno is not None and str(error.filename) in ("None", str(hidden)):
             error.filename = str(path)
         raise
+
+
+def _open_hidden(hidden: Path, flag: int, mode: int) -> int:
+    while True:
+        descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | flag, mode)
+        if flag == os.O_TRUNC:
+            return descriptor
+        with suppress(OSError):  # Without locks nothing is removed.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if hidden.exists():
+            return descriptor
+        os.close(descriptor)  # The `remove_unfinished` of another process had the lock before this one.

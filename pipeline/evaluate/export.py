@@ -7,10 +7,8 @@ this project's own reader, and the output says so.
 import importlib.util
 import logging
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
+from pipeline.base.files import hidden_folder
 from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, files
@@ -159,26 +158,22 @@ def _write_graph(model: Model, form: str, path: Path) -> None:
 
 @contextmanager
 def _unfinished(out: Path, form: str) -> Iterator[Path]:
-    """A hidden path beside `out`, which is renamed to `out` when the block succeeds and removed when it fails."""
+    """A path in a hidden folder beside `out`, which is renamed to `out` when the block succeeds."""
     if out.is_dir() or (form in _FOLDERS and out.exists()):
         raise UserError(
             f"{out} is an existing {'folder' if out.is_dir() else 'file'}. Remove it, or choose another path."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Not by the process number: processes of two containers that share a disk may have the same.
-    hidden = out.with_name(f".{out.stem}.{uuid.uuid4().hex[:8]}.tmp{out.suffix}")
     try:
-        yield hidden
-        if form in _FOLDERS and out.exists():
-            raise UserError(f"{out} was made by another process meanwhile. Choose another path.")
-        os.replace(hidden, out)
+        with hidden_folder(out) as folder:
+            yield folder / out.name
+            if form in _FOLDERS and out.exists():
+                raise UserError(f"{out} was made by another process meanwhile. Choose another path.")
+            os.replace(folder / out.name, out)
     except OSError as error:
         if error.errno is not None:
             error.filename, error.filename2 = str(out), None  # The error names the hidden path, or none.
         raise
-    finally:
-        with suppress(OSError):  # On a disk that became read-only, unlink fails for a missing file, too.
-            shutil.rmtree(hidden, ignore_errors=True) if hidden.is_dir() else hidden.unlink()
 
 
 # ---------------------------------------------------------------------- other programs

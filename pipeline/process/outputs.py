@@ -4,7 +4,8 @@ A setting that is an output path is declared as one: `setting("", "File for the 
 these in `pipeline/settings/command.py`; a path derived from several settings is checked where it is derived.
 
 The check creates no visible file and no folder: an existing path must be of the right kind, names must be valid, and an
-unnamed temporary file must be possible in the nearest existing folder. URLs are left to the storage layer.
+unnamed temporary file must be possible in the nearest existing folder. What a killed command left of a file is removed. URLs
+are left to the storage layer.
 
 A folder holds the results of one kind of command, because many write a report.md or a results.json: `holds` names the kind that
 the setting's folder is for, and a folder of another kind is refused.
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import remove_unfinished
 from pipeline.base.json_record import quoted
 
 # file: its folder must exist. folder: created if missing. new: a new file or folder, created with missing parent folders.
@@ -92,6 +94,8 @@ def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | 
     name: name of the setting in the error. holds: the kind, None for a folder that may hold anything.
     """
     try:
+        if output != "folder":
+            remove_unfinished(path.parent, [path.name])
         problem = _problem(path, output) or _of_another_kind(path, output, holds)
     except OSError as error:
         problem = _REASONS.get(error.errno or 0, error.strerror or str(error))

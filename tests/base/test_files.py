@@ -1,11 +1,14 @@
 """Small files that a user names: regular files only, and nothing that waits or has no end."""
 
 import errno
+import fcntl
 import os
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -96,6 +99,46 @@ def test_an_error_names_the_file_and_not_its_hidden_one(tmp_path: Path, monkeypa
     with pytest.raises(IsADirectoryError) as folder:
         files.write_text(tmp_path / "folder", "x")
     assert folder.value.filename == str(tmp_path / "folder")
+
+
+def killed_while(writes: Callable[[Path], AbstractContextManager[object]], path: Path) -> None:
+    if (pid := os.fork()) == 0:
+        with writes(path):
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("writes", [files.replacing, files.hidden_folder])
+def test_what_a_killed_process_left_is_removed(
+    writes: Callable[[Path], AbstractContextManager[object]], tmp_path: Path
+) -> None:
+    killed_while(writes, tmp_path / "a")
+    killed_while(writes, tmp_path / "b")
+    left = {path.name.split(".")[1] for path in tmp_path.iterdir()}
+    assert left == {"a", "b"}
+    files.remove_unfinished(tmp_path, ["a"])
+    left = {path.name.split(".")[1] for path in tmp_path.iterdir()}
+    assert left == {"b"}
+
+
+def test_what_is_being_written_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a file that another process finds before it is locked: the writer begins another one."""
+    lock = fcntl.flock
+
+    def late(file: BinaryIO | int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        files.remove_unfinished(tmp_path, ["a"])
+        assert not any(tmp_path.iterdir())
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with files.replacing(tmp_path / "a") as file, files.hidden_folder(tmp_path / "a") as folder:
+        file.write(b"new")
+        (folder / "a").write_bytes(b"other")
+        files.remove_unfinished(tmp_path, ["a"])
+        assert (folder / "a").exists()
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("with_links", [True, False])

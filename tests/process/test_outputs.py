@@ -4,12 +4,15 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import hidden_folder, replacing
 from pipeline.process.outputs import Holds, Output, kind_of, try_output, try_outputs
 from pipeline.settings import run, schema
 from pipeline.settings.command import main
@@ -225,6 +228,27 @@ def test_what_is_not_written_is_not_tried(place: Path) -> None:
     try_outputs(load(run.RunConfig, *RUN, "checkpoint.folder=s3://bucket/x", f"out={place}/new"))
     try_outputs(load(data.ShardConfig, "source=s", "out=gs://bucket/x"))
     assert not (place / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "writes"),
+    [
+        (weights.PredictConfig, WEIGHTS, replacing),
+        (weights.FeaturesConfig, WEIGHTS, replacing),
+        (weights.ExportConfig, ["weights=w", "format=timm"], hidden_folder),
+    ],
+)
+def test_the_next_command_removes_what_a_killed_one_left(
+    cls: type, settings: list[str], writes: Callable[[Path], AbstractContextManager[object]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.parquet"
+    if (pid := os.fork()) == 0:
+        with writes(out):
+            os._exit(9)
+    os.waitpid(pid, 0)
+    assert any(tmp_path.iterdir())
+    try_outputs(load(cls, *settings, f"out={out}"))
+    assert not any(tmp_path.iterdir())
 
 
 def test_rank_0_tries_for_all(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
