@@ -27,9 +27,12 @@ def write_files(folder: AnyPath, contents: Mapping[str, bytes | str | None], mar
     """Write files into a folder, which is created if it is missing. Each replaces an older one atomically; None removes it.
 
     Text is written as `files.as_bytes` does. On a full disk all older files stay. mark: name of the file without which a folder
-    does not count as results: it is removed first and appears last, so a kill leaves no old and new files with it.
+    does not count as results: it is removed first, then the other older files, and it appears last, so a kill leaves no old and
+    new files, such as an old page with a new picture. The next call for the same names removes the hidden files of a killed one.
     """
     make_folder(folder)
+    if not isinstance(folder, BucketPath):
+        files.remove_unfinished(folder, contents)
     ordered = sorted(contents, key=lambda name: name == mark)
     with ExitStack() as stack:
         for name in reversed(ordered):  # Files appear in the reverse of the order in which they are opened.
@@ -39,5 +42,5 @@ def write_files(folder: AnyPath, contents: Mapping[str, bytes | str | None], mar
                 file.write(files.as_bytes(content) if isinstance(content, str) else content)
                 file.flush()
         for name in ordered[::-1]:
-            if contents[name] is None or name == mark:
+            if contents[name] is None or mark:
                 (folder / name).unlink(missing_ok=True)
