@@ -83,8 +83,8 @@ def run(config: ExplainConfig) -> dict[str, Any]:
     contents: dict[str, bytes | str] = {f"{n}.png": png(figure, DPI) for n, figure in results.drawings.items()}
     contents |= {f"{name}.csv": table_csv(rows) for name, rows in results.tables.items()}
     contents["explain.json"] = json.dumps(results.numbers, indent=1, ensure_ascii=False) + "\n"
-    # Another choice of layers and heads has other names.
-    old = [path.name for path in folder.glob("attention*.png")] if "attention" in drawings else []
+    # What is not drawn now may be of other weights. Another choice of layers and heads has other names.
+    old = [f"{name}.png" for name in DRAWINGS] + [path.name for path in folder.glob("attention-*.png")] + ["cost.csv"]
     write_files(folder, {**dict.fromkeys(old), **contents}, mark="explain.json")
     print(f"{', '.join(contents)} in {folder}")
     if origin is not None:

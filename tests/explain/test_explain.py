@@ -171,8 +171,9 @@ def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> 
     assert drawn(out) == ["attention-1", "attention-2"]
     few = run(weights, out, f"images={photos}", "draw=[attention,patches]", "layer=2", "head=1", "num_drawn=4")
     assert drawn(out) == ["attention", "patches"]
-    # A smaller choice is part of a larger one; given files keep their order.
+    # A smaller choice is part of a larger one; given files keep their order. No figure of an earlier command stays.
     more = run(weights, out, f"images={photos}", "draw=patches", "num_drawn=6")
+    assert drawn(out) == ["patches"]
     assert more["images"][:4] == few["images"]
     order = random_numbers.permutation(11, 0, Purpose.EXPLAINED_IMAGES)  # As everywhere: the seed, then the purpose.
     names = sorted(f"{path.parent.name}/{path.name}" for path in photos.glob("*/*.png"))
