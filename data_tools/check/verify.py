@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,10 @@ def run(config: VerifyConfig) -> dict[str, Any]:
     begin = time.monotonic()
     dataset = open_dataset(ray_tasks.shared_path("data", config.data))
     out = ray_tasks.shared_path("out", config.out) if config.out else dataset.path / "verify"
-    with only_driver(out):
+    with only_driver(out), ExitStack() as stack:
+        # Checks with other folders write the same list: one that decodes a share would drop what another one just listed.
+        with suppress(OSError):  # The list of a read-only data set is not written.
+            stack.enter_context(only_driver(dataset.path / exclusion.FOLDER))
         return _check(dataset, out, config, begin)
 
 

@@ -82,6 +82,9 @@ def test_every_driver_asks(ray_cluster: int, dataset: Dataset, source: Path, tmp
         with only_driver(folder), pytest.raises(UserError, match=rf"^{folder} is being written by"):
             run()
         assert not folder.exists(), "an empty folder does not stay"
+    # Two checks with folders of their own would write the same list.
+    with only_driver(dataset.path / "exclude"), pytest.raises(UserError, match="exclude is being written by"):
+        runs[tmp_path / "verify"]()
 
 
 def test_one_that_ends_while_another_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
