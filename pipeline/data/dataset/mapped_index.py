@@ -46,7 +46,7 @@ class ManifestIndex:
 
     offsets, sizes: (n,) int64, of the image's bytes inside its tar. labels: int32, of all samples, one after another;
     sample i has labels[label_starts[i] : label_starts[i + 1]] (label_starts: (n + 1,) int64). max_labels: the largest
-    number of labels of a sample. note: a line to print when the index could not be stored, else empty. max_label: the
+    number of labels of a sample. note: a line to print when the split is opened, else empty. max_label: the
     largest label, -1 without labels. hashes: (n,) V16, XXH3-128 of each image's bytes, zeros where the manifest has
     none; empty when it has no hashes at all.
     """

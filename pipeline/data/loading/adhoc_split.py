@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.dataset.split import SampleTable, Split
@@ -71,13 +72,15 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
     (of_labels,) = label_names
     numbers = {name: number for number, name in enumerate(of_labels)}
     images: list[_Image] = []
+    links: list[str] = []
     for path in files:
         if path.suffix == ".tar":
-            images += _in_tar(path, len(numbers))
+            images += _in_tar(path, len(numbers), links)
         else:
             label = numbers.get(path.resolve().parent.name, -1)
             images.append(_Image(str(path), path, 0, path.stat().st_size, label))
-    return AdhocSplit(_as_split(images), list(of_labels))
+    note = f"left out: {_said(links)}" if links else ""
+    return AdhocSplit(_as_split(images, note), list(of_labels))
 
 
 class _Image(NamedTuple):
@@ -122,25 +125,40 @@ def _is_image(name: str) -> bool:
     return Path(name).suffix.lower() in EXTENSIONS | NOT_DECODED and not is_hidden
 
 
-def _in_tar(path: Path, num_classes: int) -> list[_Image]:
-    """List the images of a tar, each with the number in its .cls file, or in that of its webdataset key. Raises UserError."""
+def _in_tar(path: Path, num_classes: int, links: list[str]) -> list[_Image]:
+    """List the images of a tar, each with the number in its .cls file, or in that of its webdataset key. Raises UserError.
+
+    As in sharding, a hard link stands for an earlier file of the tar. Other links are left out, and appended to `links`.
+    """
     images, labels = {}, {}
+    files: dict[str, tarfile.TarInfo] = {}
+    before = len(links)
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
                 name = member.name
-                if _is_image(name) and member.isfile():
-                    images[name] = _Image(f"{path.name}/{name}", path, member.offset_data, member.size, -1)
-                elif name.endswith(".cls") and (content := tar.extractfile(member)):
-                    labels[name.removesuffix(".cls")] = int(content.read())
+                file = files.get(member.linkname) if member.islnk() else member
+                if file is not None and file.isfile():
+                    files[name] = file
+                    if _is_image(name):
+                        images[name] = _Image(f"{path.name}/{name}", path, file.offset_data, file.size, -1)
+                    elif name.endswith(".cls") and (content := tar.extractfile(file)):
+                        labels[name.removesuffix(".cls")] = int(content.read())
+                elif (member.islnk() or member.issym()) and (_is_image(name) or name.endswith(".cls")):
+                    links.append(f"{path.name}/{name}")
     except (tarfile.TarError, ValueError) as error:
         raise UserError(
             f"images = {path} is not a complete tar of samples ({error}). Copy it again, or leave it out."
         ) from None
     if not images:
-        raise UserError(f"images = {path}: no image in this tar.")
+        said = f" but {_said(links[before:])}" if links[before:] else ""
+        raise UserError(f"images = {path}: no image in this tar{said}.")
     known = {key: label for key, label in labels.items() if 0 <= label < num_classes}
     return [image._replace(label=_label_of(name, known)) for name, image in images.items()]
+
+
+def _said(links: list[str]) -> str:
+    return f"{counted(len(links), 'link')}, such as {links[0]} (make the tar again with tar --dereference --hard-dereference)"
 
 
 def _label_of(name: str, known: dict[str, int]) -> int:
@@ -155,8 +173,8 @@ def _names_of_tar(path: Path) -> tuple[str, ...]:
     return tuple(open_dataset(path.parent).classes) if (path.parent / INFO).is_file() else ()
 
 
-def _as_split(images: list[_Image]) -> Split:
-    """Build the split. Consecutive images of the same file form a shard."""
+def _as_split(images: list[_Image], note: str) -> Split:
+    """Build the split. Consecutive images of the same file form a shard. note: see `ManifestIndex`."""
     firsts = [i for i, image in enumerate(images) if i == 0 or image.path != images[i - 1].path]
     starts = np.array([*firsts, len(images)])
     labels = np.array([image.label for image in images], np.int32)
@@ -171,6 +189,7 @@ def _as_split(images: list[_Image]) -> Split:
         np.concatenate([[0], np.cumsum(labels >= 0)]),
         labels[labels >= 0],
         max_labels=int((labels >= 0).any()),
+        note=note,
     )
     return Split(
         name="images",
