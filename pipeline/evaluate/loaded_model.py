@@ -4,7 +4,7 @@ Shapes: B batch, H, W image height and width, D features, K classes.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pipeline import model as models
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
@@ -141,7 +142,8 @@ def check_outputs(weights: str, where: str, seen: Predictions | Features, split:
 def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: Holds) -> Path:
     """`out`, else <run>/<kind>/<name>; <run>/<kind>/<step>-<name> for a checkpoint in a run; or runs/<kind>/<weights>-<name>.
 
-    holds: what the folder is for. Raises UserError when it cannot be written, or holds results of another kind.
+    holds: what the folder is for. Raises UserError when it cannot be written, holds results of another kind, or is
+    runs/<kind>/<weights>-<name> with results of other weights of this name.
     """
     path = Path(weights)
     if path.name in FILES:
@@ -158,5 +160,26 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
         # In checkpoint.folder, the folder of a run's checkpoints has its name.
         of_run = [parent.name] if CHECKPOINT.fullmatch(path.name) else []
         folder = Path("runs") / kind / "-".join(of_run + parts)
+        if (earlier := _weights_of(folder)) and _place(earlier) != _place(weights):
+            raise UserError(f"{folder} holds results of {earlier}. Set out=FOLDER for those of {weights}.")
     try_output("out", folder, holds=holds)
     return folder
+
+
+def _place(weights: str) -> Path:
+    """The path of weights, without a file name that says nothing of them."""
+    path = Path(weights)
+    return (path.parent if path.name in FILES else path).resolve()
+
+
+@dataclass(frozen=True)
+class _Results:
+    weights: str
+
+
+def _weights_of(folder: Path) -> str:
+    """The weights of the results in a folder; empty if there are none."""
+    for file in ("scores.json", "explain.json"):
+        with suppress(OSError, UserError):
+            return json_record.read(folder / file, _Results).weights
+    return ""

@@ -337,6 +337,30 @@ def test_checkpoints_of_two_runs_have_folders_of_their_own(tmp_path: Path, monke
     assert folder("disk/ViT-B_16.npz") == "runs/evaluate/ViT-B_16-photos-val"
 
 
+def test_weights_of_one_name_do_not_replace_each_others_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def folder(weights: str) -> Path:
+        return output_folder("", weights, "evaluate", "photos-val", holds="evaluation")
+
+    (made := folder("a/best.pt")).mkdir(parents=True)
+    (made / "scores.json").write_text('{"weights": "a/best.pt"}')
+    assert folder(f"{tmp_path}/a/best.pt").resolve() == folder("a/best.pt").resolve()
+    with pytest.raises(
+        UserError, match=r"^runs/evaluate/best-photos-val holds results of a/best\.pt\. Set out=FOLDER for"
+    ):
+        folder("b/best.pt")
+    (made := folder("a/vit/model.safetensors")).mkdir()
+    (made / "scores.json").write_text('{"weights": "a/vit/model.safetensors"}')
+    assert folder("a/vit") == made
+    with pytest.raises(
+        UserError, match=r"holds results of a/vit/model\.safetensors\. Set out=FOLDER for those of b/vit"
+    ):
+        folder("b/vit")
+
+
 def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: Dataset) -> None:
     def view(trained: dict[str, Any], size: int, *more: str) -> tuple[str, int]:
         found = evaluation_view(config(weights, data, *more), size, trained)

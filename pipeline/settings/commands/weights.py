@@ -75,7 +75,7 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
     out: str = setting(
         "",
         "Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its checkpoints, and "
-        "runs/evaluate/<weights>-... for others.",
+        "runs/evaluate/<weights>-... for others (refused if it holds those of other weights of this name).",
         output="folder",
         holds="evaluation",
     )
@@ -199,7 +199,7 @@ class ExplainConfig(LookConfig):
     out: str = setting(
         "",
         "Folder of the figures; empty is <run>/explain, <run>/explain/<step> for one of its checkpoints, and "
-        "runs/explain/<weights> for others.",
+        "runs/explain/<weights> for others (refused if it holds those of other weights of this name).",
         output="folder",
         holds="explanation",
     )
