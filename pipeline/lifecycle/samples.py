@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.words import aligned, counted
-from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
+from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, checksum, read_state
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.loading.order import Order, batch_of_step, batches_before, step_of_batch
@@ -22,12 +23,14 @@ from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.lifecycle.run_folder import read_settings
+from pipeline.process.committed import read_checksums
 from pipeline.settings import schema
 from pipeline.settings.changes import Fact, differences
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import DataConfig
 
+_STATE = "state.json"
 _TILE = 96
 
 
@@ -61,6 +64,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
             parts = of_run.parts()  # With train.image_sizes, of which step is in the same as `Feed.part` says.
             _draw(parts[(config.step * len(parts) - 1) // steps], split, rows, uses, Path(config.sheet))
         when = "trained" if config.step <= trained else "not trained yet"
+        when += f" (the newest checkpoint is of step {trained:,})" if state else ""
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
         said = f"step {config.step:,} of {steps:,}{share}: {counted(len(rows), 'sample')}, {when}"
     else:
@@ -74,14 +78,22 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
 
 
 def _newest_state(path: Path) -> State | None:
-    """Read state.json of a checkpoint, or of a run's newest checkpoint; None if there is none."""
-    if (path / "state.json").exists():
+    """Read state.json of a checkpoint, or of a run's newest checkpoint in which it is intact; None if there is none."""
+    if (path / _STATE).exists():
         return read_state(path)
     folder: AnyPath = path / "checkpoints"
     if (path / "config.json").exists() and (config := read_settings(path)).checkpoint.folder:
         folder = checkpoint_folder(config)
     committed = Checkpoints(folder).candidates()
-    return read_state(committed[0]) if committed else None
+    for checkpoint in committed:
+        known = (read_checksums(checkpoint) or {}).get(_STATE)
+        with suppress(FileNotFoundError):
+            if known and checksum(checkpoint / _STATE) == known:
+                return read_state(checkpoint)
+        print(f"{checkpoint} is damaged ({_STATE} does not match its checksum): not used.", file=sys.stderr)
+    if committed:
+        raise UserError(f"no checkpoint in {folder} is intact, so the steps that were trained are not known.")
+    return None
 
 
 def _settings(path: Path, state: State | None) -> RunConfig:

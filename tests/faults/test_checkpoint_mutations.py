@@ -76,6 +76,9 @@ def test_the_one_before_is_used_or_one_line_says_it(name: str, run: Path) -> Non
         found, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, FACTS, 99, ALONE, console)
         assert found is not None
         assert (found.name, damaged) == ("step-00000010", {"step-00000020"})
+        newest = samples._newest_state(run)
+        assert newest is not None
+        assert newest.step in {"state.json": {10}, "checksums.json": {10, 20}}.get(name, {20})
         # Readers of weights and of tensors, which check less, end with a UserError, or with what was saved.
         for read in (read_weights, read_tensors, read_steps):
             said = refusal(lambda read=read: read(run, file.parent))
@@ -97,9 +100,7 @@ def read_tensors(run: Path, folder: Path) -> None:
 
 
 def read_steps(run: Path, folder: Path) -> None:
-    state = read_state(folder)
-    models.config_from_dict(state.model)
-    assert samples._newest_state(run) is not None
+    models.config_from_dict(read_state(folder).model)
 
 
 def test_damaged_small_files_around_checkpoints(run: Path) -> None:
