@@ -5,10 +5,12 @@ Images are not read; `launch/verify.py` compares the shards with the manifest.
 
 import errno
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pyarrow as pa
 
+from data_tools.driver import only_driver
 from data_tools.sharding.shard import resolve
 from data_tools.vtab.datasets import DATASETS, UNREADABLE
 from data_tools.vtab.keys import KEYS_FILE, by_pool, digest, read_keys
@@ -158,17 +160,19 @@ def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problem
     if origin.kind != about["from"]:
         return ""
     staging = dataset.path / _STAGING
-    try:
-        original = read_original(task, origin, staging, about["published"])
-    except UserError as error:
-        problems.append(str(error))
-        return ""
-    except OSError as error:  # Of a read-only data set, nothing can be unpacked beside it.
-        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
-            raise
-        return f"; keys and labels not read again ({error.filename}: {error.strerror})"
-    finally:
-        remove_tree(staging)
+    with ExitStack() as stack:
+        with suppress(OSError):  # A read-only data set: see below.
+            stack.enter_context(only_driver(staging))
+        stack.callback(remove_tree, staging)
+        try:
+            original = read_original(task, origin, staging, about["published"])
+        except UserError as error:
+            problems.append(str(error))
+            return ""
+        except OSError as error:  # Of a read-only data set, nothing can be unpacked beside it.
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
+                raise
+            return f"; keys and labels not read again ({error.filename}: {error.strerror})"
     problems += _changed(original.pools, by_pool(read_keys(dataset.path / KEYS_FILE)))
     return f"; keys and labels read again from {origin.folder}"
 

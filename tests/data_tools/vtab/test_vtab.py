@@ -22,6 +22,7 @@ from raw_images import write_folder
 from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
 
 from data_tools import progress
+from data_tools.driver import only_driver
 from data_tools.sources import Reader
 from data_tools.sources.images import png
 from data_tools.sources.layouts import archive
@@ -120,6 +121,14 @@ def test_splits_that_were_made_are_proved(
     proved = [line.partition(":")[0] for line in lines if ": proved with reservations: train800 20, val200 5" in line]
     assert proved == [task.name for task in TASKS]
     assert all("keys and labels read again from" in line for line in lines)
+
+    # One that unpacks the same archives is waited for, not disturbed.
+    again = settings(folder / "out", prove=True, originals=str(folder / "originals"), tasks=["pets"])
+    with only_driver(folder / "out" / "pets" / ".prove"), small_splits():
+        with pytest.raises(UserError, match=r"\.prove is being written by .* Wait until that ends"):
+            run(again)
+        assert (folder / "out" / "pets" / ".prove").exists()
+    assert not (folder / "out" / "pets" / ".prove").exists()
 
     # On a read-only disk, where archives cannot be unpacked, the rest is proved.
     def read_only(folder: Path) -> None:
