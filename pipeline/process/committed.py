@@ -46,10 +46,8 @@ class _RunSettings:
 
 def checkpoints_of(run: Path) -> Path | str:
     """The folder of a run's checkpoints: that of its setting checkpoint.folder, a URL as text, else `checkpoints` in its folder."""
-    try:
-        settings = json_record.read(run / "config.json", _RunSettings)
-    except (OSError, UserError):
-        return run / "checkpoints"  # Also for folders of other projects, which have a config.json, too.
+    # Folders of other projects have a config.json, too.
+    settings = json_record.read_or_none(run / "config.json", _RunSettings) or _RunSettings()
     folder, mark, options = settings.checkpoint.folder.partition("?")  # Options of a URL.
     if "://" in folder:
         return f"{folder.rstrip('/')}/{settings.name}{mark}{options}"
