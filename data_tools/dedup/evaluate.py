@@ -10,7 +10,6 @@ patches.
 import argparse
 from collections.abc import Callable, Sequence
 
-import cv2
 import numpy as np
 import simplejpeg
 from PIL import Image, ImageEnhance
@@ -19,6 +18,7 @@ from data_tools.dedup.near_copies import TestImages, is_plain, thumbnail
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.decode import decode
+from pipeline.data.loading.randaugment import grey
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.commands.data import DedupConfig
@@ -56,10 +56,6 @@ def _colour(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return (np.asarray(image) * rng.uniform(0.85, 1.15, 3)).clip(0, 255).astype(np.uint8)
 
 
-def _grey(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return cv2.cvtColor(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
-
-
 def _mirror(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.ascontiguousarray(pixels[:, ::-1])
 
@@ -79,7 +75,7 @@ PLANTS: dict[str, Plant] = {
     "mirrored": _mirror,
     "brightness 0.75 to 1.3, contrast 0.8 to 1.25": _brightness,
     "saturation 0.4 to 1.6, channels 0.85 to 1.15": _colour,
-    "grey": _grey,
+    "grey": lambda pixels, rng: grey(pixels),
     "all of these (JPEG from 40), mirrored or not": _everything,
 }
 
