@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
+from pipeline.data.dataset.tables import reading
 from pipeline.data.storage.parquet import open_parquet
 
 _BATCH = 2**18
@@ -23,7 +24,6 @@ _MAX_SIDE = 2**16 - 1
 _STEPS = 64
 _MAX_LOG_BYTES, _MAX_LOG_ASPECT = 40, 16
 _MAX_LABELS = 1000
-_VERIFY = "To see what else is: python launch/verify.py data={}"
 
 # Values of the histogram bins: pixels, width / height, bytes.
 SIDES = np.arange(_MAX_SIDE + 1)
@@ -110,22 +110,16 @@ def count(dataset: Dataset, batch_rows: int = _BATCH) -> tuple[dict[str, SplitCo
 def _by_shard(dataset: Dataset, columns: list[str], num_shards: int, batch_rows: int) -> Iterator[tuple[int, pa.Table]]:
     """Yields (shard, rows) in order; a shard may be yielded in several parts."""
     path = dataset.path / SAMPLES_FILE
-    try:
+    remedy = f"To see what else is: python launch/verify.py data={dataset.path}"
+    with reading(path, remedy):
         for batch in open_parquet(path).iter_batches(batch_rows, columns=[*columns, "shard"]):
             shard = batch.column("shard").to_numpy()
             starts = np.concatenate([[0], np.flatnonzero(np.diff(shard)) + 1, [len(shard)]])
             rows = pa.Table.from_batches([batch])
             for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
                 if not 0 <= shard[start] < num_shards:
-                    raise UserError(
-                        f"{path} names shard {shard[start]} of {num_shards}. {_VERIFY.format(dataset.path)}"
-                    )
+                    raise UserError(f"{path} names shard {shard[start]} of {num_shards}. {remedy}")
                 yield int(shard[start]), rows.slice(start, end - start)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing. {_VERIFY.format(dataset.path)}") from None
-    except (pa.ArrowException, OSError) as error:
-        line = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is damaged ({line}). {_VERIFY.format(dataset.path)}") from None
 
 
 def _class_counts(rows: pa.Table, num_classes: int) -> np.ndarray:

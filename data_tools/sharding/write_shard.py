@@ -19,7 +19,7 @@ from data_tools.sources.reader import raise_if_lost
 from data_tools.sources.split_files import PARTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import ROWS, Shard
+from pipeline.data.dataset.manifest import ROWS, Shard, file_sha256
 from pipeline.data.loading.decode import check_end, decode, inspect
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
@@ -301,8 +301,7 @@ def _is_complete(out: AnyPath, shard: Shard, etag: str = "") -> bool:
     # Objects are not changed in place: an equal ETag proves the content without reading it.
     if etag and _etag(path) == etag:
         return True
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256  # type: ignore[arg-type]
+    return file_sha256(path) == shard.sha256
 
 
 def _etag(path: AnyPath) -> str:

@@ -93,6 +93,14 @@ def read(path: Path, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
     return parse(content, kind, str(path))
 
 
+def read_or_none(path: Path, kind: type[T]) -> T | None:
+    """As `read`, but None for a file that is missing, damaged or not to be read."""
+    try:
+        return read(path, kind)
+    except (OSError, UserError):
+        return None
+
+
 def parse(text: str | bytes, kind: type[T], where: str) -> T:
     """Returns JSON text as `kind`. where: name of the source in errors. Raises UserError."""
     try:

@@ -217,14 +217,4 @@ def _model(config: PlanConfig, num_classes: int) -> Config:
         found = models.read_weights(weights_path(config.init.weights, config.track.uri))[0]
     except UserError as error:
         raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
-    # As `initial_model` of train/resume.py.
-    predicted = objectives.num_classes(config, num_classes)
-    return models.adapted(
-        found, config.init.weights, config.model.image_size,
-        predicted if config.init.new_head or not predicted else None,
-        new_head=config.init.new_head and predicted > 0,
-        representation=None if predicted else False,
-        kernel=config.init.kernel,
-        mean_pool=config.init.mean_pool,
-        **config.model.for_weights(),
-    )  # fmt: skip
+    return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes))

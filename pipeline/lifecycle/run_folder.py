@@ -130,10 +130,7 @@ def holder(path: Path) -> str | None:
 
 def read_status(path: Path, name: str = "status.json") -> Status | None:
     """Read status.json; None if it is missing or unreadable."""
-    try:
-        return json_record.read(path / name, Status)
-    except (OSError, UserError):
-        return None
+    return json_record.read_or_none(path / name, Status)
 
 
 def read_settings(path: Path) -> RunConfig:
@@ -168,8 +165,7 @@ def read_failures(path: Path) -> dict[int, Failure]:
     """Read the failure records of the last start, by rank."""
     found = {}
     for file in sorted((path / "failures").glob("rank-*.json")):
-        with contextlib.suppress(OSError, UserError):  # An unreadable record counts as missing.
-            failure = json_record.read(file, Failure)
+        if failure := json_record.read_or_none(file, Failure):  # An unreadable record counts as missing.
             found[failure.rank] = failure
     return found
 

@@ -126,3 +126,18 @@ def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> C
     refuse_without_labels(config, num_classes)
     check(config)
     return kind(config.train.loss).new_backbone(config, num_classes, covered)
+
+
+def adaptation(config: RunConfig, of_dataset: int) -> dict[str, Any]:
+    """How a run changes the model of init.weights, as arguments of `pipeline.model.load`. of_dataset: classes of its data set."""
+    # 0 for an objective that does not predict classes: its own head is not a part of the model.
+    predicted = num_classes(config, of_dataset)
+    return {
+        "image_size": config.model.image_size,
+        "num_classes": predicted if config.init.new_head or not predicted else None,
+        "new_head": config.init.new_head and predicted > 0,
+        "representation": None if predicted else False,
+        "kernel": config.init.kernel,
+        "mean_pool": config.init.mean_pool,
+        **config.model.for_weights(),
+    }

@@ -1,6 +1,5 @@
 """Finds the committed and complete checkpoints of a local folder, for readers of weights. Standard library only."""
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_bytes
+from pipeline.base.files import read_bytes, replacing
 
 NAME = re.compile(r"step-(\d{8,})")
 CHECKSUMS, LATEST = "checksums.json", "latest"
@@ -47,10 +46,8 @@ class _RunSettings:
 
 def checkpoints_of(run: Path) -> Path | str:
     """The folder of a run's checkpoints: that of its setting checkpoint.folder, a URL as text, else `checkpoints` in its folder."""
-    try:
-        settings = json_record.read(run / "config.json", _RunSettings)
-    except (OSError, UserError):
-        return run / "checkpoints"  # Also for folders of other projects, which have a config.json, too.
+    # Folders of other projects have a config.json, too.
+    settings = json_record.read_or_none(run / "config.json", _RunSettings) or _RunSettings()
     folder, mark, options = settings.checkpoint.folder.partition("?")  # Options of a URL.
     if "://" in folder:
         return f"{folder.rstrip('/')}/{settings.name}{mark}{options}"
@@ -75,11 +72,11 @@ def newest_complete(folder: Path, say: Callable[[str], object] | None = None) ->
 
 def repair_latest(folder: Path, newest: Path) -> None:
     """Make `latest` name this checkpoint, which a kill right after a commit may have prevented. Ignores I/O errors."""
-    pointer, temporary = folder / LATEST, folder / f".{LATEST}.{os.getpid()}.tmp"
+    pointer = folder / LATEST
     try:
         while not pointer.exists() or read_bytes(pointer).strip() != newest.name.encode():
-            temporary.write_text(newest.name)
-            os.replace(temporary, pointer)
+            with replacing(pointer) as file:
+                file.write(newest.name.encode())
             # A run in training may have committed another one, and written its name, in between.
             newest = newest_complete(folder) or newest
     except (OSError, UserError):

@@ -337,9 +337,9 @@ class RunRecord:
         found = np.flatnonzero(counts.steps == step) if counts else np.empty(0, np.int64)
         return int(counts.values[found[0]]) if counts and len(found) else evaluated.num_samples if evaluated else 0
 
-    def score_at(self, number: int) -> Score:
-        """The score of evaluation `number`, of `scored`."""
-        name = self.scored
+    def score_at(self, number: int, name: str = "") -> Score:
+        """The score of evaluation `number`. name: of a metric; default, `scored`."""
+        name = name or self.scored
         series, metric = self.metrics[name], self.metric(name)
         step, value = int(series.steps[number]), float(series.values[number])
         if name in self.probes:

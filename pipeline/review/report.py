@@ -12,7 +12,6 @@ from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.evaluate.intervals import of_samples
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import Start
@@ -23,7 +22,7 @@ from pipeline.review.budgets import FLOPS, in_units
 from pipeline.review.compare import PLACES, code_facts, folder_name, median_speed, when
 from pipeline.review.figures import draw_run
 from pipeline.review.reader import RunReader, open_store
-from pipeline.review.record import RunRecord, Score, Series, as_number, best_of, title_of
+from pipeline.review.record import RunRecord, Series, as_number, best_of, title_of
 from pipeline.settings import changes
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
@@ -224,10 +223,7 @@ def _score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
         count = record.num_evaluated(int(series.steps[-1]))
         cells = []
         for number in (len(series) - 1, best_of(series, metric)):
-            value = float(series.values[number])
-            has_interval = metric.unit == "proportion" and count and 0 <= value <= 1
-            interval = of_samples(value, count) if has_interval else None
-            cells += [str(Score(shown, value, None, count, interval, metric)), f"{series.steps[number]:,}"]
+            cells += [str(record.score_at(number, name)), f"{series.steps[number]:,}"]
         yield (f"{shown}, split {record.split}", *cells, f"{count:,}" if count else "–")
 
 

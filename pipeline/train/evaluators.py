@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pipeline import objectives
 from pipeline.base import json_record
-from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.metric import SPREAD
 from pipeline.checkpoint.saver import Saver
@@ -64,10 +63,8 @@ class Evaluator:
         """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and evaluation."""
         if not start or self.name not in self.context.plan.due(start).evaluations:
             return False
-        try:
-            return json_record.read(self.context.folder / self.file, _LastResult).step < start
-        except (FileNotFoundError, UserError):
-            return True
+        last = json_record.read_or_none(self.context.folder / self.file, _LastResult)
+        return last is None or last.step < start
 
     def evaluate_on_all_ranks(self, step: int) -> None:
         """Measure the model after `step`; report and store the result, and keep the checkpoint if it is the best."""

@@ -146,24 +146,12 @@ def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any]) -> None:
 
 def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, console: Console) -> Model:
     """Build the checkpoint's model (the engine loads its tensors later), load init.weights, or initialise a new model."""
-    settings = config.model
     if resumed is not None:
         return models.build(models.config_from_dict(read_state(resumed).model))
     if config.init.weights:
-        # 0 for an objective that does not predict classes: its own head is not a part of the model.
         num_classes = objectives.num_classes(config, dataset.num_classes)
-        model = models.load(
-            config.init.weights,
-            image_size=settings.image_size,
-            num_classes=num_classes if config.init.new_head or not num_classes else None,
-            new_head=config.init.new_head and num_classes > 0,
-            representation=None if num_classes else False,
-            seed=config.seed,
-            kernel=config.init.kernel,
-            mean_pool=config.init.mean_pool,
-            say=console.say,
-            **settings.for_weights(),
-        )
+        adaptation = objectives.adaptation(config, dataset.num_classes)
+        model = models.load(config.init.weights, seed=config.seed, say=console.say, **adaptation)
         if not num_classes and not objectives.kind(config.train.loss).continues_additions:
             console.say(
                 f"train.loss = {config.train.loss} begins with the backbone of {config.init.weights}; its head is new"

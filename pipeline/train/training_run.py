@@ -338,9 +338,8 @@ class TrainingRun:
 
     def _last_scores(self) -> str:
         """As "; at step 1,000 top1 0.71, loss 1.2"; empty without an evaluation."""
-        try:
-            found = json_record.read(self.context.folder / "scores.json", dict[str, Any])
-        except (FileNotFoundError, UserError):
+        found = json_record.read_or_none(self.context.folder / "scores.json", dict[str, Any])
+        if found is None:
             return ""
         step = found.pop("step", None)
         scores = [f"{name} {value:.4g}" for name, value in found.items() if isinstance(value, int | float)]

@@ -18,6 +18,7 @@ from pipeline.lifecycle import samples
 from pipeline.lifecycle.run_folder import read_failures
 from pipeline.lifecycle.run_folder import read_status as read_run_status
 from pipeline.model.files import find_file
+from pipeline.process import committed
 from pipeline.process.committed import newest_complete
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
@@ -208,10 +209,10 @@ def test_a_reader_without_the_right_to_write_reads_the_newest(run: Path, monkeyp
     latest = run / "checkpoints" / "latest"
     latest.write_text("step-00000010")
 
-    def refuse(self: Path, *rest: object, **more: object) -> int:
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(committed, "replacing", refuse)
     assert models.read_weights(run)[2] == {"step": 20}
     assert latest.read_text() == "step-00000010"
     assert sorted(path.name for path in latest.parent.iterdir())[:2] == ["kept.json", "latest"]

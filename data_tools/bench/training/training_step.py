@@ -92,8 +92,8 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
     return found
 
 
-def against_a_bare_loop(config: TrainBenchConfig, record: BenchRecord) -> float:
-    """Print the speed of both; returns the relative overhead of the pipeline's step in wall-clock time, the median over rounds.
+def against_a_bare_loop(config: TrainBenchConfig, record: BenchRecord) -> None:
+    """Print the speed of both, and the relative overhead of the pipeline's step in wall-clock time, the median over rounds.
 
     On a CPU the overhead in CPU seconds is printed as well, which is more reliable on a machine with other load.
     """
@@ -135,7 +135,6 @@ def against_a_bare_loop(config: TrainBenchConfig, record: BenchRecord) -> float:
     in_cpu_seconds = "" if ranks.device.type == "cuda" else f", {cpu_overhead:+.1%} in CPU seconds"
     print(f"the pipeline's step takes {overhead:+.1%}{in_cpu_seconds} (median of {counted(config.rounds, 'round')})")
     record.add("overhead", seconds=overhead, cpu_seconds=cpu_overhead)
-    return overhead
 
 
 def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:

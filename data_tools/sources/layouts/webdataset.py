@@ -71,18 +71,13 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
 def _report_unlabelled(files: list[tuple[str, str, AnyPath]], collector: Collector) -> bool:
     """Report every sample without labels. Returns whether no sample has one, else stops at the first that has."""
-    for split, name, path in files:
-        container = collector.add_container(path)
-        collector.prefixes.append(name.removesuffix(".tar"))
-        with path.open("rb") as file:
-            for sample in complete_samples(file, path):
-                if sample.has_label_file:
-                    return False
-                where = f"{name}: {sample.name}"
-                if sample.is_unlabelled:
-                    collector.sample(split, sample.key, (), where, container, sample.offset, sample.size)
-                else:
-                    collector.skip(where, sample.fault)
+    for split, where, container, sample in _samples(files, collector):
+        if sample.has_label_file:
+            return False
+        if sample.is_unlabelled:
+            collector.sample(split, sample.key, (), where, container, sample.offset, sample.size)
+        else:
+            collector.skip(where, sample.fault)
     return True
 
 
@@ -90,25 +85,29 @@ def _report_labelled(files: list[tuple[str, str, AnyPath]], numbers: ClassNumber
     """Report every sample with labels. Returns whether any has a label, even one that cannot be read."""
     faults: list[str] = []
     has_labels = False
+    for split, where, container, sample in _samples(files, collector):
+        has_labels = has_labels or sample.has_label_file
+        if sample.fault == NO_LABEL:
+            faults.append(f"{printable(where)} ({sample.fault})")
+        elif sample.fault:
+            collector.skip(where, sample.fault)
+        else:
+            names = [numbers.name(label, where) for label in sample.labels]
+            collector.sample(split, sample.key, names, where, container, sample.offset, sample.size)
+    if faults:
+        collector.notes.append(f"ignored {counted(len(faults), 'sample')}: {'; '.join(faults[:3])}")
+    collector.classes = numbers.classes()
+    return has_labels
+
+
+def _samples(files: list[tuple[str, str, AnyPath]], collector: Collector) -> Iterator[tuple[str, str, int, TarSample]]:
+    """(split, place for errors, number of the container, sample) of every sample; the collector gets a container for each tar."""
     for split, name, path in files:
         container = collector.add_container(path)
         collector.prefixes.append(name.removesuffix(".tar"))
         with path.open("rb") as file:
             for sample in complete_samples(file, path):
-                where = f"{name}: {sample.name}"
-                has_labels = has_labels or sample.has_label_file
-                if sample.fault == NO_LABEL:
-                    faults.append(f"{printable(where)} ({sample.fault})")
-                    continue
-                if sample.fault:
-                    collector.skip(where, sample.fault)
-                    continue
-                names = [numbers.name(label, where) for label in sample.labels]
-                collector.sample(split, sample.key, names, where, container, sample.offset, sample.size)
-    if faults:
-        collector.notes.append(f"ignored {counted(len(faults), 'sample')}: {'; '.join(faults[:3])}")
-    collector.classes = numbers.classes()
-    return has_labels
+                yield split, f"{name}: {sample.name}", container, sample
 
 
 def known_class_names(source: AnyPath, label_names: str) -> list[str]:

@@ -252,14 +252,14 @@ def file_sha256(path: AnyPath) -> str:
 
 
 @contextlib.contextmanager
-def reading(path: AnyPath) -> Iterator[None]:
+def reading(path: AnyPath, remedy: str = REMEDY) -> Iterator[None]:
     """Turn every exception that reading a missing or damaged table may raise into a UserError of one line."""
     try:
         yield
     except UserError:
         raise
     except FileNotFoundError:
-        raise UserError(f"{path} is missing. {REMEDY}") from None
+        raise UserError(f"{path} is missing. {remedy}") from None
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
         message = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is damaged ({message}). {REMEDY}") from None
+        raise UserError(f"{path} is damaged ({message}). {remedy}") from None

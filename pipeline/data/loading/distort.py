@@ -11,6 +11,7 @@ import numpy as np
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading import randaugment
+from pipeline.data.loading.randaugment import grey
 from pipeline.settings.run import AugmentConfig
 
 _ERASE_TRIES, _DRAWS_PER_TRY = 10, 4
@@ -91,11 +92,6 @@ def turn_hue(image: np.ndarray, turn: float) -> np.ndarray:
     hsv = cv2.cvtColor(image.astype(np.float32), cv2.COLOR_RGB2HSV)
     hsv[..., 0] += 360 * (turn % 1)  # OpenCV reads any angle from 0, none below it.
     return cv2.convertScaleAbs(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB))
-
-
-def grey(image: np.ndarray) -> np.ndarray:
-    """uint8 (H, W, 3) -> the same with each pixel's luma (ITU-R 601) in all channels, as torchvision's rgb_to_grayscale."""
-    return cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
 
 
 def blur(image: np.ndarray, sigma: float) -> np.ndarray:

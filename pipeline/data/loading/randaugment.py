@@ -89,8 +89,8 @@ def brightness(image: np.ndarray, factor: float) -> np.ndarray:
 def contrast(image: np.ndarray, factor: float) -> np.ndarray:
     """Blend with the mean grey, truncated to an integer (Pillow's ImageEnhance.Contrast rounds it)."""
     greys = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
-    grey = int(cv2.sumElems(greys)[0]) // greys.size  # cv2.mean returns 103.999 for a constant 104.
-    return _blend_with_grey(image, grey, factor)
+    mean = int(cv2.sumElems(greys)[0]) // greys.size  # cv2.mean returns 103.999 for a constant 104.
+    return _blend_with_grey(image, mean, factor)
 
 
 def pixel_count_contrast(image: np.ndarray, factor: float) -> np.ndarray:
@@ -99,10 +99,14 @@ def pixel_count_contrast(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------- operations on colours and neighbouring pixels
+def grey(image: np.ndarray) -> np.ndarray:
+    """uint8 (H, W, 3) -> the same with each pixel's luma (ITU-R 601) in all channels, as torchvision's rgb_to_grayscale."""
+    return cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+
+
 def color(image: np.ndarray, factor: float) -> np.ndarray:
     """Blend with the grey image, as Pillow's ImageEnhance.Color; factor 0 gives grey, 1 the image, above 1 more colour."""
-    grey = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
-    return _blend(grey, image, factor)
+    return _blend(grey(image), image, factor)
 
 
 def sharpness(image: np.ndarray, factor: float) -> np.ndarray:

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipeline.base import files, json_record
-from pipeline.base.errors import UserError
 from pipeline.base.locks import locked
 from pipeline.data.storage.bucket import AnyPath, open_file, version
 
@@ -48,12 +47,12 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
     absolute = str(path.absolute() if isinstance(path, Path) else path)
     name = hashlib.sha256(absolute.encode("utf-8", "replace")).hexdigest()
     record = cache_home() / "proven" / f"{name[:32]}.json"
-    if _read(record) == _CachedChecksum(str(path), _state(path), expected):
+    if json_record.read_or_none(record, _CachedChecksum) == _CachedChecksum(str(path), _state(path), expected):
         return expected
     # The ranks of a node start together; one of them reads the file.
     with _locked_if_possible(record.with_suffix(".lock")) as can_write:
         state = _state(path)
-        if _read(record) == _CachedChecksum(str(path), state, expected):
+        if json_record.read_or_none(record, _CachedChecksum) == _CachedChecksum(str(path), state, expected):
             return expected
         digest = _digest(path, algorithm)
         is_stable = not isinstance(path, Path) or abs(time.time() - path.stat().st_mtime) > _STABLE_SECONDS
@@ -77,13 +76,6 @@ def _state(path: AnyPath) -> str:
         return version(path)
     stat = path.stat()
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-
-
-def _read(record: Path) -> _CachedChecksum | None:
-    try:
-        return json_record.read(record, _CachedChecksum)
-    except (OSError, UserError):
-        return None
 
 
 @contextlib.contextmanager

@@ -185,14 +185,12 @@ class RunProbe:
         return found
 
 
-def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: Dataset) -> RunProbe | None:
-    """Open the probe of a run, None if it has none. Raises UserError for data without samples.
+def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: Dataset) -> RunProbe:
+    """Open the probe of a run that has one. Raises UserError for data without samples.
 
     own, own_split: what the run trains on. dataset: what it is probed on, which has labels if the probe reads them.
     """
     settings = config.probe
-    if not settings.every.amount:
-        return None
     if not settings.reads_labels:
         return RunProbe(config, own_split, None)
     exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.

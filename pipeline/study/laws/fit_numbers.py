@@ -3,7 +3,8 @@
 D sets of errors, K exponents, n runs. u: x as a share of the largest x, so that nothing depends on the unit of x.
 """
 
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -35,14 +36,7 @@ class Noise:
     num_runs: int
 
     def __add__(self, other: "Noise") -> "Noise":
-        return Noise(
-            self.cell_squares + other.cell_squares,
-            self.cell_freedom + other.cell_freedom,
-            self.seed_squares + other.seed_squares,
-            self.seed_freedom + other.seed_freedom,
-            self.num_cells + other.num_cells,
-            self.num_runs + other.num_runs,
-        )
+        return Noise(*map(operator.add, astuple(self), astuple(other)))
 
     @property
     def is_of_cells(self) -> bool:

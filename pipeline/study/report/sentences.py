@@ -201,9 +201,9 @@ def points(found: ScoreDifference) -> str:
     return f"{100 * found.value:+.2f} points [{100 * found.low:+.2f}, {100 * found.high:+.2f}]"
 
 
-def estimate(found: Estimate, scale: float = 1.0) -> str:
-    high = f"{scale * found.high:.3g}" if found.high < 1e6 else "no limit"
-    return f"{scale * found.value:.3g} [{scale * found.low:.3g}, {high}]"
+def estimate(found: Estimate) -> str:
+    high = f"{found.high:.3g}" if found.high < 1e6 else "no limit"
+    return f"{found.value:.3g} [{found.low:.3g}, {high}]"
 
 
 def refusals(lines: Sequence[Line]) -> list[str]:

@@ -92,7 +92,7 @@ class Engine:
         self._step = 0
         self._skipped_before = 0  # Steps skipped before this one.
         self._norm: float | None = None  # This step's gradient norm at stage 0.
-        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
+        self.dtype = memory.dtype_of(config.precision)
         num_parameters = sum(parameter.numel() for _, parameter in trained_parameters(objective))
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
         with _quiet():

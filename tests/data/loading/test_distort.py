@@ -11,7 +11,8 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from pipeline.base import random_numbers
 from pipeline.data.loading.augment import write_train_view
-from pipeline.data.loading.distort import blur, color_jitter, distort, erased_box, grey, turn_hue
+from pipeline.data.loading.distort import blur, color_jitter, distort, erased_box, turn_hue
+from pipeline.data.loading.randaugment import grey
 from pipeline.settings.run import AugmentConfig
 
 JITTER = {"color_jitter": 0.4, "saturation": 0.2, "hue": 0.1, "color_jitter_probability": 0.9}
