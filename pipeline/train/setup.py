@@ -119,7 +119,8 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
     least = min(ranks.gather(gpu_memory or host_memory()))  # Hosts may have other GPUs.
     if config.model.name:  # Checked before the model is built, which takes long if it is too large.
         new = objectives.new_backbone(config, dataset.num_classes)
-        refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
+        of = "its GPU" if gpu_memory else "its share of the host"
+        ranks.on_main(partial(refuse_too_large, config, plan, new, least, of))
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, context.identity, plan.steps, ranks, console)
     origin = None
@@ -129,7 +130,7 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
         config = replace(config, init=replace(config.init, weights=origin.path))
     model = ranks.on_all(partial(resume.initial_model, config, dataset, resumed, console))
     if gpu_memory is not None:
-        refuse_too_large(config, plan, model.config, least)
+        ranks.on_main(partial(refuse_too_large, config, plan, model.config, least))
     state = State(step=0) if resumed is None else read_state(resumed)
     return _StartingPoint(checkpoints, resumed, damaged, state, config, origin, model)
 
@@ -171,9 +172,10 @@ def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, t
     config, ranks, folder, console = context.config, context.ranks, context.folder, context.console
     dataset, state, engine = context.prepared.dataset, start.state, training.engine
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
-    flops = [objectives.training_flops(part, start.model.config) for part in config.parts()]
+    model = start.model.config
+    flops: list[int] = ranks.on_main(lambda: [objectives.training_flops(part, model) for part in config.parts()])
     console.say(
-        f"{models.num_parameters(start.model.config) / 1e6:.2f} M parameters, {statistics.mean(flops) / 1e9:.2f} GFLOP to train on an image; "
+        f"{models.num_parameters(model) / 1e6:.2f} M parameters, {statistics.mean(flops) / 1e9:.2f} GFLOP to train on an image; "
         f"{counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
     if config.profile.communication:

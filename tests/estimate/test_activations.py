@@ -6,12 +6,13 @@ import pytest
 import torch
 from live_tensors import operators_of_a_gpu
 from model_parts import ALL_PARTS
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.estimate import activations, operators
 from pipeline.estimate.activations import saved_bytes
 from pipeline.estimate.memory import input_bytes
 from pipeline.model import Config, Model, build, configure
+from pipeline.objectives import on_meta
 
 
 def really_saved(model: Model, micro_batch: int, dtype: torch.dtype) -> int:
@@ -95,3 +96,23 @@ def test_it_grows_with_the_batch() -> None:
     assert saved_bytes(config, 1, torch.float32, False).total == pytest.approx(2 * one, rel=0.02)
     assert saved_bytes(config, 1, torch.bfloat16, True).total < one / 10
     assert input_bytes(config, 2, "fp32") == 2 * 3 * 384 * 384 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("affine", [True, False])
+def test_quick_layer_norms_save_and_return_the_shapes_of_pytorch(affine: bool, dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        norm = nn.LayerNorm(8, elementwise_affine=affine, dtype=dtype)
+        x = torch.empty(3, 5, 8, dtype=dtype, requires_grad=True)
+
+    def seen() -> list[Any]:
+        saved: list[Any] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append((t.shape, t.dtype)), t)[1], lambda t: t):
+            out = norm(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+        ours = [one for one in saved if one[0] != (8,)]  # Parameters, which a plan counts apart.
+        return [sorted(ours, key=repr), out.shape, out.dtype, gradient.shape, gradient.dtype]
+
+    expected = seen()
+    with on_meta.QuickNorms():
+        assert seen() == expected
