@@ -66,7 +66,7 @@ def test_what_a_kill_leaves_is_old_or_new_or_has_no_mark(tmp_path: Path) -> None
         if not kill_before(number, folder):
             break
         found = content(folder)
-        seen.append(mark := found.get("numbers.json"))
+        seen.append(found.get("numbers.json"))
         assert len(set(found.values())) <= 1, "an old page may name a new picture"
         write_files(folder, NEW, mark="numbers.json")
         assert content(folder) == {"numbers.json": "new", "page.md": "new", "picture.png": "new"}
