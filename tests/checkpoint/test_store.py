@@ -16,9 +16,9 @@ import faulty_s3
 import numpy as np
 import pytest
 import torch
-from forked import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from polling import until
 from safetensors.numpy import load_file
 from saving import CONFIG, STATES, job, names, newest_complete, save_all, tensors
 

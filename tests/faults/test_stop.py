@@ -18,7 +18,8 @@ import psutil
 import pytest
 import torch
 from faulty_s3 import S3, copy_folder, stall
-from forked import Forge, ForkedRun, train, until
+from forked import Forge, ForkedRun, train
+from polling import until
 from ranks import ROOT, metrics, settings, without_mlflow
 from tiny import make_dataset
 

@@ -16,8 +16,8 @@ import planted
 import pytest
 import torch
 from fake_gpu import TINY
-from forked import until
 from planted import BAD_STEP
+from polling import until
 from ranks import STEPS, metrics, settings
 from test_train import MASKED, MIXED, assert_same_state, plain_losses, train_with_fp16
 from tiny import make_dataset

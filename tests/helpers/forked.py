@@ -10,11 +10,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from polling import until
 
 from pipeline.process.launcher import free_port
 
@@ -179,11 +179,3 @@ class ForkedRun:
         """What a rank has printed so far."""
         path = Path(f"{self.output}.{rank}")
         return path.read_text() if path.exists() else ""
-
-
-def until(is_so: Callable[[], object], seconds: float = 300) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)

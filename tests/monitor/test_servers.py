@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import psutil
 import pytest
 import servers
 import track_a_run
+from polling import until
 from servers import MlflowServer, Postgres, Proxy, Recorder
 
 from pipeline.monitor.mlflow.sender import SenderTimeouts
@@ -134,13 +135,6 @@ def steps(first: int, last: int) -> list[tuple[int, float]]:
     return [(step, float(step)) for step in range(first, last + 1)]
 
 
-def wait(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def warnings(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
 
@@ -192,7 +186,7 @@ def test_a_run_in_postgresql_whose_password_is_written_nowhere(
         tracker = Tracker(config.track, tmp_path, folder, facts, begin)
         for step in range(begin + 1, last + 1):
             tracker.log(step, {"loss": step + 100.0 * begin})
-        wait(lambda: MlflowStore(uri).client.get_experiment_by_name("vit") is not None)
+        until(lambda: MlflowStore(uri).client.get_experiment_by_name("vit") is not None)
         tracker.go_back(last - 5)
         for step in range(last - 4, last + 1):
             tracker.log(step, {"loss": step + 0.5})
@@ -258,7 +252,7 @@ def test_a_server_that_asks_for_a_password(
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "wrong")
     tracked = Tracked(proxy.url, tmp_path, "login").start()
     tracked.log(1, 10)
-    wait(lambda: len(proxy.requests) > 3)
+    until(lambda: len(proxy.requests) > 3)
     tracked.tracker.finish("FINISHED", in_a_hurry=True)
     first, second = warnings(capfd)
     assert "401" in first
@@ -307,11 +301,11 @@ def test_a_server_that_is_down(proxy: Proxy, tmp_path: Path, capfd: pytest.Captu
     tracked.start().log(1, 10)
     if not proxy.down:
         # An upload that fails, before a server that is back answers again, is said in other words.
-        wait(lambda: tracked.has_sent(10) and tracked.has_uploaded("starts.jsonl"))
+        until(lambda: tracked.has_sent(10) and tracked.has_uploaded("starts.jsonl"))
         proxy.down = True
         proxy.requests.clear()
         tracked.log(11, 20)
-    wait(lambda: len(proxy.requests) > 2)
+    until(lambda: len(proxy.requests) > 2)
     tracked.log(21, 30)
     proxy.down = False
     tracked.finish()
@@ -324,7 +318,7 @@ def test_a_server_that_is_down(proxy: Proxy, tmp_path: Path, capfd: pytest.Captu
 def test_a_server_that_is_restarted(server: MlflowServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tracked = Tracked(server.url, tmp_path, "restarted").start()
     tracked.log(1, 10)
-    wait(lambda: tracked.has_sent(10))
+    until(lambda: tracked.has_sent(10))
     server.stop()
     tracked.log(11, 20)
     server.start()
@@ -358,7 +352,7 @@ def test_a_run_that_someone_deletes(server: MlflowServer, tmp_path: Path, capfd:
     tracked = Tracked(server.url, tmp_path, "deleted run").start()
     (tracked.folder / "log.txt").write_text("a line\n")
     tracked.log(1, 10)
-    wait(lambda: tracked.has_sent(10))
+    until(lambda: tracked.has_sent(10))
     deleted = tracked.run.info.run_id
     MlflowStore(server.url).client.delete_run(deleted)
     tracked.log(11, 20)
@@ -382,7 +376,7 @@ def test_an_experiment_that_someone_deletes(
 ) -> None:
     tracked = Tracked(server.url, tmp_path, "deleted experiment").start()
     tracked.log(1, 10)
-    wait(lambda: tracked.has_sent(10))
+    until(lambda: tracked.has_sent(10))
     client, run = MlflowStore(server.url).client, tracked.run
     client.delete_experiment(run.info.experiment_id)
     tracked.log(11, 20)
@@ -400,7 +394,7 @@ def test_a_server_whose_disk_is_full(server: MlflowServer, tmp_path: Path, capfd
     """No file of the server may grow beyond the size of its database, as on a disk without space."""
     tracked = Tracked(server.url, tmp_path, "full").start()
     tracked.log(1, 10)
-    wait(lambda: tracked.has_sent(10))
+    until(lambda: tracked.has_sent(10))
     size = (server.folder / "mlflow.db").stat().st_size
     many = {f"metric{number}": 1.0 for number in range(50)}
     for process in server.family():

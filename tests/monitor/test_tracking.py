@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 
 from pipeline.monitor.mlflow import sender as mlflow_sender
 from pipeline.monitor.mlflow.sender import SenderTimeouts
@@ -84,6 +85,12 @@ def history(out: Path, name: str, uri: str = "") -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in client(out, uri).get_metric_history(run.info.run_id, metric_name(name))]
 
 
+def arrived(out: Path) -> bool:
+    """Whether the store has the run and a metric of it."""
+    found = runs(out)
+    return bool(found and found[0].data.metrics)
+
+
 def written(out: Path) -> list[dict]:
     def strict(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -127,9 +134,7 @@ def test_everything_arrives_in_one_run_over_two_lives(out: Path, capfd: pytest.C
 def test_metrics_arrive_while_the_run_goes_on(out: Path) -> None:
     tracker = start(out)
     tracker.log(1, {"loss": 2.0})
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics):
-        time.sleep(0.1)
+    until(lambda: arrived(out))
     assert history(out, "loss") == [(1, 2.0)]
     assert runs(out)[0].info.status == "RUNNING"
     tracker.finish("FINISHED")
@@ -265,9 +270,7 @@ def test_a_run_that_was_deleted_is_made_again_with_everything(out: Path) -> None
 def test_a_run_that_is_deleted_under_us_is_made_again(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tracker = start(out)
     tracker.log(1, {"loss": 1.0})
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics):
-        time.sleep(0.05)
+    until(lambda: arrived(out))
     first = runs(out)[0].info.run_id
     client(out).delete_run(first)
     tracker.log(2, {"loss": 2.0})
@@ -288,18 +291,23 @@ def test_a_deleted_experiment_is_named_and_continued_when_it_is_restored(
 ) -> None:
     tracker = start(out)
     tracker.log(1, {"loss": 1.0})
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics):
-        time.sleep(0.05)
+    until(lambda: arrived(out))
     (run,) = runs(out)
     client(out).delete_experiment(run.info.experiment_id)
     tracker.log(2, {"loss": 2.0})
-    time.sleep(0.5)
+    said: list[str] = []
+
+    def refused() -> bool:
+        said.append(capfd.readouterr().err)
+        return "\n" in "".join(said)
+
+    until(refused)
     client(out).restore_experiment(run.info.experiment_id)
     tracker.finish("FINISHED")
     assert history(out, "loss") == [(1, 1.0), (2, 2.0)]
     assert runs(out)[0].info.run_id == run.info.run_id
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line]
+    refused()
+    (line,) = [line for line in "".join(said).splitlines() if line]
     assert (
         f"has deleted experiment 'vit' (`mlflow experiments restore --experiment-id {run.info.experiment_id}`" in line
     )
@@ -346,9 +354,7 @@ def test_parameters_are_sent_again_when_the_first_try_failed(out: Path, monkeypa
     monkeypatch.setattr(MlflowClient, "log_batch", fails_once)
     tracker = start(out)
     tracker.log(1, {"loss": 1.0})
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not (runs(out) and history(out, "loss")):
-        time.sleep(0.1)
+    until(lambda: runs(out) and history(out, "loss"))
     tracker.finish("FINISHED")
     assert len(runs(out)[0].data.params) == len(PARAMETERS)
     assert history(out, "loss") == [(1, 1.0)]
@@ -492,9 +498,7 @@ def test_going_back_behind_a_spike_while_the_run_goes_on(out: Path, store: str) 
     tracker = start(out, step=0)
     for step in range(1, 31):
         tracker.log(step, {"loss": float(step)})
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics.get("train/loss") == 30.0):
-        time.sleep(0.05)
+    until(lambda: arrived(out) and runs(out)[0].data.metrics.get("train/loss") == 30.0)
     assert len(history(out, "loss")) == 30
     assert len(tracker.go_back(20)) == 1
     for step in range(21, 31):
