@@ -67,7 +67,7 @@ def test_what_was_saved_is_there(tmp_path: Path) -> None:
     assert all(np.array_equal(weights[name].numpy(), array) for name, array in expected["weights"].items())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     data=st.data(),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5),
