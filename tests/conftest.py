@@ -7,8 +7,10 @@ import random
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_gcs
 import faulty_s3
@@ -17,6 +19,7 @@ from forked import Forge
 from tiny import make_dataset
 
 from pipeline import ray_tasks
+from pipeline.process import waits
 
 # The fixtures that make a test one of a row of its own (the Makefile's), by the name of its marker.
 ROWS = {"ray": {"ray_cluster", "own_ray"}, "ranks": {"forge", "can_have_hosts"}}
@@ -72,6 +75,22 @@ def _mutated(content: bytes, rng: random.Random) -> bytes:
 def mutate() -> Callable[[bytes, random.Random], bytes]:
     """A function that damages the content of a file."""
     return _mutated
+
+
+@pytest.fixture
+def notice_after_600(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """A function that puts forward the clock of waits, which are said after 600 s of it: never because a machine is slow."""
+    ahead = [0.0]
+
+    def forward(seconds: float) -> None:
+        ahead[0] += seconds
+
+    monkeypatch.setattr(waits, "NOTICE_SECONDS", 600.0)
+    monkeypatch.setattr(waits, "_AGAIN_SECONDS", 1e6)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=lambda seconds: time.sleep(0.002))
+    monkeypatch.setattr(waits, "time", clock)
+    monkeypatch.setattr(waits, "_board", waits._Board())
+    return forward
 
 
 @pytest.fixture(scope="session")

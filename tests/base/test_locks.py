@@ -18,7 +18,7 @@ lock = FileLock(Path(sys.argv[1]), by_record=sys.argv[2] == "True")
 assert lock.acquire()
 lock.write_owner("the first")
 print("locked", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

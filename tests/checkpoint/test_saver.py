@@ -93,7 +93,7 @@ def test_the_error_of_the_writer_reaches_the_run(tmp_path: Path) -> None:
 def kill_writers(tmp_path: Path) -> None:
     for process in writers(tmp_path):
         process.kill()
-        process.wait(10)
+        process.wait(300)
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ for child in psutil.Process().children(recursive=True):
 os.killpg(0, signal.SIGKILL)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path, Path(__file__).parent], cwd=ROOT, timeout=120, start_new_session=True,
+        [sys.executable, "-c", script, tmp_path, Path(__file__).parent], cwd=ROOT, timeout=300, start_new_session=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}", "CHECKPOINT_TEST": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == -9, done.stderr
@@ -186,6 +186,6 @@ os.killpg(0, signal.SIGKILL)
         for number in (1, 2, 10, 15):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-        process.wait(60)
+        process.wait(300)
     assert newest_complete(tmp_path) == "step-00000001"
     assert names(tmp_path) == ["latest", "step-00000001"]

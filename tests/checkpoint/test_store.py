@@ -8,17 +8,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import faulty_s3
 import numpy as np
 import pytest
 import torch
-from forked import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from polling import until
 from safetensors.numpy import load_file
 from saving import CONFIG, STATES, job, names, newest_complete, save_all, tensors
 
@@ -65,7 +67,7 @@ def test_what_was_saved_is_there(tmp_path: Path) -> None:
     assert all(np.array_equal(weights[name].numpy(), array) for name, array in expected["weights"].items())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     data=st.data(),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5),
@@ -259,16 +261,18 @@ def test_kept_ones_and_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------- several writers
-def test_rank_0_waits_for_all(tmp_path: Path) -> None:
+def test_rank_0_waits_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late, memory = job(tmp_path, 10, 1, 2)
     first, memory_0 = job(tmp_path, 10, 0, 2)
+    asked: list[int] = []
+    monkeypatch.setattr(writer, "read_status", lambda *of: (asked.append(of[1]), store.read_status(*of))[1])
     thread = threading.Thread(target=save, args=(first, memory_0))
     thread.start()
-    time.sleep(0.3)
+    until(lambda: asked[:2] == [1, 1])
     assert Checkpoints(tmp_path).candidates() == []
     assert len(Checkpoints(tmp_path).unfinished()) == 1
     save(late, memory)
-    thread.join(20)
+    thread.join()
     assert newest_complete(tmp_path) == "step-00000010"
 
 
@@ -335,24 +339,26 @@ def test_what_was_interrupted_goes_and_nothing_else(tmp_path: Path) -> None:
     Checkpoints(tmp_path / "nowhere").clean_up(print)
 
 
-@pytest.mark.slow
-def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
+def clock(monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None] = time.sleep) -> list[float]:
+    """What waits in a writer or for one goes by this clock."""
+    now = [0.0]
+    for module in (store, writer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    return now
+
+
+def test_what_goes_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Checkpoints(tmp_path).begin(20, "t")
-    over = time.monotonic() + 1
 
-    def work() -> None:
-        beat = 0
-        while time.monotonic() < over:
-            write_status(path, 0, "t", WriterStatus(beat=(beat := beat + 1)))
-            time.sleep(0.05)
-        save(*job(tmp_path, 20))
+    def work(seconds: float) -> None:
+        now[0] += seconds
+        write_status(path, 0, "t", WriterStatus(beat=int(now[0])))
+        if now[0] > 2 * store.SILENCE_SECONDS:
+            save(*job(tmp_path, 20))
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    now = clock(monkeypatch, sleep=work)
     said: list[str] = []
-    time.sleep(0.1)
-    Checkpoints(tmp_path).clean_up(said.append, silence=0.5)
-    thread.join()
+    Checkpoints(tmp_path).clean_up(said.append)
     assert newest_complete(tmp_path) == "step-00000020"
     assert len(said) == 1
     assert "waiting" in said[0]
@@ -393,16 +399,16 @@ def test_an_outage_longer_than_the_patience_for_another_writer_loses_no_save(
     s3: tuple[faulty_s3.S3, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0's writer cannot read meanwhile, so it did not hear silence; rank 1's needs a moment to reach the store again."""
-    monkeypatch.setattr(store, "SILENCE_SECONDS", 0.5)
+    now = clock(monkeypatch)
     server, url = s3
     folder = faulty_s3.bucket_path(f"{url}/a")
     write_status(Checkpoints(folder).begin(10, "t"), 1, "t", WriterStatus(beat=1))
-    work, memory = job(folder, 10, 0, 2, retry=20.0)
+    work, memory = job(folder, 10, 0, 2, retry=300.0)
     failed: list[WriterError] = []
 
     def save_first() -> None:
         try:
-            save(work, memory, give_up=1.0)
+            save(work, memory)
         except WriterError as error:
             failed.append(error)
 
@@ -413,15 +419,14 @@ def test_an_outage_longer_than_the_patience_for_another_writer_loses_no_save(
         return sum(method in request and "status-0001" in request for request in server.requests)
 
     until(lambda: asked("GET") >= 2)  # It has read the other's status twice.
-    before = asked("HEAD")
     server.fail(faulty_s3.answer(503, "SlowDown"), "status-0001")
+    before = asked("HEAD")
     until(lambda: asked("HEAD") > before + 1)  # A read begins with a HEAD, which fails.
-    time.sleep(1.5)
+    now[0] += writer.GIVE_UP_SECONDS + 1
     server.reset()
-    until(lambda: asked("GET"))
-    time.sleep(0.3)
+    until(lambda: asked("GET") >= 2 or failed)  # The status is what it was, twice.
     save(*job(folder, 10, 1, 2))
-    thread.join(20)
+    thread.join()
     assert not failed
     assert [path.name for path in Checkpoints(folder).candidates()] == ["step-00000010"]
 

@@ -1,63 +1,62 @@
 """Messages about a Ray cluster that cannot be reached or is busy, and about a node that dies."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from polling import until
 
 from pipeline import ray_tasks
 from pipeline.base.errors import Stopped, UserError
-from pipeline.process import waits
 
 ROOT = Path(__file__).parents[2]
 
 
 # First: Ray reads its environment when it is imported, as a test below does.
 def test_ranks_wait_for_resources_with_a_word_a_limit_and_an_ear_for_signals(
-    ray_cluster: int, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: int, notice_after_600: Callable[[float], None]
 ) -> None:
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    monkeypatch.setattr(waits, "NOTICE_SECONDS", 0.2)
-    monkeypatch.setattr(waits, "_board", waits._Board())
     said: list[str] = []
+
+    def until_it_is_over() -> bool:
+        notice_after_600(600)
+        until(lambda: said)
+        notice_after_600(3600)
+        return False
+
     held = placement_group([{"CPU": ray_cluster}])
     try:
-        assert held.wait(60)
-        with pytest.raises(
-            UserError, match=r"the resources of 1 rank \(1 CPU\) did not become free within 0.01 minutes"
-        ):
-            ray_tasks.run_ranks(["-c", ""], 1, 1, said.append, lambda: False, wait_minutes=0.01)
-        assert said == ["waiting for 1 CPU, of which other jobs hold some (free: 0 CPUs), at most 1 s (--wait-minutes)"]
-        begin = time.monotonic()
+        assert held.wait(300)
+        with pytest.raises(UserError, match=r"the resources of 1 rank \(1 CPU\) did not become free within 60 minutes"):
+            ray_tasks.run_ranks(["-c", ""], 1, 1, said.append, until_it_is_over, wait_minutes=60)
+        assert said == [
+            "waiting for 1 CPU, of which other jobs hold some (free: 0 CPUs), at most 60 min (--wait-minutes)"
+        ]
         with pytest.raises(Stopped):
-            ray_tasks.run_ranks(["-c", ""], 1, 1, said.append, lambda: time.monotonic() - begin > 0.3)
-        assert time.monotonic() - begin < 20
+            ray_tasks.run_ranks(["-c", ""], 1, 1, said.append, lambda: True)
     finally:
         remove_placement_group(held)
 
 
 def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    begin = time.monotonic()
+    # Ray itself would try for a minute.
+    monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("it asks Ray"))
     for address in (
-        f"127.0.0.1:{port}",
-        f"ray://127.0.0.1:{port}",
-        f"[::1]:{port}",
+        "127.0.0.1:1",  # A port that no other test is given meanwhile.
+        "ray://127.0.0.1:1",
+        "[::1]:1",
         "127.0.0.1:99999",
         "no.such.host.invalid:1",
     ):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(UserError, match=r"there is no Ray cluster .* unset RAY_ADDRESS to use this machine alone"):
             ray_tasks.connect()
-    assert time.monotonic() - begin < 30
 
 
 SCRIPT = """
@@ -69,14 +68,16 @@ def work(number):
     time.sleep(0.1)
 
 def kill():
-    time.sleep(3)
-    children = psutil.Process().children(recursive=True)
-    [child.kill() for child in children if child.cmdline()[:1] == ["ray::RuntimeEnvAgent"]]
+    while True:  # Until it has its name.
+        for child in psutil.Process().children(recursive=True):
+            if child.cmdline()[:1] == ["ray::RuntimeEnvAgent"]:
+                return child.kill()
+        time.sleep(0.05)
 
 with mistakes_in_one_line():
     print(ray_tasks.connect(1), flush=True)
     threading.Thread(target=kill, daemon=True).start()
-    list(ray_tasks.run_tasks(work, range(200), print, limit=2))
+    list(ray_tasks.run_tasks(work, range(100_000), print, limit=2))
 """
 
 
@@ -90,7 +91,7 @@ def ended() -> subprocess.CompletedProcess[str]:
         address.parent.mkdir()
         address.write_text("192.0.2.1:6379")
         return subprocess.run(
-            [sys.executable, "-c", SCRIPT], cwd=ROOT, env={**environment, "RAY_TMPDIR": folder}, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", SCRIPT], cwd=ROOT, env={**environment, "RAY_TMPDIR": folder}, capture_output=True, text=True, timeout=400
         )  # fmt: skip
 
 

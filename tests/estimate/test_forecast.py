@@ -239,7 +239,7 @@ def test_readers(dataset: Path) -> None:
 def test_a_real_process_writes_the_table_and_the_figures(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "launch/plan.py"), "--config", str(L16), "--cluster", "8x8xH100-80GB"]
     done = subprocess.run(
-        [*command, *BY_HAND, f"json={tmp_path / 'plan.json'}"], capture_output=True, text=True, timeout=120
+        [*command, *BY_HAND, f"json={tmp_path / 'plan.json'}"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "engine.zero_stage=1 engine.activation_checkpointing=false train.micro_batch=64" in done.stdout

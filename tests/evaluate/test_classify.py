@@ -29,7 +29,7 @@ class Board:
 
     def __init__(self, world_size: int) -> None:
         self.values: list[Any] = [None] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.barrier = threading.Barrier(world_size, timeout=300)
 
 
 @dataclass(frozen=True)

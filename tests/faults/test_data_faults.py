@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from faulty_s3 import S3, answer, bucket_path, put
 from PIL import Image
+from polling import until
 
 from data_tools import progress, tasks
 from data_tools.check import verify
@@ -509,10 +509,8 @@ def test_a_file_tells_how_far_verify_is(copy: Dataset, monkeypatch: pytest.Monke
 
         def add(self, images: int, num_bytes: int) -> None:
             super().add(images, num_bytes)
-            deadline = time.monotonic() + 20
-            while (state := json.loads(place.read_text()))["shards"] < self.shards and time.monotonic() < deadline:
-                time.sleep(0.005)
-            seen.append(state)
+            until(lambda: json.loads(place.read_text())["shards"] == self.shards)
+            seen.append(json.loads(place.read_text()))
 
     monkeypatch.setattr(tasks, "ProgressMeter", Watched)
     check(copy.path)

@@ -7,18 +7,17 @@ import contextlib
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from faulty_s3 import S3, copy_folder, stall
-from forked import Forge, ForkedRun, train, until
+from forked import Forge, ForkedRun
+from polling import until
 from ranks import ROOT, metrics, settings, without_mlflow
 from tiny import make_dataset
 
@@ -31,7 +30,8 @@ from pipeline.process.launcher import free_port
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
-SECONDS = 25
+# What could hold up an end does so for ever, or for minutes: data, other ranks. After 30 s, a launcher would end it.
+SECONDS = 100
 STEPS = 48
 # Evaluation of 400 images one by one takes long enough to be met.
 LONG = (
@@ -53,18 +53,26 @@ def whole(forge: Forge, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return out / "whole"
 
 
-def ends(run: ForkedRun, begin: float) -> None:
-    """All ranks leave with "resume me" within 25 s of `begin`."""
-    codes = run.wait()
+def ends(run: ForkedRun) -> None:
+    """All ranks leave with "resume me"; those that do not are killed."""
+    codes = run.wait(SECONDS)
     assert codes == [RESUME] * len(codes), run.said()
-    assert time.monotonic() - begin < SECONDS
     assert "Traceback" not in run.said(0) + run.said(1)
 
 
-def hears(pid: int) -> bool:
-    """Whether a process has a handler for SIGTERM, as ranks have from before their imports."""
-    caught = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+def go_on(run: ForkedRun) -> None:
+    for rank in range(len(run.pids)):
+        run.send(rank, signal.SIGCONT)
+
+
+def writers(run: ForkedRun) -> list[psutil.Process]:
+    """The ranks' writers of checkpoints, found by their environment: they are nobody's children."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid not in run.pids and process.environ().get("MASTER_PORT") == str(run.port):
+                found.append(process)
+    return found
 
 
 def one_line(said: str) -> str:
@@ -89,76 +97,77 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
         assert found
         return found
 
+    def start(place: str, *steps: int, hears: tuple[int, ...] = ()) -> ForkedRun:
+        """The run, once it has halted: see `forked.train_with_halts`."""
+        run = forge.start_work(2, "forked:train_with_halts", [place, steps, hears, overrides])
+        until(run.has_halted)
+        return run
+
     # Warm-up: before anything is trained, and by a signal to the rank that does not keep the books.
-    run = forge.start(2, overrides)
-    until(lambda: (folder / "log.txt").exists() and all(map(hears, run.pids)))
-    begin = time.monotonic()
+    run = start("preparation", hears=(0, 1))
     for rank in (0, 1):
         run.send(rank, signal.SIGTERM)
-    ends(run, begin)
+    go_on(run)
+    ends(run)
     assert status() == Status("stopped", 0, RESUME, "SIGTERM, before training began")
 
     # Training, one rank asked; nobody else may have the folder.
-    run = forge.start(2, overrides)
-    at_step(run, 3)
+    run = start("step", 3, hears=(1,))
     assert str(run.pids[0]) in str(holder(folder))
-    for rank in (0, 1):
-        run.send(rank, signal.SIGSTOP)
     second = forge.start(1, overrides)
     assert second.wait() == [2]
     errors = [line for line in second.said().splitlines() if line.startswith("error")]
     assert len(errors) == 1, second.said()
     assert f"is in use by host {os.uname().nodename}, pid {run.pids[0]}" in errors[0]
     assert status().status == "running", "the second run leaves the first one's word alone"
-    begin, seen = time.monotonic(), max(metrics(folder))
     run.send(1, signal.SIGUSR1)
-    for rank in (0, 1):
-        run.send(rank, signal.SIGCONT)
-    ends(run, begin)
-    # The step under way, and perhaps the one after it.
-    assert status() == Status("stopped", max(metrics(folder)), RESUME, "SIGUSR1")
-    assert seen <= status().step <= seen + 3 < 16
+    go_on(run)
+    ends(run)
+    # The fourth step, which was under way, and the one after it.
+    assert status() == Status("stopped", 5, RESUME, "SIGUSR1")
+    assert max(metrics(folder)) == 5
     assert holder(folder) is None
 
     # Evaluation: it is given up, and made up for.
-    run = forge.start(2, overrides)
-    at_step(run, 16)
-    begin = time.monotonic()
+    run = start("evaluation", 16, hears=(0,))
     run.send(0, signal.SIGINT)
-    ends(run, begin)
+    go_on(run)
+    ends(run)
     assert status() == Status("stopped", 16, RESUME, "SIGINT")
     assert not (folder / "scores.json").exists()
 
     # While a checkpoint is being written: it is the one that counts.
-    run = forge.start(2, overrides)
-    at_step(run, 17)  # The missing evaluation comes first.
-    assert run.said().index("step 16: val") < run.said().index("step 17/")
-    until(lambda: list((folder / "checkpoints").glob(".writing-step-00000024.*")))
-    begin = time.monotonic()
+    run = start("step", 23, 25, hears=(1,))
+    assert run.said().index("step 16: val") < run.said().index("step 17/"), "the missing evaluation comes first"
+    for writer in (writing := writers(run)):
+        writer.suspend()
+    go_on(run)
+    until(run.has_halted)
+    assert not (folder / "checkpoints" / "step-00000024").exists()
     run.send(1, signal.SIGUSR1)
-    seen = max(metrics(folder))  # On a busy machine, several steps after the checkpoint began.
-    ends(run, begin)
-    found = status()
-    assert found == Status("stopped", found.step, RESUME, "SIGUSR1")
-    assert 24 <= found.step <= seen + 3
+    go_on(run)
+    until(lambda: "heard" in run.said(1))
+    for writer in writing:
+        writer.resume()
+    ends(run)
+    assert status() == Status("stopped", 27, RESUME, "SIGUSR1")
 
     # One rank waits for data that does not come; another, in the midst of a collective, is asked.
     copy_folder(data, f"{s3[1]}/tiny")
     run = forge.start(2, [*overrides, f"data.path={s3[1]}/tiny"])
-    at_step(run, found.step + 1)
+    at_step(run, 28)
     s3[0].fail(stall, "train-000001.tar")
-    time.sleep(2)
+    until(lambda: re.search(r"(waiting|waits) for s3://", run.said()))
     stuck = max(metrics(folder))
-    begin = time.monotonic()
     run.send(0, signal.SIGTERM)
-    ends(run, begin)
+    ends(run)
     s3[0].reset()
-    assert stuck <= status().step <= stuck + 1 < STEPS
+    assert stuck <= status().step < STEPS
 
     # A rank is killed: the other one leaves word of that.
-    run = forge.start(2, overrides)
-    at_step(run, status().step + 1)
+    run = start("step", status().step + 1)
     run.send(1, signal.SIGKILL)
+    run.send(0, signal.SIGCONT)
     assert run.wait() == [1, -signal.SIGKILL]
     assert (status().status, status().code) == ("failed", 1)
     assert [failure.lost_others for failure in read_failures(folder).values()] == [True]
@@ -168,20 +177,16 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     assert "Traceback" in (folder / "failures" / "rank-00000.txt").read_text()
 
     # Rank 0, which keeps the books and the store.
-    run = forge.start(2, overrides)
-    at_step(run, status().step + 1)
+    run = start("step", status().step + 1)
     run.send(0, signal.SIGKILL)
+    run.send(1, signal.SIGCONT)
     assert run.wait() == [-signal.SIGKILL, 1]
     assert one_line(run.said(1)).startswith(f"error: rank 0 on {os.uname().nodename} is gone")
 
-    # A second SIGINT does not wait for anything: here, for a rank that does not answer.
-    run = forge.start(2, overrides)
-    at_step(run, status().step + 1)
-    run.send(1, signal.SIGSTOP)
-    run.send(0, signal.SIGINT)
-    time.sleep(1.2)
-    run.send(0, signal.SIGINT)
-    until(lambda: status().code == 130)
+    # A second SIGINT, a second after the first, does not wait for anything: here, for a rank that does not answer.
+    run = start("step", status().step + 1)
+    run.send(0, signal.SIGCONT)
+    until(lambda: (run.send(0, signal.SIGINT), status().code == 130)[1])
     run.kill()
     assert run.wait() == [130, -signal.SIGKILL]
 
@@ -195,7 +200,7 @@ def test_running_out_of_memory_ends_all_ranks_in_one_line(forge: Forge, data: Pa
     large = [*settings(data, tmp_path, "large"), "model.image_size=448", "data.streams=8", "engine.zero_stage=0"]
 
     def ends_with(ranks: tuple[int, ...], *more: str) -> str:
-        run = forge.start_work(2, "test_stop:train_within_a_limit", [ranks, [*large, *more]])
+        run = forge.start_work(2, "forked:train_within_a_limit", [ranks, [*large, *more]])
         assert run.wait() == [2, 2], run.said()
         (line,) = [line for rank in (0, 1) for line in run.said(rank).splitlines() if "rror" in line]
         assert read_status(tmp_path / "large") == Status("refused", 0, 2, line.removeprefix("error: "))
@@ -211,28 +216,19 @@ def test_running_out_of_memory_ends_all_ranks_in_one_line(forge: Forge, data: Pa
     assert line.endswith("Use evaluate.batch=100.")
 
 
-def train_within_a_limit(argument: tuple[list[int], list[str]]) -> None:
-    """In a rank: train, on these ranks with 1 GiB more than what they hold by then. Nobody can lift a limit again."""
-    ranks, overrides = argument
-    if int(os.environ["RANK"]) in ranks:
-        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**30,) * 2)
-    train([overrides])
-
-
 def test_the_stop_file_and_the_limit(forge: Forge, data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "endless"
     overrides = [*settings(data, tmp_path, "endless", *LONG), "train.length=1000000 steps", "evaluate.every=100%"]
     run = forge.start(2, overrides)
     at_step(run, 3)
-    begin = time.monotonic()
     stop_file(folder).touch()
-    ends(run, begin)
+    ends(run)
     assert read_status(folder) == Status("stopped", max(metrics(folder)), RESUME, "the stop file")
     assert not stop_file(folder).exists(), "the next start is not to stop"
 
     # 33 s are 3 s from the start, and the rest is for the commit; a slow machine has not begun to train by then.
     run = forge.start(1, [*overrides, "name=short", "train.stop_after_minutes=0.55"])
-    ends(run, time.monotonic())
+    ends(run)
     status = read_status(tmp_path / "short")
     assert status
     assert (status.status, status.code) == ("stopped", RESUME)
@@ -256,12 +252,12 @@ def leave(overrides: list[str]) -> None:
     if ranks.is_main:
         stops.leave(7, stops.reason)
     print("wants no more reads:", stops.is_wanted(), flush=True)
-    time.sleep(100)
+    signal.pause()
 
 
 def test_a_rank_that_leaves_waits_for_no_other_for_ever(forge: Forge, data: Path, tmp_path: Path) -> None:
     run = forge.start_work(2, "test_stop:leave", settings(data, tmp_path, "alone"))
-    until(lambda: psutil.Process(run.pids[0]).status() == psutil.STATUS_ZOMBIE, 60)
+    until(lambda: psutil.Process(run.pids[0]).status() == psutil.STATUS_ZOMBIE and "wants" in run.said(1))
     run.kill()
     assert run.wait() == [RESUME, -signal.SIGKILL], run.said(0) + run.said(1)
     assert "wants no more reads: True" in run.said(1), "it would wait for those that it has begun"
@@ -326,11 +322,9 @@ def test_the_end_of_the_deepspeed_command_stops_its_ranks(data: Path, tmp_path: 
         until(lambda: (folder / "metrics.jsonl").exists() and 3 in metrics(folder))
         family = psutil.Process(runner.pid).children(recursive=True)
         assert len(family) == 3, "the launcher and two ranks"
-        begin = time.monotonic()
         runner.terminate()
-        assert runner.wait(10) == -signal.SIGTERM
+        assert runner.wait(300) == -signal.SIGTERM
         assert not psutil.wait_procs(family, timeout=SECONDS)[1]
-        assert time.monotonic() - begin < SECONDS
     finally:
         for process in [*family, *([psutil.Process(runner.pid)] if runner.poll() is None else [])]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -389,7 +383,7 @@ def test_kills_under_the_real_launcher_and_the_supervisor(
         assert not psutil.wait_procs(ranks, timeout=SECONDS)[1], "the launcher itself takes a little longer"
         until(lambda: events().count("wait") == 2)
         supervisor.send_signal(signal.SIGTERM)
-        assert supervisor.wait(60) == RESUME
+        assert supervisor.wait(300) == RESUME
     finally:
         for child in [*family.children(recursive=True), family] if supervisor.poll() is None else []:
             child.kill()

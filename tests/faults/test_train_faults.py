@@ -12,7 +12,8 @@ import faulty_s3
 import numpy as np
 import pytest
 import torch
-from forked import Forge, train, until
+from forked import Forge, train
+from polling import until
 from ranks import metrics, settings
 from saving import save_all
 

@@ -160,7 +160,7 @@ def test_mutated_weights_are_read_or_refused(form, tmp_path, memory):
     whole = {file: file.read_bytes() for file in files}
     expected = outcome(path)
     assert expected is not None
-    num_refused, start = 0, time.monotonic()
+    num_refused, start = 0, time.process_time()
     for seed in range(FORMATS[form]):
         rng = random.Random(f"{form} {seed}")
         file = rng.choice(files)
@@ -178,4 +178,4 @@ def test_mutated_weights_are_read_or_refused(form, tmp_path, memory):
             assert all(torch.equal(found[name], expected[name]) for name in expected), seed
         file.write_bytes(whole[file])
     assert num_refused > FORMATS[form] // 5
-    assert time.monotonic() - start < 60
+    assert time.process_time() - start < 60

@@ -32,7 +32,7 @@ class Browser:
         for text in texts:
             found = self.page.get_by_text(text).filter(visible=True).first  # type: ignore[attr-defined]
             with contextlib.suppress(Exception):
-                found.wait_for(timeout=20_000)
+                found.wait_for(timeout=300_000)
                 continue
             self.picture("missing")
             pytest.fail(f"cannot see {text!r} on {self.page.url}: {self.folder / 'missing.png'}")  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ class Browser:
 
     def reads(self, *texts: str) -> None:
         """Wait until the text of the whole page has each of these, also where a text is spread over several elements."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 300
         while missing := [text for text in texts if text not in self.text()]:
             if time.monotonic() > end:
                 self.picture("missing")

@@ -105,7 +105,7 @@ def wait_for_ray(process: subprocess.Popen, log: Path) -> None:
     wait_for(lambda: "Ray runtime started" in log.read_text(), process, log)
 
 
-def wait_for(condition: Callable[[], T], process: subprocess.Popen, log: Path, seconds: float = 180) -> T:
+def wait_for(condition: Callable[[], T], process: subprocess.Popen, log: Path, seconds: float = 300) -> T:
     """What a condition is when it holds; fails with the log when the process ends before that, or time is up."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):

@@ -76,17 +76,18 @@ def train_planted(runs: list[list[str]]) -> None:
 
 
 def train_stopped(run: list[str]) -> None:
-    """In a rank: as `forked.train` of one run, whose rank 1 gets SIGTERM in its third step."""
-    from forked import train
+    """In a rank: as `forked.train` of one run, whose rank 1 hears SIGTERM in its third step."""
+    from forked import told_to_stop, train
 
     plant(NAME, Distillation)
     cls = objectives.kind(schema.load(RunConfig, None, run).train.loss)
-    before = cls.before_step
+    before, heard = cls.before_step, told_to_stop()
 
     def before_step(self: Objective, step: int, num_steps: int) -> None:
         before(self, step, num_steps)
         if step == 2 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
+            heard.wait()
 
     cls.before_step = before_step  # type: ignore[method-assign]
     train([run])

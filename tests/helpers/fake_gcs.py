@@ -23,7 +23,7 @@ def running(bucket: str) -> Iterator[str]:
     # Not by the package's own class, which does not read what the server prints: that stands still when the pipe is full.
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _make_bucket(bucket, port, time.monotonic() + 60)
+        _make_bucket(bucket, port, time.monotonic() + 300)
         yield f"?endpoint_override=127.0.0.1:{port}&scheme=http&anonymous=true"
     finally:
         process.kill()

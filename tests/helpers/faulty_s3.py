@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from polling import until
+
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import BucketPath, to_path
@@ -26,8 +28,18 @@ Fault = Callable[["_Handler", bytes, bytes], bytes | None]
 def reset(handler: "_Handler", head: bytes, body: bytes) -> None:
     """Half of the answer, then the connection is reset."""
     handler.wfile.write(head + body[: len(body) // 2])
-    time.sleep(0.05)  # A reset overtakes what was not read yet; and curl repeats what was not answered at all.
+    # A reset overtakes what was not read yet; and curl repeats what was not answered at all.
+    until(lambda: not _unread(handler.client_address[1]))
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _unread(port: int) -> int:
+    """Bytes that have come to a socket of this machine and wait there to be read."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, _, queues, *_ = line.split()
+        if local == f"0100007F:{port:04X}":
+            return int(queues.partition(":")[2], 16)
+    return 0
 
 
 def truncate(handler: "_Handler", head: bytes, body: bytes) -> None:
@@ -38,7 +50,7 @@ def truncate(handler: "_Handler", head: bytes, body: bytes) -> None:
 def stall(handler: "_Handler", head: bytes, body: bytes) -> None:
     """Half of the answer, then nothing, for longer than anyone waits."""
     handler.wfile.write(head + body[: len(body) // 2])
-    handler.server.over.wait(60)  # type: ignore[attr-defined]
+    handler.server.over.wait()  # type: ignore[attr-defined]
 
 
 def slow(handler: "_Handler", head: bytes, body: bytes) -> bytes:

@@ -4,17 +4,18 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pipeline.process.launcher import free_port
 
@@ -72,6 +73,56 @@ def train(runs: list[list[str]]) -> None:
 
     for overrides in runs:
         run_training(schema.load(RunConfig, None, overrides), draw="pipeline.review.draw")
+
+
+def train_within_a_limit(argument: tuple[list[int], list[str]]) -> None:
+    """In a rank: train, on these ranks with 1 GiB more than what they hold by then. Nobody can lift a limit again."""
+    ranks, overrides = argument
+    if int(os.environ["RANK"]) in ranks:
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**30,) * 2)
+    train([overrides])
+
+
+def told_to_stop() -> threading.Event:
+    """In a rank, before its run: an event that is set when the run has heard that it is to stop."""
+    from pipeline.lifecycle.stop import Stop
+
+    want, heard = Stop._want, threading.Event()
+
+    def want_and_tell(stop: Stop, reason: str) -> None:
+        want(stop, reason)
+        heard.set()
+
+    Stop._want = want_and_tell  # type: ignore[method-assign]
+    return heard
+
+
+def train_with_halts(argument: tuple[str, list[int], list[int], list[str]]) -> None:
+    """In a rank: a run that halts (SIGSTOP) at a place, so that what is sent to it is sent there on any machine.
+
+    place: the preparation, or the evaluation or the training step after each of `steps` steps. Where it halts last, the ranks
+    `ears` go on once they have heard that they are to stop.
+    """
+    from pipeline.train import evaluators, loop, setup
+
+    place, steps, ears, overrides = argument
+    owner, name, at = {
+        "preparation": (setup, "dry_run_on_all_ranks", None),
+        "evaluation": (evaluators.SplitEvaluator, "evaluate_on_all_ranks", 1),
+        "step": (loop, "training_step", 2),
+    }[place]
+    function, heard = getattr(owner, name), told_to_stop()
+
+    def halt_before(*arguments: Any) -> Any:
+        if at is None or arguments[at] in steps:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            if int(os.environ["RANK"]) in ears and (at is None or arguments[at] == steps[-1]):
+                heard.wait()
+                print("heard", flush=True)
+        return function(*arguments)
+
+    setattr(owner, name, halt_before)
+    train([overrides])
 
 
 def command(arguments: list[str]) -> None:
@@ -168,22 +219,13 @@ class ForkedRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def kill_after(self, file: Path) -> None:
-        """SIGKILL all ranks as soon as there is `file`."""
-        until(file.exists)
-        self.kill()
-        codes = self.wait()
-        assert codes == [-signal.SIGKILL] * len(codes), self.said()
+    def has_halted(self) -> bool:
+        """Whether all ranks stand still, as they do at a place of `train_with_halts`."""
+        states = {psutil.Process(pid).status() for pid in self.pids}
+        assert psutil.STATUS_ZOMBIE not in states, self.said(0) + self.said(1)
+        return states == {psutil.STATUS_STOPPED}
 
     def said(self, rank: int = 0) -> str:
         """What a rank has printed so far."""
         path = Path(f"{self.output}.{rank}")
         return path.read_text() if path.exists() else ""
-
-
-def until(is_so: Callable[[], object], seconds: float = 300) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)

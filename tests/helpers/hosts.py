@@ -72,7 +72,7 @@ class Host:
         return subprocess.Popen([*enter, *map(str, command)], env=env, **options)  # type: ignore[call-overload]
 
     def run(
-        self, *command: str | Path, timeout: float = 60, cwd: Path = Path("/"), env: dict[str, str] | None = None
+        self, *command: str | Path, timeout: float = 300, cwd: Path = Path("/"), env: dict[str, str] | None = None
     ) -> str:
         """Run a command there; what it prints. Raises CalledProcessError (with the output) when it fails."""
         process = self.start(*command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from polling import until
 
 ROOT = Path(__file__).resolve().parents[2]
 # Starts the rest of its command line as a child; like the launchers, it passes on nothing.
@@ -22,8 +22,11 @@ sys.path.insert(0, sys.argv[1])
 from pipeline.lifecycle.launcher_process import find_launcher
 launcher, folder = find_launcher(), Path(sys.argv[2])
 (folder / "found").write_text(f"{launcher.name} {launcher.pid}" if launcher else "nothing")
+looks = 0
 while launcher is None or not launcher.is_gone():
-    time.sleep(0.05)
+    looks += 1
+    (folder / "looks").write_text(str(looks))
+    time.sleep(0.02)
 (folder / "gone").touch()
 """
 
@@ -86,14 +89,23 @@ class Family:
         return found
 
     def wait_for(self, name: str) -> None:
-        deadline = time.monotonic() + 30
-        while not ((self.folder / name).exists() and (name == "gone" or (self.folder / name).read_text())):
-            assert time.monotonic() < deadline, name
-            time.sleep(0.02)
+        until(lambda: (self.folder / name).exists() and (name == "gone" or (self.folder / name).read_text()))
+
+    def looks(self) -> int:
+        """How often the rank has looked whether its launcher is gone."""
+        file = self.folder / "looks"
+        return int((file.exists() and file.read_text()) or 0)
 
     def stays(self) -> None:
-        time.sleep(0.4)
+        before = self.looks()
+        until(lambda: self.looks() >= before + 2 or (self.folder / "gone").exists())
         assert not (self.folder / "gone").exists()
+
+
+def lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.fixture
@@ -151,9 +163,12 @@ def test_the_end_of_a_shell_or_of_a_connection_that_was_to_be_outlived_is_not(
     shell = family.start(line)  # Ends while what it started goes on.
     shell.wait()
     assert family.found() == name
+    killed = []
     for process in family.all():
         if process.name() in ("sshd", "bash") or "supervise.py" in " ".join(process.cmdline()):
             process.kill()
+            killed.append(process)
+    until(lambda: not any(map(lives, killed)))
     family.stays()
 
 

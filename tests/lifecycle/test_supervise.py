@@ -81,7 +81,7 @@ class Case:
         )  # fmt: skip
 
     def end(self) -> tuple[int, str]:
-        output = self.process.communicate(timeout=120)[0]
+        output = self.process.communicate(timeout=500)[0]
         return self.process.returncode, output
 
     def events(self) -> list[str]:

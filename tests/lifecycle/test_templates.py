@@ -67,7 +67,7 @@ def run(home: Path, script: str, code: str, stop_by: signal.Signals | None = Non
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(stop_by)
-    return process.wait(30)
+    return process.wait(300)
 
 
 def started(home: Path) -> tuple[dict[str, str], RunConfig]:

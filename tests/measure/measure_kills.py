@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import psutil
 from distillation import SETTINGS
-from forked import Forge, ForkedRun, until
+from forked import Forge, ForkedRun
+from polling import until
 from ranks import settings
 from tiny import make_dataset
 

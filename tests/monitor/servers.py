@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from polling import until
 
 from pipeline.process.launcher import free_port
 
@@ -62,10 +62,8 @@ class Postgres:
             [*self.as_user, self.binaries / "postgres", "-D", self.data, *settings],
             cwd=self.data, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        deadline = time.monotonic() + 60
-        while subprocess.run([self.binaries / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(self.port)]).returncode:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        ready = [self.binaries / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(self.port)]
+        until(lambda: not subprocess.run(ready).returncode)
 
     def uri(self, database: str, password: str | None = None) -> str:
         return f"postgresql://tracker:{password or self.password}@127.0.0.1:{self.port}/{database}"
@@ -85,7 +83,7 @@ class Postgres:
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGINT)  # Ends at once, with its connections.
-        self.process.wait(30)
+        self.process.wait()
 
     def _call(self, tool: str, *arguments: Any) -> None:
         command = [*self.as_user, self.binaries / tool, *arguments]
@@ -113,14 +111,15 @@ class MlflowServer:
     def start(self) -> "MlflowServer":
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(self.command, cwd=self.folder, env=self.environment, stdout=log, stderr=log)
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return self
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.1)
+        until(self._is_up)
+        return self
+
+    def _is_up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{self.url}/health", timeout=60).close()
+            return True
+        return False
 
     def stop(self) -> None:
         """End the server and its children at once."""
@@ -138,13 +137,14 @@ class MlflowServer:
 
 # ------------------------------------------------------------------------------------------ a proxy before it
 class Proxy:
-    """An HTTP proxy before a server. delay: seconds before each answer. login: "user:password" that requests must have.
+    """An HTTP proxy before a server. answers: while it is not set, requests wait. login: "user:password" that they must have.
 
     down: connections are closed without an answer. requests: method and path of each.
     """
 
     def __init__(self, upstream: str) -> None:
-        self.delay, self.login, self.down = 0.0, "", False
+        self.answers, self.login, self.down = threading.Event(), "", False
+        self.answers.set()
         self.requests: list[str] = []
         proxy, address = self, upstream.removeprefix("http://")
 
@@ -158,7 +158,7 @@ class Proxy:
                 if proxy.down:
                     self.close_connection = True
                     return
-                time.sleep(proxy.delay)
+                proxy.answers.wait()
                 expected = f"Basic {b64encode(proxy.login.encode()).decode()}"
                 if proxy.login and self.headers.get("Authorization") != expected:
                     self.answer(401, "Unauthorized", [], b"You are not authenticated.")

@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from urllib.parse import urlparse
 import pytest
 import servers
 from browser import Browser, open_browser
+from polling import until
 from servers import MlflowServer
 
 from pipeline.monitor.mlflow.sender import SenderTimeouts
@@ -103,7 +103,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, s
         ids = fill(out)
         server = MlflowServer(folder, default_uri(out))
         with servers.running(server.start()), open_browser(pictures) as browser:
-            browser.page.set_default_timeout(20_000)
+            browser.page.set_default_timeout(300_000)
             yield browser, server.url, ids
 
 
@@ -123,10 +123,7 @@ def test_the_list_of_runs_as_our_link_opens_it(pages: tuple[Browser, str, dict[s
         "pets-b16",
     )
     worst_first = ["photos-b16-lr1", "photos-s16", "photos-b16", "pets-b16"]
-    deadline = time.monotonic() + 20
-    while (names := [name for name in shown_runs(browser) if name in worst_first]) != worst_first:
-        assert time.monotonic() < deadline, names
-        time.sleep(0.1)
+    until(lambda: [name for name in shown_runs(browser) if name in worst_first] == worst_first)
 
 
 def shown_runs(browser: Browser) -> list[str]:

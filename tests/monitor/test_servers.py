@@ -6,9 +6,8 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,11 @@ import psutil
 import pytest
 import servers
 import track_a_run
+from polling import until
 from servers import MlflowServer, Postgres, Proxy, Recorder
+from tracked_steps import log_step
 
+from pipeline.monitor.mlflow import sender as mlflow_sender
 from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
@@ -28,7 +30,8 @@ from pipeline.settings.run import DataConfig, RunConfig, TrackConfig, TrainConfi
 from pipeline.train.setup import write_settings
 
 pytestmark = pytest.mark.slow
-FAST = SenderTimeouts(poll=0.05, retry=(0.1,), finish=60)
+# The ends are far away: what is sent ends the wait, or what is refused.
+FAST = SenderTimeouts(poll=0.05, retry=(0.1,), finish=300, finish_in_a_hurry=300)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,11 +78,11 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
 
 
 class Tracked:
-    """A tracked run of a test: logs steps, and knows what the store has of it. seconds: of each call of `Tracker.log`."""
+    """A tracked run of a test: logs steps, none of which may wait for MLflow, and knows what the store has of it."""
 
     def __init__(self, uri: str, out: Path, experiment: str) -> None:
         self.uri, self.out, self.folder, self.experiment = uri, out, out / "run", experiment
-        self.seconds, self.tracker = list[float](), None
+        self.tracker = None
 
     def start(self, step: int = 0, timing: SenderTimeouts = FAST) -> "Tracked":
         facts = RunFacts(
@@ -91,19 +94,10 @@ class Tracked:
 
     def log(self, first: int, last: int, **more: float) -> None:
         for step in range(first, last + 1):
-            begin = time.perf_counter()
-            self.tracker.log(step, {"loss": float(step), **more})
-            self.seconds.append(time.perf_counter() - begin)
+            log_step(self.tracker, step, {"loss": float(step), **more})
 
     def finish(self) -> None:
         self.tracker.finish("FINISHED")
-        self.check_that_no_step_waited()
-
-    def check_that_no_step_waited(self) -> None:
-        # A busy machine may preempt one call, but none waits for an answer, which takes seconds where it is late.
-        *others, slowest = sorted(self.seconds)
-        assert slowest < 0.5, "a step waited for MLflow"
-        assert max(others, default=0) < 0.05, "steps waited for MLflow"
 
     @property
     def run(self) -> Any:
@@ -134,13 +128,6 @@ def steps(first: int, last: int) -> list[tuple[int, float]]:
     return [(step, float(step)) for step in range(first, last + 1)]
 
 
-def wait(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def warnings(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
 
@@ -159,9 +146,8 @@ def test_two_runs_that_begin_together_on_a_fresh_postgresql(
         )
         for name in ("a", "b")
     ]  # fmt: skip
-    said = [process.communicate(timeout=200) for process in begun]
+    said = [process.communicate(timeout=400) for process in begun]
     assert [process.returncode for process in begun] == [0, 0], said
-    assert all(float(out) < 0.05 for out, _ in said)
     client = MlflowStore(uri).client
     experiment = client.get_experiment_by_name("vit")
     runs = client.search_runs([experiment.experiment_id], order_by=["attributes.run_name"])
@@ -189,10 +175,10 @@ def test_a_run_in_postgresql_whose_password_is_written_nowhere(
     (folder / "log.txt").write_text("a line\n")
     for begin, last in ((0, 20), (10, 30)):  # The second start continues from step 10: the points after it are deleted.
         write_settings(config, folder)
-        tracker = Tracker(config.track, tmp_path, folder, facts, begin)
+        tracker = Tracker(config.track, tmp_path, folder, facts, begin, FAST)
         for step in range(begin + 1, last + 1):
             tracker.log(step, {"loss": step + 100.0 * begin})
-        wait(lambda: MlflowStore(uri).client.get_experiment_by_name("vit") is not None)
+        until(lambda: MlflowStore(uri).client.get_experiment_by_name("vit") is not None)
         tracker.go_back(last - 5)
         for step in range(last - 4, last + 1):
             tracker.log(step, {"loss": step + 0.5})
@@ -209,6 +195,7 @@ def test_a_run_in_postgresql_whose_password_is_written_nowhere(
     assert run.data.tags["command"].endswith(f"track.uri={uri.replace(postgres.password, '***')}")
 
     # With a wrong password, one line, and it is not in it either.
+    monkeypatch.setattr(mlflow_sender, "_FRESH_SECONDS", 0.0)
     tracked.uri = postgres.uri("runs", "not-the-password")
     tracked.start(30).log(31, 32)
     tracked.tracker.finish("FINISHED", in_a_hurry=True)
@@ -258,13 +245,12 @@ def test_a_server_that_asks_for_a_password(
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "wrong")
     tracked = Tracked(proxy.url, tmp_path, "login").start()
     tracked.log(1, 10)
-    wait(lambda: len(proxy.requests) > 3)
+    until(lambda: len(proxy.requests) > 3)
     tracked.tracker.finish("FINISHED", in_a_hurry=True)
     first, second = warnings(capfd)
     assert "401" in first
     assert "training continues" in first
     assert "launch/track_sync.py" in second
-    tracked.check_that_no_step_waited()
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "right")
     tracked.start(10).log(11, 12)
     tracked.finish()
@@ -290,7 +276,6 @@ def test_mlflows_own_logins(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "wrong")
         tracked = Tracked(server.url, tmp_path, "login").start()
         tracked.log(1, 3)
-        time.sleep(1)
         tracked.tracker.finish("FINISHED", in_a_hurry=True)
         assert "401" in warnings(capfd)[0]
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "a-long-password")
@@ -307,11 +292,11 @@ def test_a_server_that_is_down(proxy: Proxy, tmp_path: Path, capfd: pytest.Captu
     tracked.start().log(1, 10)
     if not proxy.down:
         # An upload that fails, before a server that is back answers again, is said in other words.
-        wait(lambda: tracked.has_sent(10) and tracked.has_uploaded("starts.jsonl"))
+        until(lambda: tracked.has_sent(10) and tracked.has_uploaded("starts.jsonl"))
         proxy.down = True
         proxy.requests.clear()
         tracked.log(11, 20)
-    wait(lambda: len(proxy.requests) > 2)
+    until(lambda: len(proxy.requests) > 2)
     tracked.log(21, 30)
     proxy.down = False
     tracked.finish()
@@ -324,32 +309,30 @@ def test_a_server_that_is_down(proxy: Proxy, tmp_path: Path, capfd: pytest.Captu
 def test_a_server_that_is_restarted(server: MlflowServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tracked = Tracked(server.url, tmp_path, "restarted").start()
     tracked.log(1, 10)
-    wait(lambda: tracked.has_sent(10))
+    until(lambda: tracked.has_sent(10))
     server.stop()
     tracked.log(11, 20)
+    said: list[str] = []
+    until(lambda: said.extend(warnings(capfd)) or said)
     server.start()
     tracked.log(21, 30)
     tracked.finish()
     assert tracked.losses() == steps(1, 30)
     assert tracked.run.info.status == "FINISHED"
-    assert len(warnings(capfd)) == 1
+    assert len(said + warnings(capfd)) == 1
 
 
-def test_a_server_that_takes_two_seconds_for_each_answer(
-    proxy: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    proxy.delay = 2
-    tracked = Tracked(proxy.url, tmp_path, "slow").start(timing=SenderTimeouts(poll=0.05, finish=5))
-    for first in range(1, 40, 10):
-        tracked.log(first, first + 9)
-        time.sleep(0.5)
-    begin = time.perf_counter()
+def test_a_server_that_does_not_answer_in_time(proxy: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It answers once the end of the run has given up waiting, which thus waited no longer than it may."""
+    proxy.answers.clear()
+    tracked = Tracked(proxy.url, tmp_path, "slow").start(timing=SenderTimeouts(poll=0.05, finish=0.5))
+    until(lambda: proxy.requests)
+    tracked.log(1, 40)
     tracked.finish()
-    assert time.perf_counter() - begin < 6
     (line,) = warnings(capfd)
     assert "the next start sends the rest" in line
-    proxy.delay = 0
-    tracked.tracker._sender._thread.join(60)  # The end of a process would end it at once.
+    proxy.answers.set()
+    tracked.tracker._sender._thread.join(300)  # The end of a process would end it at once.
     tracked.start(40).finish()
     assert tracked.losses() == steps(1, 40)
 
@@ -358,7 +341,7 @@ def test_a_run_that_someone_deletes(server: MlflowServer, tmp_path: Path, capfd:
     tracked = Tracked(server.url, tmp_path, "deleted run").start()
     (tracked.folder / "log.txt").write_text("a line\n")
     tracked.log(1, 10)
-    wait(lambda: tracked.has_sent(10))
+    until(lambda: tracked.has_sent(10))
     deleted = tracked.run.info.run_id
     MlflowStore(server.url).client.delete_run(deleted)
     tracked.log(11, 20)
@@ -382,7 +365,7 @@ def test_an_experiment_that_someone_deletes(
 ) -> None:
     tracked = Tracked(server.url, tmp_path, "deleted experiment").start()
     tracked.log(1, 10)
-    wait(lambda: tracked.has_sent(10))
+    until(lambda: tracked.has_sent(10))
     client, run = MlflowStore(server.url).client, tracked.run
     client.delete_experiment(run.info.experiment_id)
     tracked.log(11, 20)
@@ -400,21 +383,24 @@ def test_a_server_whose_disk_is_full(server: MlflowServer, tmp_path: Path, capfd
     """No file of the server may grow beyond the size of its database, as on a disk without space."""
     tracked = Tracked(server.url, tmp_path, "full").start()
     tracked.log(1, 10)
-    wait(lambda: tracked.has_sent(10))
+    until(lambda: tracked.has_sent(10))
     size = (server.folder / "mlflow.db").stat().st_size
     many = {f"metric{number}": 1.0 for number in range(50)}
     for process in server.family():
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     tracked.log(11, 40, **many)
-    said = ""
-    deadline = time.monotonic() + 30
-    while "cannot be reached" not in said and time.monotonic() < deadline:
-        time.sleep(0.1)
-        said += capfd.readouterr().err
+    heard: list[str] = []
+
+    def refused() -> bool:
+        heard.append(capfd.readouterr().err)
+        return "cannot be reached" in "".join(heard)
+
+    until(refused)
     for process in server.family():
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     tracked.finish()
-    said += capfd.readouterr().err
+    refused()
+    said = "".join(heard)
     assert said.count("warning: ") == 1
     assert "too many 50" in said  # 500 or 503
     assert "(sqlite3.OperationalError) d" in server.log.read_text()  # "disk I/O error", or "database or disk is full"

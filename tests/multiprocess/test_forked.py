@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from types import FrameType
 
 import psutil
 import pytest
@@ -23,18 +24,24 @@ class GivenUpError(Exception):
 
 
 @pytest.fixture
-def given_up_after_a_second() -> Iterator[None]:
-    def give_up(*_: object) -> None:
-        raise GivenUpError
+def given_up_in_the_midst() -> Iterator[None]:
+    """While an answer of the forge is waited for."""
+    ticks: list[bool] = []
+
+    def give_up(number: int, frame: FrameType) -> None:
+        ticks.append(frame.f_code.co_name == "ask" and "pids" in frame.f_locals["request"])
+        if ticks[-3:] == [True] * 3:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise GivenUpError
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, 1)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.usefixtures("given_up_after_a_second")
+@pytest.mark.usefixtures("given_up_in_the_midst")
 def test_a_wait_that_is_given_up_leaves_no_ranks_and_no_answer(forge: Forge) -> None:
     """Its codes once went to the next start, which took them for process ids, and gave process 1 a memory limit."""
     hung = ours(forge, 600)
@@ -42,7 +49,7 @@ def test_a_wait_that_is_given_up_leaves_no_ranks_and_no_answer(forge: Forge) -> 
     with pytest.raises(GivenUpError):
         hung.wait()
     assert hung.pids == []
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    assert not psutil.wait_procs(ranks, timeout=300)[1]
 
     assert ours(forge, 0).wait() == [CODE, CODE]
 

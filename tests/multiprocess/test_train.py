@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from forked import Forge, train
+from polling import until
 from ranks import STEPS, metrics, settings
 
 from pipeline import model as models
@@ -336,13 +338,17 @@ def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -
 def resumed(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each stage: an unbroken run, and one that was killed with SIGKILL after its first checkpoint and resumed."""
     out = tmp_path_factory.mktemp("resume")
-    # Long enough that the kill always lands in the middle; dropout, so that its random numbers have to come back as well.
+    # Dropout, so that its random numbers have to come back as well.
     more = ["train.length=40 steps", "checkpoint.every=5 steps", "evaluate.every=40 steps", "model.dropout=0.1"]
     stages = {stage: [*more, f"engine.zero_stage={stage}"] for stage in (1, 2, 3)}
     forge.start(2, *(settings(dataset, out, f"whole{s}", *rest) for s, rest in stages.items())).finish()
     killed = {s: settings(dataset, out, f"killed{s}", *rest) for s, rest in stages.items()}
     for s, overrides in killed.items():
-        forge.start(2, overrides).kill_after(out / f"killed{s}" / "checkpoints" / "latest")
+        run = forge.start_work(2, "forked:train_with_halts", ["step", [8], [], overrides])
+        until(run.has_halted)
+        until((out / f"killed{s}" / "checkpoints" / "latest").exists)
+        run.kill()
+        assert run.wait() == [-signal.SIGKILL] * 2
     said = forge.start(2, *killed.values()).finish()
     assert said.count("resumed from") == 3, said
     return out

@@ -269,7 +269,7 @@ def test_a_run_says_it_before_any_import(place: Path) -> None:
         f"sys.argv = ['pretrain.py', *{RUN}, 'out={place}/file/x']; "
         f"runpy.run_path({str(ROOT / 'launch/pretrain.py')!r}, run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: out = {place}/file/x: {place}/file is a file, not a folder.")
     assert done.stderr.count("\n") == 1

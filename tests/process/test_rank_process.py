@@ -55,8 +55,8 @@ def test_ranks_fit_into_nodes_not_into_their_sum() -> None:
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_rank_that_fails_ends_the_wait_with_its_last_lines(stop: bool) -> None:
     waits, fails = RankProcess(), RankProcess()
-    waits.start(["-c", "import time; print('begun'); time.sleep(60)"], {"RANK": "0"})
-    fails.start(["-c", "import os, time; print('no disk'); time.sleep(60 * int(os.environ['WAIT'])); exit(7)"],
+    waits.start(["-c", "import time; print('begun'); time.sleep(600)"], {"RANK": "0"})
+    fails.start(["-c", "import os, time; print('no disk'); time.sleep(600 * int(os.environ['WAIT'])); exit(7)"],
                 {"RANK": "1", "WAIT": str(int(stop))})  # fmt: skip
     ranks, said = [waits, fails], list[str]()
 
@@ -67,7 +67,9 @@ def test_a_rank_that_fails_ends_the_wait_with_its_last_lines(stop: bool) -> None
     def stopping() -> bool:
         return stop and "begun" in said
 
-    code = wait_for_ranks(2, lambda: [rank.poll() for rank in ranks], terminate, said.append, stopping, exit_seconds=3)
+    code = wait_for_ranks(
+        2, lambda: [rank.poll() for rank in ranks], terminate, said.append, stopping, 300 if stop else 0
+    )
     if stop:
         assert code == 15
         assert "rank 0 ended with exit code -15" in said

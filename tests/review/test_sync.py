@@ -4,12 +4,11 @@ import json
 import os
 import shutil
 import signal
-import socket
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from polling import until
 
 from pipeline.base.errors import UserError
 from pipeline.base.locks import FileLock
@@ -23,7 +22,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.reports import SyncConfig
 from pipeline.settings.run import TrackConfig
 
-FAST = SenderTimeouts(poll=0.05, retry=(0.05,), finish=0.5)
+FAST = SenderTimeouts(poll=0.05, retry=(0.05,), finish=300)
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
 
 
@@ -79,9 +78,7 @@ def test_a_run_that_was_not_tracked_gets_the_page_of_one_that_was(tmp_path: Path
 
 
 def test_the_rest_of_a_run_whose_server_was_away(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        away = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    away = "http://127.0.0.1:1"  # A port that no other test is given meanwhile.
     trained(tmp_path, "run", uri=away)
     assert "launch/track_sync.py" in capfd.readouterr().err
     with pytest.raises(UserError, match=r"did not take all of it .*The same command sends the rest"):
@@ -143,11 +140,9 @@ def test_one_folder_is_sent_by_one_process_at_a_time(tmp_path: Path, capfd: pyte
         lock.acquire()
         lock.write_owner("host other, pid 1")
         ready.touch()
-        while not go.exists():
-            time.sleep(0.01)
+        until(go.exists)
         os._exit(0)
-    while not ready.exists():
-        time.sleep(0.01)
+    until(ready.exists)
     assert run(SyncConfig(runs=[str(tmp_path / "run")])) == []
     assert "run: not sent, because MLflow receives" in (out := capfd.readouterr().out)
     assert "from host other, pid 1 at this moment" in out

@@ -205,7 +205,7 @@ def test_what_only_one_rank_knows_it_says(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_real_process(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "launch" / "pretrain.py"), "--config", str(tmp_path / "nowhere.yaml")]
-    done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 2
     assert done.stderr == f"error: {tmp_path / 'nowhere.yaml'}: no such config file. Shipped ones are in configs/.\n"
     assert done.stdout == ""

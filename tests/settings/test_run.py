@@ -750,7 +750,7 @@ def test_help_lists_every_field(script: str, command: type) -> None:
         text=True,
         cwd="/",
         check=True,
-        timeout=60,
+        timeout=300,
     )
     lines = done.stdout.splitlines()
     said = " ".join(done.stdout.split())

@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +43,7 @@ def refused(command: str, *overrides: str, **environment: str) -> str:
         f"runpy.run_path({str(ROOT / 'launch' / command) + '.py'!r}, run_name='__main__')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
     )
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
@@ -184,10 +183,8 @@ def test_missing_weights_are_said_before_a_run_is_there(forge: Forge, dataset: P
 
 @pytest.mark.ranks
 def test_a_model_that_is_too_large_is_not_built(forge: Forge, dataset: Path, tmp_path: Path) -> None:
-    begin = time.monotonic()
-    rank = forge.start(
-        1, settings(dataset, tmp_path, "x", "model.width=8192", "model.mlp_width=32768", "model.depth=100")
-    )
+    """In memory that would not hold a block of it."""
+    large = settings(dataset, tmp_path, "x", "model.width=8192", "model.mlp_width=32768", "model.depth=100")
+    rank = forge.start_work(1, "forked:train_within_a_limit", [[0], large])
     assert rank.wait() == [2], rank.said()
     assert "and its share of the host has" in rank.said().splitlines()[-1]
-    assert time.monotonic() - begin < 30  # Of which it needs 2.

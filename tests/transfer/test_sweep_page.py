@@ -1,6 +1,7 @@
 """A sweep in MLflow: a parent and a child for each cell, in a real database and on a real server."""
 
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from tiny_vtab import prepare, run_here
 
 from pipeline.base.errors import UserError
 from pipeline.monitor.mlflow import sender as mlflow_sender
+from pipeline.monitor.mlflow import store as mlflow_store
 from pipeline.monitor.mlflow.state import SyncState, run_id_of, write_states
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker
@@ -27,7 +29,7 @@ from pipeline.transfer.track.children import ChildSender, NestedRun, Pace
 from pipeline.transfer.track.sweep_page import tracking_uri
 from pipeline.transfer.vtab_cell import SweepJob, VtabCell
 
-FAST = Pace(requests=1000, poll=0.05, retry=(0.05,), redraw=0.2, finish=1.0)
+FAST = Pace(requests=1000, poll=0.05, retry=(0.05,), redraw=0.2, finish=300.0)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +205,7 @@ def test_a_sender_killed_between_any_two_requests_leaves_neither_doubles_nor_gap
         sender.left = request
         sender.add([cell_of(number, request / 100) for number in range(3)])
         sender.begin()
-        sender._thread.join(60)
+        sender._thread.join(300)
         assert not sender._thread.is_alive()
     # Two requests find the parent's children; three cells take twelve.
     sender = ChildSender(tmp_path / "sweep", uri, {"kind": "cell"}, pace=FAST)
@@ -228,24 +230,28 @@ def test_a_store_that_is_away_delays_nothing_and_gets_all_at_the_next_start(
     config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.01]"])
     away = f"sqlite:///{tmp_path / 'away' / 'mlflow.db'}"
     (tmp_path / "away").touch()  # A file where the database's folder should be.
-    seconds = []
+    # Whoever asks for the store waits until the last cell.
+    is_last, create, left = threading.Event(), mlflow_store._create_database, [1, 2, 3]
+    monkeypatch.setattr(mlflow_store, "_create_database", lambda path: (is_last.wait(), create(path)))
 
-    def timed(cell: VtabCell) -> dict[str, Any]:
-        seconds.append(time.monotonic())
+    def counted(cell: VtabCell) -> dict[str, Any]:
+        left.pop()
+        if not left:
+            is_last.set()
         return made_up(cell)
 
-    results = vtab.run(config, tmp_path / "out", in_turn(timed), away, FAST)
-    assert seconds[-1] - seconds[0] < 1
+    results = vtab.run(config, tmp_path / "out", in_turn(counted), away, replace(FAST, finish=1.0))
+    assert not left
     said = capfd.readouterr().err
     assert said.count("cells are sent later") <= 1
     assert f"MLflow at {away} has not received 3 cells of {tmp_path / 'out'}: the same command sends them" in said
     (tmp_path / "away").unlink()
     (tmp_path / "away").mkdir()
     shutil.copy(tmp_path / "mlflow.db", tmp_path / "away" / "mlflow.db")
-    assert vtab.run(config, tmp_path / "out", in_turn(timed), away, FAST) == results
+    assert vtab.run(config, tmp_path / "out", in_turn(made_up), away, FAST) == results
     assert len(parent_and_children(away)[1]) == 3
     # Another store gets all of it.
-    vtab.run(config, tmp_path / "out", in_turn(timed), uri, FAST)
+    vtab.run(config, tmp_path / "out", in_turn(made_up), uri, FAST)
     assert len(parent_and_children(uri)[1]) == 3
 
 

@@ -116,15 +116,18 @@ def slow(columns):
         file.write("x")
     time.sleep(0.5)
     return read(columns)
-while not (Path(sys.argv[1]) / "go").exists():
-    time.sleep(0.01)
+print("ready", flush=True)
+sys.stdin.readline()
 check(open_index("train", [Path(sys.argv[1]) / "index"], slow))
 """
     here = Path(__file__).parent
     arguments = [sys.executable, "-c", code, str(tmp_path), str(here)]
-    processes = [subprocess.Popen(arguments, cwd=here.parents[2]) for _ in range(3)]
-    (tmp_path / "go").touch()
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(arguments, cwd=here.parents[2], stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
+    for process in processes:
+        process.stdin.close()
+    assert [process.wait(300) for process in processes] == [0, 0, 0]
     assert (tmp_path / "made").read_text() == "x"
 
 

@@ -44,7 +44,7 @@ def balances(draw: st.DrawFn) -> tuple[ClassBalance, dict]:
     return ClassBalance(**given), given
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(made=balances(), epoch=st.integers(0, 50))
 def test_places_of_a_class_are_within_one_of_their_expectation(made: tuple[ClassBalance, dict], epoch: int) -> None:
     balance, arguments = made
@@ -57,7 +57,7 @@ def test_places_of_a_class_are_within_one_of_their_expectation(made: tuple[Class
     assert (np.abs(earlier - epoch * exact) < 6).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(made=balances())
 def test_places_are_exact_in_expectation(made: tuple[ClassBalance, dict]) -> None:
     """Over all 2**64 roundings, each as likely as the others: places change only where a fraction reaches 1."""
@@ -73,7 +73,7 @@ def test_places_are_exact_in_expectation(made: tuple[ClassBalance, dict]) -> Non
         assert all(abs(m - share) <= Fraction(1, 2**63) for m in mean)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(made=balances(), epoch=st.integers(0, 12))
 def test_samples_of_a_class_are_used_equally_often_or_once_more(made: tuple[ClassBalance, dict], epoch: int) -> None:
     """In each epoch, and from the start of training to the end of each epoch."""
@@ -96,7 +96,7 @@ def test_samples_of_a_class_are_used_equally_often_or_once_more(made: tuple[Clas
         assert len(np.unique(np.searchsorted(arguments["shard_starts"], rows, side="right"))) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     made=balances(),
     streams=st.integers(1, 4),

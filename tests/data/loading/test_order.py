@@ -26,7 +26,7 @@ def fresh(order: SampleOrder, **changes: int) -> SampleOrder:
     return SampleOrder(order.shard_sizes, **{**as_given, "window": order.window, **changes})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(order=orders(), epoch=st.integers(0, 3))
 def test_every_sample_once_an_epoch(order: SampleOrder, epoch: int) -> None:
     n = order.num_samples
@@ -35,7 +35,7 @@ def test_every_sample_once_an_epoch(order: SampleOrder, epoch: int) -> None:
     assert set(epochs.tolist()) == {epoch}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(order=orders(), epoch=st.integers(0, 3))
 def test_positions_are_the_inverse_of_rows(order: SampleOrder, epoch: int) -> None:
     positions = order.positions(np.arange(order.num_samples), epoch)
@@ -44,7 +44,7 @@ def test_positions_are_the_inverse_of_rows(order: SampleOrder, epoch: int) -> No
     assert set(epochs.tolist()) == {epoch}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(order=orders(), steps=st.integers(1, 12))
 @pytest.mark.slow
 def test_any_ranks_see_the_same_batches_in_the_same_order(order: SampleOrder, steps: int) -> None:
@@ -60,7 +60,7 @@ def test_any_ranks_see_the_same_batches_in_the_same_order(order: SampleOrder, st
             np.testing.assert_array_equal(np.concatenate([part for _, part in parts]), epochs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(order=orders(), step=st.integers(0, 40))
 def test_a_restart_at_any_step_goes_on_with_the_same(order: SampleOrder, step: int) -> None:
     for earlier in range(step):
@@ -71,7 +71,7 @@ def test_a_restart_at_any_step_goes_on_with_the_same(order: SampleOrder, step: i
             np.testing.assert_array_equal(ours, theirs)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(order=orders(), micro_batch=st.integers(1, 9), world_size=st.sampled_from([1, 2, 3, 4]))
 def test_micro_batches_are_the_slice_in_order(order: SampleOrder, micro_batch: int, world_size: int) -> None:
     if order.global_batch % world_size:

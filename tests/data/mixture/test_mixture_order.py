@@ -37,7 +37,7 @@ def mixtures(draw: st.DrawFn) -> MixtureOrder:
     return mixture(sizes, phases, draw(st.integers(1, 8)) * 2, draw(st.integers(0, 2**63 - 1)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(weights=_WEIGHTS, start=st.integers(0, 10**13))
 def test_the_first_samples_hold_each_share_rounded_up_or_down(weights: list[int], start: int) -> None:
     shares = Shares(weights)
@@ -90,7 +90,7 @@ def test_weights_are_whole_numbers_or_the_nearest() -> None:
             whole_numbers(weights)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(order=mixtures(), data=st.data())
 def test_any_ranks_and_restarts_see_the_same_batches_in_the_same_order(
     order: MixtureOrder, data: st.DataObject
@@ -107,7 +107,7 @@ def test_any_ranks_and_restarts_see_the_same_batches_in_the_same_order(
             np.testing.assert_array_equal(three, list(zip(*one_by_one, strict=True)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(order=mixtures())
 def test_each_set_has_its_own_epochs_and_uses_are_the_inverse_of_rows(order: MixtureOrder) -> None:
     end = 25 * order.global_batch

@@ -1,31 +1,38 @@
 """A command that waits for an object store prints what it waits for; failed requests are retried for a limited time."""
 
-import time
+from collections.abc import Callable
 
 import pytest
+from polling import until
 
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.process import waits
 
-
-@pytest.fixture(autouse=True)
-def short_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr(waits, "_board", waits._Board())
+Late = Callable[[], str]
 
 
-def slow() -> str:
-    time.sleep(0.3)
-    return "content"
+@pytest.fixture
+def late(notice_after_600: Callable[[float], None]) -> Late:
+    """An answer that comes after the time in which a wait is said: once it would have been."""
+    said = list[str]()
+
+    def late() -> str:
+        what = f"wait {len(said)} of this test"
+        with waits.waiting(what, 1.0, say=said.append):  # Begun later than what it is called for, and so said after it.
+            notice_after_600(600)
+            until(lambda: said and what in said[-1])
+        return "content"
+
+    return late
 
 
-def test_a_wait_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_is_said_once(late: Late, capsys: pytest.CaptureFixture[str]) -> None:
     retry = Retry(seconds=600, setting="data.retry_minutes")
-    assert [retry.call(f"s3://bucket/{name}", slow) for name in "xyz"] == ["content"] * 3
+    assert [retry.call(f"s3://bucket/{name}", late) for name in "xyz"] == ["content"] * 3
     assert capsys.readouterr().err == "waiting for s3://bucket/x, at most 10 min (data.retry_minutes)\n"
 
 
-def test_an_answer_in_time_is_not_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_in_time_is_not_mentioned(late: Late, capsys: pytest.CaptureFixture[str]) -> None:
     retry = Retry()
     assert retry.call("s3://bucket/x", lambda: 1) == 1
 
@@ -34,24 +41,25 @@ def test_an_answer_in_time_is_not_mentioned(capsys: pytest.CaptureFixture[str]) 
 
     with pytest.raises(FileNotFoundError):
         retry.call("s3://bucket/x", missing)
-    retry.call("s3://bucket/x", slow, is_transfer=True)
-    time.sleep(0.2)
+    retry.call("s3://bucket/x", late, is_transfer=True)
     assert capsys.readouterr().err == ""
 
 
-def test_a_transfer_is_mentioned_once_it_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_transfer_is_mentioned_once_it_failed(late: Late, capsys: pytest.CaptureFixture[str]) -> None:
     failures = [OSError("503"), OSError("503")]
 
     def upload() -> None:
         if failures:
             raise failures.pop()
+        late()
 
     Retry().call("s3://bucket/x", upload, is_transfer=True)
     assert capsys.readouterr().err == "waiting for s3://bucket/x, at most 10 min\n"
 
 
-def test_one_rank_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_says_it(late: Late, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
+        late()
         raise OSError("Couldn't resolve host name")
 
     monkeypatch.setenv("RANK", "1")

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 from faulty_s3 import S3, bucket_path, copy_folder, put, slow, stall
+from polling import until
 
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
@@ -31,10 +32,10 @@ ROOT = Path(__file__).resolve().parents[3]
 Server = tuple[S3, str]
 
 
-def cached(url: str, folder: Path, max_bytes: int = 10**9, in_use_seconds: float = 60.0, split: str = "train"):
+def cached(url: str, folder: Path, max_bytes: int = 10**9, in_use_seconds: float = 3600.0, stall: float = 20.0):
     """A split of the data set at url, read through a cache."""
-    storage = Storage(Retry(5), ShardCache(folder, max_bytes, in_use_seconds))
-    return open_dataset(url, storage).split(split)
+    storage = Storage(Retry(60, stall_seconds=stall), ShardCache(folder, max_bytes, in_use_seconds))
+    return open_dataset(url, storage).split("train")
 
 
 def downloads(s3: S3) -> list[str]:
@@ -176,7 +177,7 @@ def test_two_ranks_download_each_shard_once(s3: Server, dataset: Path, tmp_path:
     for process in processes:
         print(file=process.stdin, flush=True)
     for process in processes:
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert sorted(downloads(s3[0])) == sorted(f"train-{i:06d}.tar" for i in range(4))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", *[".shard"] * 4]
 
@@ -186,19 +187,16 @@ def test_a_killed_rank_holds_up_nobody(s3: Server, dataset: Path, tmp_path: Path
     server, url = s3
     copy_folder(dataset, f"{url}/tiny")
     process = start_reading(f"{url}/tiny", tmp_path, 10**9, 60)
-    server.fail(slow, "GET", times=1)
+    server.fail(stall, ".tar", times=1)
     assert process.stdin
     print(file=process.stdin, flush=True)
-    while not list(tmp_path.glob("*.part")):
-        time.sleep(0.01)
+    until(lambda: list(tmp_path.glob("*.part")))
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert list(tmp_path.glob("*.part"))
     split = cached(f"{url}/tiny", tmp_path)
     reader = ShardReader(split)
-    begin = time.monotonic()
     assert all(reader.read(row) for row in range(150))
-    assert time.monotonic() - begin < 5
     assert len(list(tmp_path.glob("*.shard"))) == 4
     assert not list(tmp_path.glob("*.part"))
 
@@ -270,10 +268,7 @@ def test_shards_of_the_next_samples_are_downloaded_ahead(s3: Server, dataset: Pa
     asked = [(np.arange(first, first + 10),) for first in range(0, 150, 10)]
     requests = reader.ahead(iter(asked))
     passed = [next(requests)]
-    deadline = time.monotonic() + 10
-    while not all(map(split.storage.cache.has, split.shard_sha256.to_pylist()[:2])):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: all(map(split.storage.cache.has, split.shard_sha256.to_pylist()[:2])))
     passed += requests
     assert [request[0].tolist() for request in passed] == [request[0].tolist() for request in asked]
     reader.close()
@@ -305,20 +300,19 @@ def test_a_process_ends_at_once_while_it_downloads(s3: Server, dataset: Path, tm
     server, url = s3
     copy_folder(dataset, f"{url}/tiny")
     code = f"""
-import time, numpy as np, sys
+import sys, numpy as np
 sys.path[:0] = [{str(ROOT / "tests/data/storage")!r}, {str(ROOT / "tests/helpers")!r}]
 from test_storage import cached, ShardReader, Path
-reader = ShardReader(cached({f"{url}/tiny"!r}, Path({str(tmp_path)!r})))
-requests = reader.ahead((np.array([row]),) for row in range(150))
-next(requests)
-time.sleep(0.2)
-print("over", time.time())
+reader = ShardReader(cached({f"{url}/tiny"!r}, Path({str(tmp_path)!r}), stall=3600))
+next(reader.ahead((np.array([row]),) for row in range(150)))
+sys.stdin.read()
 """
-    server.fail(stall, "train-000001.tar")  # The download would take longer than the time limit of the test.
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert time.time() - float(done.stdout.split()[1]) < 20, "not at the pace of the download"
-    assert done.stderr == ""
+    server.fail(stall, ".tar")  # The download would take longer than the time limit of the test.
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=pipe, stderr=pipe, text=True)
+    until(lambda: downloads(server) or process.poll() is not None)
+    assert process.communicate(timeout=300) == (None, "")
+    assert process.returncode == 0
 
 
 def test_a_forked_process_reads_on(s3: Server) -> None:
@@ -327,7 +321,7 @@ def test_a_forked_process_reads_on(s3: Server) -> None:
     assert path.read_bytes() == b"content"
     child = os.fork()
     if not child:
-        signal.alarm(20)
+        signal.alarm(300)
         os._exit(0 if path.read_bytes() == b"content" else 1)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -340,10 +334,11 @@ def test_without_credentials_nobody_waits_for_the_cloud(s3: Server) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environment["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         environment["AWS_ENDPOINT_URL"] = s3[0].url
-        begin = time.monotonic()
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent.accept()
     assert done.stdout == "content\n", done.stderr
-    assert time.monotonic() - begin < 8
 
 
 def test_the_environment_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,13 +193,13 @@ def test_killed_job_reads_no_shard_twice(sets: tuple[Dataset, Dataset], tmp_path
 
 
 def killed_after_two(folder: Path, code: str, *arguments: object) -> None:
-    """What the cluster's tasks do, in a process of its own that is killed when the folder has two files."""
-    process = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments), str(folder)], cwd=ROOT)
-    while len(list(folder.glob("[!.]*"))) < 2:
-        assert process.poll() is None, "finished before it could be killed"
-        time.sleep(0.0005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    """What the cluster's tasks do, in a process of its own that is killed when the third file of the folder is to have its name."""
+    die = (
+        "import os, pathlib, signal, sys; place = pathlib.Path(sys.argv[-1]); sys.addaudithook(lambda event, _: event == 'os.rename' "
+        "and len(list(place.glob('[!.]*'))) == 2 and os.kill(os.getpid(), signal.SIGKILL))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", die + code, *map(str, arguments), str(folder)], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
 
 
 def test_killed_search_goes_on(sets: tuple[Dataset, Dataset], tmp_path: Path, capfd) -> None:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import webdataset
 from faulty_s3 import S3, bucket_path, put
+from polling import until
 from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder, write_tar
 
 from data_tools import progress, tasks
@@ -89,17 +90,30 @@ def test_the_number_of_tasks_changes_no_byte(dataset: Dataset, source: Path, tmp
     assert contents(other.path) == contents(dataset.path)
 
 
+# Runs a command that is killed when it has counted five shards, while its tasks make others.
+DIES = """
+import os, runpy, signal, sys
+from data_tools.progress import ProgressMeter
+
+def add_and_die(meter, *arguments, **others):
+    add(meter, *arguments, **others)
+    if meter.shards == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+add, ProgressMeter.add = ProgressMeter.add, add_and_die
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_killed_job_goes_on_and_gives_the_same_bytes(ray_cluster: int, source: Path, tmp_path: Path, capfd) -> None:
     whole = shard.run(settings(source, tmp_path / "whole", samples_per_shard=1))
     out = tmp_path / "killed"
-    command = [sys.executable, "launch/shard.py", f"source={source}", f"out={out}", "samples_per_shard=1"]
+    command = [sys.executable, "-c", DIES, "launch/shard.py", f"source={source}", f"out={out}", "samples_per_shard=1"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    while len(list(out.glob("*.tar"))) < 5:
-        assert process.poll() is None, "finished before it could be killed"
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(out.glob("*.tar"))) >= 5
     assert not (out / "dataset.json").exists()
     with pytest.raises(UserError, match="no finished data set"):
         open_dataset(out)
@@ -217,13 +231,14 @@ def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Pa
 
 def wait_for_state(folder: Path, **expected: object) -> dict:
     """What progress.json says once it says this; it is replaced by a thread, whatever the job is at."""
-    deadline = time.monotonic() + 20
-    while True:
-        state = json.loads((folder / "progress.json").read_text())
-        if expected.items() <= state.items():
-            return state
-        assert time.monotonic() < deadline, state
-        time.sleep(0.005)
+    states: list[dict] = []
+
+    def is_so() -> bool:
+        states.append(json.loads((folder / "progress.json").read_text()))
+        return expected.items() <= states[-1].items()
+
+    until(is_so)
+    return states[-1]
 
 
 def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, capfd) -> None:
@@ -233,8 +248,7 @@ def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_pat
         job.add(600, 6_000_000, made=False)
         state = wait_for_state(tmp_path, images=600, shards=1, bytes=6_000_000)
         assert (state["images_per_second"], state["seconds_left"]) == (0, None)
-        time.sleep(0.1)
-        assert wait_for_state(tmp_path)["seconds"] > state["seconds"]
+        until(lambda: wait_for_state(tmp_path)["seconds"] > state["seconds"] + 0.1)
         job.add(100, 1_000_000)
         state = wait_for_state(tmp_path, images=700)
         assert state["seconds_left"] == pytest.approx(300 / state["images_per_second"])

@@ -102,7 +102,7 @@ def test_class_tars_in_a_bucket_are_read_side_by_side_and_once(tmp_path: Path, s
     together, phases = threading.Barrier(len(names)), []
 
     def wait_for_others(handler: object, head: bytes, body: bytes) -> bytes:
-        together.wait(20)
+        together.wait(300)
         phases.append(json.loads((out / "progress.json").read_text())["phase"])
         return body
 

@@ -105,7 +105,6 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
 }
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("what", FOLDERS)
 def test_an_odd_item_of_a_folder_is_skipped_and_named(what: str, tmp_path: Path) -> None:
     plant, expected = FOLDERS[what]
@@ -187,7 +186,6 @@ def test_skipped_items_count_as_bad_images_and_the_rest_is_the_same(ray_cluster:
 # ---------------------------------------------------------------- lists
 
 
-@pytest.mark.timeout(30)
 def test_odd_paths_of_a_list(tmp_path: Path) -> None:
     write_folder(GOOD, tmp_path)
     os.mkfifo(tmp_path / "f.jpg")
@@ -244,7 +242,6 @@ ODD_MEMBERS = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("what", ODD_MEMBERS)
 @pytest.mark.parametrize("layout", ["archive", "imagenet21k"])
 def test_an_odd_member_of_a_tar_is_skipped_and_named(what: str, layout: str, tmp_path: Path) -> None:
