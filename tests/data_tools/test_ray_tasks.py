@@ -76,8 +76,10 @@ def kill():
 
 with mistakes_in_one_line():
     print(ray_tasks.connect(1), flush=True)
+    results = ray_tasks.run_tasks(work, range(100_000), print, limit=2)
+    next(results)  # Once tasks run: killed sooner, Ray may end this process itself, with exit code 1 and nothing on stderr.
     threading.Thread(target=kill, daemon=True).start()
-    list(ray_tasks.run_tasks(work, range(100_000), print, limit=2))
+    list(results)
 """
 
 
