@@ -89,6 +89,8 @@ def loss(objective: "Objective", read: "Inputs") -> Tensor:
 
 
 class QuickNorms(TorchFunctionMode):
+    """Within it, every LayerNorm is a quick one."""
+
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return quick_layer_norm(args, kwargs) if func is F.layer_norm else func(*args, **(kwargs or {}))
 
