@@ -4,18 +4,21 @@ PY := .venv/bin/python
 STORE ?= runs/mlflow.db
 # torch first, at the version pyproject.toml pins: deepspeed's build looks for it, and an open range fetches gigabytes.
 TORCH = $(shell grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
+PLAIN = not ranks and not ray and not hosts
 export OMP_NUM_THREADS ?= 1
+# Where this is set, as containers do, each of the hundreds of processes that tests start compiles this project again.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test rehearsal test-fast lint docs mlflow install clean gpu gpu-tests gpu-bench gpu-packages gpu-wheels
 
 demo: install
 	$(PY) launch/demo.py
 
-# Three rows beside each other, each with what the one before it leaves of the processors: the tests of Ray, which mostly wait (Ray gives
-# up when it cannot start in 30 s, so these come first), and then lint; the tests of ranks, one at a time; the plain tests.
+# Three rows beside each other, each with what the one before it leaves of the processors: the tests of Ray (which gives up when it cannot
+# start in 30 s, so these come first) and of hosts, both of which mostly wait, and then lint; the tests of ranks, one at a time; the plain tests.
 test: install
-	@{ $(PY) -m pytest -m ray; ray=$$?; nice -n 10 $(MAKE) --no-print-directory lint && exit $$ray; } >.pytest_ray.log 2>&1 & ray=$$!; \
-	nice -n 10 $(PY) -m pytest -n 2 --dist loadfile -m "not ranks and not ray" >.pytest_plain.log 2>&1 & plain=$$!; \
+	@{ bad=0; for row in ray hosts; do $(PY) -m pytest -m $$row || bad=1; done; nice -n 10 $(MAKE) --no-print-directory lint && exit $$bad; } >.pytest_ray.log 2>&1 & ray=$$!; \
+	nice -n 10 $(PY) -m pytest -n 2 --dist loadfile -m "$(PLAIN)" >.pytest_plain.log 2>&1 & plain=$$!; \
 	trap "pkill -INT -P $$ray,$$plain; kill $$ray $$plain" INT TERM; \
 	nice -n 5 $(PY) -m pytest -m ranks; ranks=$$?; \
 	wait $$ray; ray=$$?; cat .pytest_ray.log; wait $$plain; plain=$$?; cat .pytest_plain.log; [ $$ranks$$ray$$plain = 000 ]
@@ -45,9 +48,9 @@ gpu-wheels: install
 rehearsal: install
 	$(PY) tests/multinode/rehearsal.py
 
-# To run while working: neither ranks, nor Ray, nor tests of over a second.
+# To run while working: neither ranks, nor Ray, nor hosts, nor tests of over a second.
 test-fast: install
-	$(PY) -m pytest -n 2 -m "not ranks and not ray and not slow"
+	$(PY) -m pytest -n 2 -m "$(PLAIN) and not slow"
 
 lint: install
 	$(PY) -m ruff check .

@@ -22,7 +22,7 @@ from pipeline import ray_tasks
 from pipeline.process import waits
 
 # The fixtures that make a test one of a row of its own (the Makefile's), by the name of its marker.
-ROWS = {"ray": {"ray_cluster", "own_ray"}, "ranks": {"forge", "can_have_hosts"}}
+ROWS = {"hosts": {"can_have_hosts"}, "ray": {"ray_cluster", "own_ray"}, "ranks": {"forge"}}
 
 # A shell without job control (the Makefile's) starts what runs in the background with SIGINT ignored, and so would be all
 # that tests start.
@@ -187,7 +187,7 @@ def _may_have(row: str, path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start Ray or ranks, by the fixtures that do so (the Makefile runs them separately)."""
+    """Mark the tests that start hosts, Ray or ranks, by the fixtures that do so (the Makefile runs them separately)."""
     for item in items:
         for row, fixtures in ROWS.items():
             if fixtures & set(getattr(item, "fixturenames", ())):
