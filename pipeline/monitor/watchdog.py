@@ -43,7 +43,8 @@ class PublishedWait:
 class Watchdog:
     """Ends a run that makes no progress, and names the rank that the others wait for, with host, step, phase and stack.
 
-    Each rank calls `at` before each phase. After `minutes` without a call and without an announced wait of any rank, it writes
+    Each rank calls `at` before each phase. After `minutes` without a call, without an announced wait of any rank and without a stop of this process (Ctrl-Z, a
+    scheduler's suspend, a paused virtual machine), it writes
     `<folder>/rank-00003.txt`; the lowest rank that wrote one reads them all. A rank in a collective call waits for the others,
     so the cause is a rank elsewhere, or one that wrote nothing (stopped, swapped out, or its host is down). Then all end with
     code 1. minutes: 0 is no watchdog. record: called with a line, and whether other ranks are the cause, before the end.
@@ -75,8 +76,12 @@ class Watchdog:
         self._over.set()
 
     def _watch(self) -> None:
+        looked_at = time.monotonic()
         while not self._over.wait(min(1.0, self.seconds / 4)):
             since, step, phase = self._at
+            last, looked_at = looked_at, time.monotonic()
+            if looked_at - last > self.seconds / 2:  # This thread stood still, too.
+                self._waited_at = looked_at
             with contextlib.suppress(OSError):  # Of a folder that cannot be reached.
                 self._publish()
                 if self._is_waited_for(time.monotonic() - since):

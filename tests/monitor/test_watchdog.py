@@ -5,12 +5,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from polling import until
 
 from pipeline.lifecycle.hosts import to_blame
 from pipeline.lifecycle.run_folder import forget_last_start, last_end_in_words, read_failures
+from pipeline.monitor import watchdog
 from pipeline.monitor.watchdog import diagnosis
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +29,42 @@ def test_who_is_waited_for() -> None:
     assert "1 rank wait" in of_reader[1]
     assert "rank 1 on b does not respond" in diagnosis({0: waits}, ["a", "b"], folder)[0]
     assert len(diagnosis({0: waits, 1: waits}, ["a", "b"], folder)) == 2
+
+
+def test_a_process_that_was_stopped_itself_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-Z, or a scheduler that suspends jobs: what passed meanwhile does not count, what passes afterwards does."""
+    now, ends = 0.0, []
+
+    class Over:
+        """Each wait takes the next of these seconds; after the last, the run is over."""
+
+        def __init__(self, *seconds: float) -> None:
+            self.seconds = iter(seconds)
+
+        def wait(self, timeout: float) -> bool:
+            nonlocal now
+            passed = next(self.seconds, None)
+            now += passed or 0
+            return passed is None
+
+    def end(step: int, phase: str, seconds: float) -> None:
+        ends.append(seconds)
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    dog = watchdog.Watchdog(tmp_path, 0, ["a"], minutes=0)  # Without a thread.
+    dog.seconds = 100
+    monkeypatch.setattr(dog, "_end", end)
+    for passing, expected in (
+        ((40, 40), []),
+        ((40, 700, 40, 40), []),
+        ((40, 40, 40), [120]),
+        ((700, 40, 40, 40), [820]),
+    ):
+        dog.at(1, "step")
+        monkeypatch.setattr(dog, "_over", Over(*passing))
+        dog._watch()
+        assert ends == expected
+        ends.clear()
 
 
 RANK = """
