@@ -233,6 +233,11 @@ class AugmentConfig:
         "linear: bilinear without antialias in training, as the papers' code, and area in evaluation; antialias: Pillow's "
         "bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's bicubic, with antialias.",
     )
+    scaled_decoding: bool = setting(
+        False,
+        "Decode a JPEG at 1/2, 1/4 or 1/8 of its size for training where its crop is at least 2, 4 or 8 times as large as the view; "
+        "resize_filter does the rest. Much faster for photographs of many megapixels and for small views.",
+    )
     color_jitter: float = share(
         0.0, "Multiply brightness, contrast and saturation by random factors from 1 - color_jitter to 1 + color_jitter."
     )

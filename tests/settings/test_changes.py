@@ -36,7 +36,8 @@ FREE_IN_GRIDS_NOW = (
 FACTS = facts_of(RunConfig)
 # Settings that came after these lists.
 LATER = {
-    "objective", "data.eval_also", "data.mix", "data.weight", "data.balance", "augment.padding", "train.freeze", "train.lora_rank", "train.lora_layers",
+    "objective", "data.eval_also", "data.mix", "data.weight", "data.balance", "augment.padding", "augment.scaled_decoding", "train.freeze", "train.lora_rank",
+    "train.lora_layers",
 }  # fmt: skip
 RUN = {"name": "run", "data": {"path": "data"}, "train": {"length": "1 steps"}}
 

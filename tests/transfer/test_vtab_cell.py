@@ -103,6 +103,11 @@ def test_the_same_cell_gives_the_same_bits_and_another_seed_others(data: Dataset
     assert (outcomes[0]["steps"], outcomes[0]["num_images"], outcomes[0]["device"]) == (5, SPLITS["test"], "cpu")
 
 
+def test_scaled_decoding_is_refused_as_images_are_kept(data: Dataset) -> None:
+    with pytest.raises(UserError, match=r"protocol\.augment\.scaled_decoding has no effect"):
+        config(data, "protocol.augment.scaled_decoding=true")
+
+
 @pytest.mark.parametrize("resize_filter", ["linear", "antialias", "bilinear"])
 @pytest.mark.parametrize("crop", ["none", "resize_crop", "resize_small_crop", "inception"])
 def test_images_that_are_kept_make_the_same_views(data: Dataset, crop: str, resize_filter: str) -> None:

@@ -52,7 +52,12 @@ class DecodeError(ValueError):
     """The bytes are not an image, or the image cannot be decoded completely."""
 
 
-def decode(data: bytes, choose: Callable[[int, int], Region] | None = None, by_region: bool = True) -> np.ndarray:
+def decode(
+    data: bytes,
+    choose: Callable[[int, int], Region] | None = None,
+    factor: Callable[[], int] = lambda: 1,
+    by_region: bool = True,
+) -> np.ndarray:
     """Decode JPEG, PNG, WebP, GIF, BMP or TIFF to uint8 (H, W, 3) RGB, turned upright by its EXIF tag.
 
     Grayscale is repeated to three channels, 16-bit is scaled to 8, alpha is dropped, and the first frame of an animation is
@@ -60,17 +65,22 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None, by_r
 
     choose: (height, width) of the upright image -> the region to return, (top, left, height, width). Its pixels are those of
     the whole image, but most JPEGs are decoded only there (see `jpeg_region`), so damage below the region may go unnoticed.
+    factor: asked after `choose`, by what (1, 2, 4 or 8) to reduce the region of a JPEG (`jpeg_region.reduced`); other formats are not reduced.
     by_region: False always decodes the whole image.
     """
     is_jpeg = _format(data) == "jpg"
     orientation = exif_orientation(data) if is_jpeg else 1
-    if is_jpeg and choose is not None and by_region:
-        part = jpeg_region.decode(data, lambda height, width: _stored_region(choose, height, width, orientation))
+    if is_jpeg:
+
+        def stored(height: int, width: int) -> Region:
+            return _stored_region(choose, height, width, orientation) if choose else (0, 0, height, width)
+
+        part = jpeg_region.decode(data, stored, factor) if choose and by_region else None
+        if part is None:
+            part = _decode_jpeg(data, stored, factor)
         if part is not None:
             return _upright(part, orientation)
-    pixels = _decode_jpeg(data) if is_jpeg else None
-    if pixels is None:
-        pixels, orientation = _with_pillow(data, _to_rgb)
+    pixels, orientation = _with_pillow(data, _to_rgb)
     pixels = _upright(pixels, orientation)
     if choose is None:
         return pixels
@@ -158,16 +168,23 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
     return height, width
 
 
-def _decode_jpeg(data: bytes) -> np.ndarray | None:
-    """Decode by libjpeg-turbo; None if it does not support this kind of JPEG."""
-    if _jpeg_size(data) is None:
+def _decode_jpeg(data: bytes, choose: Callable[[int, int], Region], factor: Callable[[], int]) -> np.ndarray | None:
+    """Decode the whole JPEG by libjpeg-turbo and return a region as `jpeg_region.decode` does; None if it does not support this kind."""
+    size = _jpeg_size(data)
+    if size is None:
         return None
+    region, by = choose(*size), factor()
+    least = [-(-side // by) for side in size]
     try:
-        return simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
+        pixels = simplejpeg.decode_jpeg(
+            data, colorspace="RGB", min_height=least[0], min_width=least[1], min_factor=by, strict=True
+        )
     except ValueError as error:
         if any(words in str(error).lower() for words in _SPOILT):
             raise DecodeError(_reason(error)) from None
         return None
+    top, left, height, width = jpeg_region.reduced(region, by)
+    return pixels[top : top + height, left : left + width]
 
 
 def _refuse_bomb(height: int, width: int) -> None:

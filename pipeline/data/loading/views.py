@@ -46,7 +46,8 @@ def view_seed(seed: int, number: int) -> int:
 def train_views(views: Sequence[Views], seed: int, by_region: bool = True) -> ViewWriter:
     """Returns a writer of the augmented views of a sample in an epoch.
 
-    by_region: decode only the part of a JPEG that the views show, where possible. The pixels are the same.
+    by_region: decode only the part of a JPEG that the views show, where possible. The pixels are the same. It is reduced
+    while it is decoded as far as all views allow (`augment.scaled_decoding`).
     """
     settings = [group.augment for group in views for _ in range(group.count)]
     drawn = [(config, view_seed(seed, number)) for number, config in enumerate(settings)]
@@ -58,12 +59,16 @@ def train_views(views: Sequence[Views], seed: int, by_region: bool = True) -> Vi
             regions[:] = [augment.train_region(height, width, config, seed, epoch, row) for config, seed in drawn]
             return bounding_box(regions)
 
-        image = decode(data, choose, by_region)
-        first_row, first_column, *_ = bounding_box(regions)
-        for out, (top, left, height, width), (config, seed) in zip(outs, regions, drawn, strict=True):
-            top, left = top - first_row, left - first_column
-            part = image[top : top + height, left : left + width]
-            augment.write_train_view_of_region(part, out, config, seed, epoch, row)
+        def factor() -> int:
+            return min(
+                augment.decoding_factor(region, out.shape[:2], config)
+                for region, out, config in zip(regions, outs, settings, strict=True)
+            )
+
+        image = decode(data, choose, factor, by_region)
+        box = bounding_box(regions)
+        for out, region, (config, seed) in zip(outs, regions, drawn, strict=True):
+            augment.write_train_view_of_region(part_of(image, region, box), out, config, seed, epoch, row)
 
     return ViewWriter(tuple((group.count, *ImageSize.parse(group.size)) for group in views), write)
 
@@ -103,3 +108,15 @@ def bounding_box(regions: Sequence[Region]) -> Region:
     top, left = min(region[0] for region in regions), min(region[1] for region in regions)
     bottom, right = max(region[0] + region[2] for region in regions), max(region[1] + region[3] for region in regions)
     return top, left, bottom - top, right - left
+
+
+def part_of(image: np.ndarray, region: Region, box: Region) -> np.ndarray:
+    """The part that shows `region`, of an image (H, W, 3) that shows `box`, maybe reduced: then its edges are rounded."""
+    if region == box:
+        return image
+    rows, columns = (
+        slice(*((2 * (edge - box[axis]) * side + box[axis + 2]) // (2 * box[axis + 2]) for edge in edges))
+        for axis, side in enumerate(image.shape[:2])
+        for edges in [(region[axis], region[axis] + region[axis + 2])]
+    )
+    return image[rows, columns]

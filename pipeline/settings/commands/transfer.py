@@ -67,6 +67,8 @@ class ProtocolConfig:
         ):
             if 0 < side < size:
                 raise UserError(f"protocol.{name} = {side} is smaller than the image of {size} pixels.")
+        if self.augment.scaled_decoding:
+            raise UserError("protocol.augment.scaled_decoding has no effect: each image is decoded once, whole.")
         self.schedule.check("protocol.schedule.")
         self.check_pairs("protocol.batch", self.batch)
 

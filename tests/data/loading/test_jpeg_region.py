@@ -1,7 +1,7 @@
 """A region decoded alone equals the region of the whole image, bit for bit; unsupported files are decoded whole."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,6 +14,7 @@ from pipeline.data.loading.decode import DecodeError, decode
 from pipeline.data.loading.jpeg_region import Region
 
 Encode = Callable[..., bytes]
+SUBSAMPLINGS = ["444", "422", "420", "440", "411", "gray"]
 needs_library = pytest.mark.skipif(not jpeg_region.is_available(), reason="the extra `fast` is not installed")
 
 
@@ -46,14 +47,54 @@ def check(data: bytes, count: int = 30, alone: bool | None = None) -> None:
         assert np.array_equal(found, expected), region
 
 
-@pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411", "gray"])
-def test_regions_of_every_subsampling(subsampling: str) -> None:
+def of_subsampling(subsampling: str) -> Iterator[bytes]:
     # 97: one pixel behind a block border; 8 and 40: exactly on one.
     for size in [(97, 131), (64, 40), (8, 8), (33, 5), (3, 70), (1, 1), (2, 1)]:
         pixels = np.ascontiguousarray(noise(*size)[..., :1]) if subsampling == "gray" else noise(*size)
         colours = "GRAY" if subsampling == "gray" else "RGB"
-        data = simplejpeg.encode_jpeg(pixels, 90, colours, colorsubsampling=subsampling)
+        yield simplejpeg.encode_jpeg(pixels, 90, colours, colorsubsampling=subsampling)
+
+
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+def test_regions_of_every_subsampling(subsampling: str) -> None:
+    for data in of_subsampling(subsampling):
         check(data, alone=True)
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+def test_reduced_regions(subsampling: str, factor: int) -> None:
+    """They are those of the whole image that libjpeg reduces, bit for bit; their edges are rounded."""
+    for data in of_subsampling(subsampling):
+        size = decode(data).shape[:2]
+        least = [-(-side // factor) for side in size]
+        whole = simplejpeg.decode_jpeg(data, min_height=least[0], min_width=least[1], min_factor=factor)
+        assert list(whole.shape[:2]) == least
+        for region in regions(*size, 60):
+            top, left, height, width = region
+            if min(height, width) < factor:  # Less than a view of one pixel.
+                continue
+            rows, columns = (
+                slice((at + factor // 2) // factor, (at + side + factor // 2) // factor)
+                for at, side in ((top, height), (left, width))
+            )
+            expected = whole[rows, columns]
+            for by_region in (True, False):
+                found = decode(data, lambda h, w, region=region: region, lambda: factor, by_region)
+                assert np.array_equal(found, expected), region
+        assert np.array_equal(decode(data), decode(data, lambda h, w: (0, 0, h, w))), "the next one is not reduced"
+
+
+def test_reduced_pixels_are_means(encode: Encode) -> None:
+    """Of blocks, of one colour here; what Pillow decodes is not reduced."""
+    blocks = np.repeat(np.repeat(noise(6, 9), 8, axis=0), 8, axis=1)
+    for data in (
+        encode(blocks, "JPEG", quality=98, subsampling=0),
+        encode(blocks, "JPEG", quality=98, subsampling=0, progressive=True),
+    ):
+        found = decode(data, lambda h, w: (8, 16, 40, 50), lambda: 8)
+        assert np.abs(found.astype(int) - noise(6, 9)[1:6, 2:8]).max() <= 4
+    assert decode(encode(blocks, "PNG"), lambda h, w: (8, 16, 40, 50), lambda: 8).shape == (40, 50, 3)
 
 
 def test_columns_at_the_edges_of_a_region() -> None:

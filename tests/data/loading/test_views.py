@@ -4,7 +4,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -138,10 +140,10 @@ def test_a_region_gives_the_views_of_the_whole_image(orientation: int, crop: str
     tags[0x0112] = orientation
     pixels = np.random.default_rng(orientation).integers(0, 256, (145, 177, 3), np.uint8)
     files = [encode(pixels, "JPEG", exif=tags, subsampling=2), encode(pixels, "JPEG", exif=tags, progressive=True)]
-    for filter in ("linear", "antialias"):
+    for filter, reduced in (("linear", False), ("antialias", False), ("linear", True)):
         groups = (
-            Views(2, 24, AugmentConfig(area_max=0.1, resize_filter=filter)),
-            Views(1, (16, 20), AugmentConfig(crop=crop, area_max=0.2, resize_filter=filter)),
+            Views(2, 24, AugmentConfig(area_max=0.1, resize_filter=filter, scaled_decoding=reduced)),
+            Views(1, (16, 20), AugmentConfig(crop=crop, area_max=0.2, resize_filter=filter, scaled_decoding=reduced)),
         )
         for data in files:
             for row in range(20):
@@ -150,9 +152,41 @@ def test_a_region_gives_the_views_of_the_whole_image(orientation: int, crop: str
                     outs.append(np.zeros((16, 20, 3), np.uint8))
                     train_views(groups, SEED, by_region).write(data, outs, 1, row)
                 assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+                if reduced:
+                    continue
                 alone = np.empty((24, 24, 3), np.uint8)
                 augment.write_train_view(decode(data), alone, groups[0].augment, view_seed(SEED, 1), 1, row)
                 assert np.array_equal(found[1], alone)
+
+
+def test_scaled_decoding(encode: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each image is reduced as far as all of its views allow, and they show what they show otherwise."""
+    smooth = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
+    data = encode(cv2.resize(smooth, (600, 400), interpolation=cv2.INTER_CUBIC), "JPEG", quality=98)
+    shapes = []
+
+    def noted(*given: Any) -> np.ndarray:
+        image = decode(*given)
+        shapes.append(image.shape[:2])
+        return image
+
+    monkeypatch.setattr(views, "decode", noted)
+    for sizes, factor in {(24,): 8, (50,): 8, (51,): 4, (24, 100): 4, (24, 101): 2, (200,): 2, (24, 201): 1}.items():
+        one = AugmentConfig(crop="none", flip=False, resize_filter="antialias")
+        found, expected = [[np.zeros((side, side, 3), np.uint8) for side in sizes] for _ in "12"]
+        for outs, config in ((found, replace(one, scaled_decoding=True)), (expected, one)):
+            train_views([Views(1, side, config) for side in sizes], SEED).write(data, outs, 0, 0)
+        assert shapes == [(400 // factor, 600 // factor), (400, 600)]
+        shapes.clear()
+        for a, b in zip(found, expected, strict=True):
+            assert np.abs(a.astype(int) - b).mean() < 2
+    # Of the crop, not of the image; where that is cropped after a resize, the size before the crop counts.
+    config = AugmentConfig(scaled_decoding=True)
+    assert augment.decoding_factor((10, 0, 224 * 4, 224 * 8 - 1), (224, 224), config) == 4
+    assert augment.decoding_factor((10, 0, 224 * 2 - 1, 4000), (224, 224), config) == 1
+    assert (
+        augment.decoding_factor((0, 0, 1000, 1000), (224, 224), replace(config, crop="resize_crop", resize_to=256)) == 2
+    )
 
 
 def test_bounding_box() -> None:
