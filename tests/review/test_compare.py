@@ -196,8 +196,9 @@ def test_thirty_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "run29" in capsys.readouterr().out
 
 
-def test_losses_that_cannot_be_compared_share_no_figure(tmp_path: Path) -> None:
+def test_losses_that_cannot_be_compared_share_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a loss on the split that is trained on is not called held-out."""
+    monkeypatch.setattr(budgets, "png", lambda figure: b"drawn")  # test_thirty_runs_are_compared writes all figures.
     evaluations = {10: 0.3, 20: 0.4}
     a = write_run(tmp_path / "a", evaluations=evaluations)
     b = write_run(tmp_path / "b", "train.loss=softmax", evaluations=evaluations)
