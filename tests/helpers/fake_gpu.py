@@ -217,8 +217,9 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
 def main() -> None:
     load_library(sys.argv[1])
     pretend()
-    gc.freeze()  # As the start of a run does: DeepSpeed looks for garbage dozens of times, each time among all that was imported.
     for name, overrides, mistake in json.loads(sys.argv[2]):
+        # As the start of a run does: DeepSpeed looks for garbage dozens of times, each time among all that is there.
+        gc.freeze()
         try:
             found = step(overrides, mistake) if overrides else plain_step()
         except RuntimeError as error:
