@@ -22,16 +22,31 @@ from pipeline.process.launcher import free_port
 # Forks the ranks that a line asks for and says their pids; or waits for the pids of a line and says their exit codes.
 # An answer bears the number of its request: one that nobody read must not be taken for the next.
 _FORGE = """
-import gc, json, os, sys
+import gc, json, os, sys, time, weakref
 sys.path[:] = json.loads(sys.argv[1])
 from pipeline.process.launcher import quiet_torch
 quiet_torch()  # As the start of a run does, before it imports torch.
 import pipeline.train.run
-import torch.utils.cpp_extension, torch._dynamo  # What every start imports.
+import torch.utils.cpp_extension, torch._dynamo, deepspeed.module_inject.auto_ep_layer  # What every start imports,
+import pipeline.data.mixture.run_data, PIL.Image
+PIL.Image.preinit()  # and what every first image does.
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 import mlflow.tracking, mlflow.store.tracking.sqlalchemy_store  # What every tracked run imports.
 from forked import work
 gc.freeze()  # As the start of a run does: otherwise each rank looks at all these objects when it exits, for a second.
+for finalizer in weakref.finalize._registry:
+    finalizer.atexit = False  # These would take torch's operators apart.
+
+class End:
+    def __init__(self, code):
+        self.code = code
+
+    def __del__(self):
+        # The interpreter has ended all but its modules, and begins with `sys`. To destroy those of torch takes 0.4 s, and copies the
+        # memory that ranks share. What a thread does wrong from here on (see _leave_gloo in pipeline/train/zero/engine.py) still shows.
+        time.sleep(0.05)
+        os._exit(self.code)
+
 print("ready", flush=True)
 for line in sys.stdin:
     request = json.loads(line)
@@ -47,8 +62,13 @@ for line in sys.stdin:
             output = os.open(f"{request['output']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            work(request["function"], request["argument"])
-            sys.exit()
+            code = 0
+            try:
+                work(request["function"], request["argument"])
+            except SystemExit as stop:
+                code = stop.code or 0
+            sys.last_value = End(code)
+            sys.exit(code)
         pids.append(pid)
     print(json.dumps([request["number"], pids]), flush=True)
 """
