@@ -356,9 +356,14 @@ def test_cells_on_ray_with_a_killed_worker_and_a_killed_driver(
         # A cell itself.
         wait_for(lambda: cells_in(first), "cell", said)[0].kill()
         wait_for(lambda: "retries so far: 2" in said.read_text(), "second retry", said)
+        # One stands still, so that not all are done before the driver is killed.
+        halted = wait_for(lambda: cells_in(first), "cell", said)[0]
+        halted.suspend()
         wait_for(lambda: "[1 of 3 cells" in said.read_text(), "a cell", said)
         first.kill()
         first.wait(timeout=300)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            halted.resume()
     with command(*settings, said=said) as second:
         assert second.wait(timeout=500) == 0, said.read_text()
     results = read_results(folder)
