@@ -33,6 +33,7 @@ from pipeline.lifecycle.run_folder import (
 )
 from pipeline.lifecycle.stop import BY_FILE, BY_LAUNCHER, BY_LIMIT
 from pipeline.process.outputs import try_outputs
+from pipeline.process.running_time import running_time
 from pipeline.process.start import check_program
 from pipeline.settings.command import read_settings
 from pipeline.settings.commands.operate import SuperviseConfig
@@ -227,7 +228,7 @@ class Launch:
     def wait(self) -> None:
         """Wait for the last process on all hosts; forwards stop requests of the supervisor to the run."""
         while (left := self._what_is_left()) is not None:
-            now = time.monotonic()
+            now = running_time()
             if self._asked_at == float("inf") and self.signals:
                 self._ask(f"{signal.Signals(self.signals[0]).name}: asking the run to commit and stop")
             elif self._asked_at == float("inf") and now - self._ended_at > _ORPHAN_SECONDS:
@@ -251,7 +252,7 @@ class Launch:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._process.pid:
                     self.code = self._process.returncode = os.waitstatus_to_exitcode(ended[1])
-                    self._ended_at = time.monotonic()
+                    self._ended_at = running_time()
             return "a process on this host"
         except ChildProcessError:
             return holder(self.folder)
@@ -259,7 +260,7 @@ class Launch:
     def _ask(self, line: str) -> None:
         self.say("stop", line)
         stop_file(self.folder).touch()
-        self._asked_at = time.monotonic()
+        self._asked_at = running_time()
 
     def _insist(self, seconds: float) -> None:
         if seconds > _TERMINATE_SECONDS:

@@ -1,7 +1,7 @@
 """Waits that may last: what this process waits for, and for how long at most. Standard library only.
 
 Code that waits for a resource announces it (`waiting`). A wait of over NOTICE_SECONDS is said, and the watchdog of a run
-(pipeline/monitor/watchdog.py) does not take it for a hang before its limit is over.
+(pipeline/monitor/watchdog.py) does not take it for a hang before its limit is over. Time in which this process was stopped does not count.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pipeline.base.progress import duration
+from pipeline.process.running_time import running_time
 from pipeline.process.start import rank
 
 NOTICE_SECONDS = 2.0
@@ -36,7 +37,7 @@ class Wait:
     kind: str = ""
     is_silent: bool = False
     say: Say | None = None
-    begin: float = field(default_factory=time.monotonic)
+    begin: float = field(default_factory=running_time)
 
     def __str__(self) -> str:
         setting = f" ({self.setting})" if self.setting else ""
@@ -44,7 +45,7 @@ class Wait:
 
     @property
     def age(self) -> float:
-        return time.monotonic() - self.begin
+        return running_time() - self.begin
 
     @property
     def left(self) -> float:

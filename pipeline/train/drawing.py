@@ -54,10 +54,10 @@ class DrawingProcess:
         with contextlib.suppress(OSError):
             # At the priority of the run, which waits for it: at a lower one, other programs of the host would hold up its end.
             self._process = self._start((*self.command, "--final"))
-            try:
-                with waiting("the last figures to be drawn", self.timeout):
-                    self._process.wait(self.timeout)
-            except subprocess.TimeoutExpired:
+            with waiting("the last figures to be drawn", self.timeout) as wait:
+                while self._process.poll() is None and wait.left > 0:
+                    time.sleep(0.05)
+            if self._process.poll() is None:
                 self._kill()
                 with open(self.folder / PAGE / LOG, "a") as log:
                     log.write(f"ended after {self.timeout:.0f} s: what was not drawn until then is missing\n")

@@ -52,7 +52,7 @@ from pipeline.train.run_counts import RunCounts
 from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
 from pipeline.train.training_run import Monitoring, Progress, RunContext, Saving, Training, TrainingRun
-from pipeline.train.zero.engine import Engine, start_ranks
+from pipeline.train.zero.engine import Engine, limit_collectives, start_ranks
 
 
 def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
@@ -86,12 +86,16 @@ def _connect_on_all_ranks(config: RunConfig, stop: Stop, prepared: Prepared) -> 
     held_out = prepared.evaluation.notes() if prepared.evaluation else []
     for line in plan.notes(config) + prepared.split.notes() + held_out:
         console.say(line)
-    longest_wait = max(config.data.retry_minutes, commit_minutes(config))
-    start_ranks(ranks, config.engine.timeout_minutes, longest_wait)
+    start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config))
     ranks.agree(in_use)
     stop.connect(ranks)
     ranks.on_all(partial(resume.refuse_other_facts, identity, ranks.agree(identity)))
     return RunContext(config, prepared, ranks, stop, console, identity, before)
+
+
+def _longest_wait_minutes(config: RunConfig) -> float:
+    """For which a rank may wait while the others are in a collective call."""
+    return max(config.data.retry_minutes, commit_minutes(config))
 
 
 # ---------------------------------------------------------------------- where to start: checkpoint, weights or afresh
@@ -156,6 +160,7 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
     clock = StepClock(ranks.device)
     with room_for_training(config, plan, start.model.config, context.stop):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
+        limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))
         dry_run_on_all_ranks(config, plan, engine, prepared, context.stop)
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)

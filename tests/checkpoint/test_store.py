@@ -32,6 +32,7 @@ from pipeline.checkpoint.sharded_tensors import CheckpointIndex, Range, ShardedT
 from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, checksum, read_state, verify, write_status
 from pipeline.checkpoint.writer import WriterError, save
 from pipeline.process.distributed import Ranks
+from pipeline.process.running_time import RunningClock
 
 ROOT = Path(__file__).parents[2]
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
@@ -343,7 +344,8 @@ def clock(monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None] = time
     """What waits in a writer or for one goes by this clock."""
     now = [0.0]
     for module in (store, writer):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(module, "running_time", lambda: now[0])
     return now
 
 
@@ -362,6 +364,23 @@ def test_what_goes_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert newest_complete(tmp_path) == "step-00000020"
     assert len(said) == 1
     assert "waiting" in said[0]
+
+
+def test_writers_that_were_suspended_together_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's, which looks for a heartbeat in vain, is the first to run again."""
+    pauses = iter((1.0, 3600.0, 1.0))
+
+    def pause(seconds: float) -> None:
+        if (passing := next(pauses, None)) is None:
+            save(*job(tmp_path, 20, 1, 2))
+        now[0] += passing or 0.0
+
+    now = clock(monkeypatch, sleep=pause)
+    running_clock = RunningClock(lambda: now[0])
+    for module in (store, writer):
+        monkeypatch.setattr(module, "running_time", running_clock.seconds)
+    save(*job(tmp_path, 20, 0, 2))
+    assert newest_complete(tmp_path) == "step-00000020"
 
 
 # -------------------------------------------------------------------- in a bucket

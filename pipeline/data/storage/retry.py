@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipeline.base.errors import OneRankError
+from pipeline.process.running_time import running_time
 from pipeline.process.waits import Wait, waiting
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class Retry:
                 for pattern, advice in _PERMANENT.items():
                     if re.search(pattern, reason):
                         raise StorageError(f"{url}: {advice}. ({short})") from None
-                now = time.monotonic()
+                now = running_time()
                 if not deadline:
                     deadline, wait.is_silent = now + self.seconds, False
                 if now >= deadline:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import Stopped
@@ -59,6 +60,15 @@ def start_ranks(ranks: Ranks, timeout_minutes: float, wait_minutes: float = 0.0)
         deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
         atexit.register(_leave_gloo)
+
+
+def limit_collectives(minutes: float) -> None:
+    """Set the timeout of the collective calls of all process groups.
+
+    DeepSpeed makes groups of its own, with torch's default instead of the one of `start_ranks`: 10 minutes with NCCL, 30 with gloo.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
 
 
 def _leave_gloo() -> None:
