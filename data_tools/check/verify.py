@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, check_shard, findings_table
-from data_tools.driver import only_driver
+from data_tools.driver import only_driver, remove_leftovers
 from data_tools.progress import data_size
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
@@ -79,22 +80,29 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     }  # fmt: skip
     # The report comes last: with it, damage.csv and the list are of the same check.
     (out / REPORT).unlink(missing_ok=True)
+    remove_leftovers(out, pattern=f".{DETAILS}.*.tmp")
     _write_details(found, out / DETAILS)
     # Without rows the unfit samples are unknown: an older list is kept.
     listed = _write_list(dataset, found) if tables.samples else None
     write_files(out, {REPORT: json.dumps(report, indent=1, ensure_ascii=False) + "\n"})
+    for folder in tables.damaged_indexes:  # After a kill before this, the next check finds them again.
+        shutil.rmtree(folder, ignore_errors=True)
     _print_report(dataset, report, out, listed)
     return report
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """The readable parts of the manifest. counts: rows of each shard. samples: None if unusable."""
+    """The readable parts of the manifest. counts: rows of each shard. samples: None if unusable.
+
+    damaged_indexes: folders, to be removed when the report names them.
+    """
 
     shards: list[Shard]
     counts: np.ndarray
     samples: pq.ParquetFile | None
     findings: list[tuple]
+    damaged_indexes: list[Path]
 
 
 def _read_tables(dataset: Dataset) -> _Tables:
@@ -125,13 +133,13 @@ def _read_tables(dataset: Dataset) -> _Tables:
             samples, counts = _open_samples(dataset, shards)
     except _UnusableError as error:
         add_finding(f"{SAMPLES_FILE} {error}: its rows are not compared")
-    if samples is not None:
-        _check_indexes(dataset, add_finding)
-    return _Tables(shards, counts, samples, findings)
+    damaged_indexes = [] if samples is None else _check_indexes(dataset, add_finding)
+    return _Tables(shards, counts, samples, findings, damaged_indexes)
 
 
-def _check_indexes(dataset: Dataset, add_finding: Any) -> None:
-    """Compare memory-mapped indexes with samples.parquet. Remove damaged ones; training rebuilds them."""
+def _check_indexes(dataset: Dataset, add_finding: Any) -> list[Path]:
+    """Compare memory-mapped indexes with samples.parquet. Returns the damaged ones; training rebuilds them."""
+    damaged = []
     for split in dataset.splits:
         name = dataset.index_name(split)
         for place in dataset.index_places():
@@ -139,7 +147,8 @@ def _check_indexes(dataset: Dataset, add_finding: Any) -> None:
             if wrong is None:
                 continue
             add_finding(f"{place / name} is damaged ({wrong}); it was removed, and is made again when it is needed")
-            shutil.rmtree(place / name, ignore_errors=True)
+            damaged.append(place / name)
+    return damaged
 
 
 class _UnusableError(Exception):

@@ -23,7 +23,7 @@ from data_tools.driver import only_driver, remove_leftovers
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
-from pipeline.base.progress import duration
+from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
@@ -66,6 +66,9 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     folder = searched.dataset.path / FOLDER
     make_folder(folder / THUMBNAILS)
     remove_leftovers(folder, pattern="**/.*.tmp")
+    remove_leftovers(
+        folder, pattern=PROGRESS_FILE
+    )  # No task may be left that would replace it, and remove it at its end.
     _read_images([searched, *tests], config)
     states = [_states(part) for part in (searched, *tests)]
     _check_readable([searched, *tests], states, config.max_bad_share)

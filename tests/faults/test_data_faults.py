@@ -201,7 +201,7 @@ def test_a_manifest_that_disagrees_with_its_tar(copy: Dataset) -> None:
 
 @pytest.mark.parametrize("forged", [False, True], ids=["flipped", "of other rows"])
 def test_an_index_that_is_not_what_training_should_read(
-    forged: bool, copy: Dataset, capfd: pytest.CaptureFixture[str]
+    forged: bool, copy: Dataset, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected = copy.split("train").label_values.tolist()
     (folder,) = copy.path.glob("index/train-*")
@@ -211,7 +211,15 @@ def test_an_index_that_is_not_what_training_should_read(
         shutil.copytree(val, folder)
     else:
         overwrite(folder / "labels", 8, b"\x03")
-    assert kinds(check(copy.path)) == {"manifest": 1}
+
+    def kill(*_: object) -> None:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(verify, "write_files", kill)
+    with pytest.raises(RuntimeError, match="killed"):
+        check(copy.path)
+    monkeypatch.undo()
+    assert kinds(check(copy.path)) == {"manifest": 1}, "a check that was killed has hidden the damage"
     said = "it does not match samples.parquet" if forged else "labels does not match its checksum"
     assert f"{said}); it was removed, and is made again" in capfd.readouterr().out
     assert check(copy.path)["is_whole"]
@@ -322,7 +330,12 @@ def test_a_killed_check_leaves_no_report(copy: Dataset, monkeypatch: pytest.Monk
         check(copy.path)
     monkeypatch.undo()
     assert not (copy.path / "verify" / "report.json").exists()
+    unfinished = [copy.path / f"{name}.12345678.tmp" for name in ("verify/.damage.csv", "exclude/.damaged.parquet")]
+    for path in unfinished:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
     assert not check(copy.path)["is_whole"]
+    assert not any(path.exists() for path in unfinished)
     assert listed(copy) == [("train", 50)]
     assert json.loads((copy.path / "verify" / "report.json").read_text())["unfit_samples"] == 1
 

@@ -1,5 +1,6 @@
 """Checkpoints as logged and registered models, and weights named by their MLflow URI."""
 
+import errno
 import hashlib
 import json
 import math
@@ -52,9 +53,11 @@ def checkpoint(out: Path, run: str, step: int) -> ModelFacts:
     return ModelFacts(step, str(folder), sha256, ("kept",))
 
 
-def tracked(out: Path, run: str, found: list[ModelFacts], scores: dict[int, float], **settings: object) -> None:
+def tracked(
+    out: Path, run: str, found: list[ModelFacts], scores: dict[int, float], start: int = 0, **settings: object
+) -> None:
     facts = RunFacts(run, "pretrain", tags={"model": "ViT-Ti/16"}, datasets=(DATA,), score="val_top1")
-    tracker = Tracker(TrackConfig(**settings), out, out / run, facts, 0, FAST, lambda ended: found)
+    tracker = Tracker(TrackConfig(**settings), out, out / run, facts, start, FAST, lambda ended: found)
     for step, score in scores.items():
         tracker.log(step, {"loss": 1.0, "val_top1": score})
     tracker.finish("FINISHED")
@@ -113,6 +116,11 @@ def test_weights_that_are_not_where_the_run_wrote_them(
         weights_path(model.model_uri, default_uri(tmp_path))
     shutil.move(tmp_path / "elsewhere", tmp_path / "a" / "checkpoints")
 
+    def no_links(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    # Some disks have none; and the folder of a second name stayed in the checkpoint after a kill.
+    monkeypatch.setattr(os, "link", no_links)
     uploaded = [checkpoint(tmp_path, "b", 10)]
     tracked(tmp_path, "b", uploaded, {10: 0.25}, upload_weights=True)
     model = next(model for model in logged(tmp_path) if model.tags["run"] == "b")
@@ -284,6 +292,23 @@ def test_a_parent_and_its_child_name_each_other(tmp_path: Path) -> None:
     assert len(tags["mlflow.note.content"].partition("**Made from this run**\n\n")[2].splitlines()) == 3
     # A parent in another store costs nothing.
     assert run("lost", "0" * 32)
+
+
+def test_a_model_that_a_killed_sender_registered_gets_its_alias_and_no_second_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*_: object) -> None:
+        raise RuntimeError("killed")
+
+    found = [checkpoint(tmp_path, "a", 10), checkpoint(tmp_path, "a", 20)]
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelStore, "set_alias", kill)
+        tracked(tmp_path, "a", found, {10: 0.5, 20: 0.25}, register="photos")
+    tracked(tmp_path, "a", found, {}, start=20, register="photos")
+    client = MlflowStore(default_uri(tmp_path)).client
+    versions = client.search_model_versions("name = 'photos'")
+    assert sorted(version.tags["step"] for version in versions) == ["10", "20"]
+    assert client.get_model_version_by_alias("photos", "best").tags["step"] == "10"
 
 
 def test_a_description_lists_as_many_runs_as_it_may_hold() -> None:

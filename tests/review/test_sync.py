@@ -101,6 +101,21 @@ def test_a_killed_run_is_said_to_be_killed(tmp_path: Path) -> None:
     assert shown["tags"]["outcome"] == "killed, or lost with its host, at step 18 or later"
 
 
+def test_the_mlflow_run_of_a_killed_start_is_used_again(tmp_path: Path) -> None:
+    """It stayed beside another one, empty and running, if the run had no metrics yet."""
+    facts = RunFacts("run", "pretrain", {"seed": 1})
+    Tracker(TrackConfig(enabled=False), tmp_path, tmp_path / "run", facts, 0, FAST).finish("FINISHED")
+    (sent,) = run(SyncConfig(runs=[str(tmp_path / "run")]))
+    store = MlflowStore(default_uri(tmp_path))
+    tags = store.client.get_run(sent).data.tags
+    store.client.delete_run(sent)
+    (tmp_path / "run" / "mlflow.json").unlink()
+    made = store.create_run("1", "run", {"run_folder": tags["run_folder"]})
+    assert run(SyncConfig(runs=[str(tmp_path / "run")])) == [made]
+    (found,) = store.client.search_runs(["1"])
+    assert (found.info.status, found.data.params) == ("FINISHED", {"seed": "1"})
+
+
 def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path, "run", enabled=False)
     holder = RunFolder(tmp_path / "run", 0)

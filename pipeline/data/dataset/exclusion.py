@@ -4,6 +4,7 @@ A job that judges samples (verify, dedup), or a person, writes a list, `exclude/
 shards stay as they are. A list is valid for the data it was made for, by the data set's fingerprint.
 """
 
+import io
 import json
 
 import numpy as np
@@ -17,8 +18,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.tables import ManifestTables
-from pipeline.data.storage.atomic import replacing
-from pipeline.data.storage.bucket import AnyPath, make_folder
+from pipeline.data.storage.atomic import write_files
+from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.quantities import Limit
 
@@ -31,18 +32,17 @@ _FINGERPRINT, _CHECKSUM = b"fingerprint", b"checksum"
 
 def write_list(dataset: ManifestTables, name: str, samples: pa.Table) -> AnyPath:
     """Write or replace the list `name` of a data set; samples: EXCLUDED. An empty list says that none were found."""
-    folder = dataset.path / FOLDER
-    make_folder(folder)
-    path = folder / f"{name}.parquet"
     table = samples.select(EXCLUDED.names).cast(EXCLUDED).sort_by([("split", "ascending"), ("row", "ascending")])
     for split in table["split"].unique().to_pylist():
         in_split = table.filter(pc.equal(table["split"], split))
         keys = dataset.table(split, verify=False).keys(in_split["row"].to_numpy())
         assert keys == in_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
-    with replacing(path) as file:
-        metadata = {_FINGERPRINT: dataset.fingerprint.encode(), _CHECKSUM: _checksum(table)}
-        pq.write_table(table.replace_schema_metadata(metadata), file)
-    return path
+    metadata = {_FINGERPRINT: dataset.fingerprint.encode(), _CHECKSUM: _checksum(table)}
+    content = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata(metadata), content)
+    folder, file = dataset.path / FOLDER, f"{name}.parquet"
+    write_files(folder, {file: content.getvalue()})
+    return folder / file
 
 
 def read_lists(dataset: ManifestTables, choice: str = "all") -> dict[str, pa.Table]:

@@ -194,12 +194,12 @@ def write_dataset(
     if class_names is not None:
         info["class_names"] = list(class_names)
     info[CHECKSUM] = info_checksum(info)
-    with replacing(path / INFO) as file:
-        file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
     dataset = Dataset(path, info)
     if isinstance(path, Path):
         for split in splits:
             dataset.index(split)  # Now, so that the first run need not wait for it.
+    with replacing(path / INFO) as file:
+        file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
     return dataset
 
 

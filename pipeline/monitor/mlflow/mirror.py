@@ -120,7 +120,9 @@ class RunMirror:
             awaits_scores = (final or self.has_new_scores) and (
                 not known or not known.num_scores or model.step == newest
             )
-            if known and known.roles == model.roles and not awaits_scores:
+            # A kill came between showing and registering it.
+            is_unregistered = final and self.settings.register and known and known.version is None
+            if known and known.roles == model.roles and not awaits_scores and not is_unregistered:
                 continue
             fetched = fetched or store.scores(state.run_id)
             show = partial(self._show_model, store, state, model, *fetched)
@@ -169,24 +171,22 @@ class RunMirror:
         tags = {"run": self.facts.name, "step": str(model.step), "sha256": model.sha256}
         if math.isfinite(score):
             tags |= {"score": repr(score), "score_name": self.facts.score, "score_data": data}
-        if sent.version is None:
-            sent = replace(sent, version=store.register(name, state.run_id, sent.model_id, tags))
-            self.update(state, models={**state.models, model.sha256: sent})
-        assert sent.version is not None
-        store.set_version_tags(name, sent.version, tags)
+        version = sent.version or store.register(name, state.run_id, sent.model_id, tags)
+        store.set_version_tags(name, version, tags)
         if "last" in model.roles:
-            store.set_alias(name, "last", sent.version)
-        if not math.isfinite(score):
-            return
-        best = store.tags_of_alias(name, "best")
-        sign = self.facts.metric(self.facts.score).sign
-        if best is not None and (best.get("score_name"), best.get("score_data")) != (self.facts.score, data):
-            self.warn(
-                f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')} on data "
-                f"{best.get('score_data')}) cannot be compared with {self.facts.score} on {data}."
-            )
-        elif best is None or not sign * score <= sign * float(best.get("score", "nan")):
-            store.set_alias(name, "best", sent.version)
+            store.set_alias(name, "last", version)
+        if math.isfinite(score):
+            best = store.tags_of_alias(name, "best")
+            sign = self.facts.metric(self.facts.score).sign
+            if best is not None and (best.get("score_name"), best.get("score_data")) != (self.facts.score, data):
+                self.warn(
+                    f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')} on data "
+                    f"{best.get('score_data')}) cannot be compared with {self.facts.score} on {data}."
+                )
+            elif best is None or not sign * score <= sign * float(best.get("score", "nan")):
+                store.set_alias(name, "best", version)
+        if sent.version is None:  # Last: after a kill before this, the next sender sets the aliases.
+            self.update(state, models={**state.models, model.sha256: replace(sent, version=version)})
 
 
 def _version(path: Path) -> str:

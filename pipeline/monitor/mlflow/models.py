@@ -62,9 +62,7 @@ class ModelStore(MlflowStore):
             (Path(folder) / "weights.json").write_text(json.dumps(facts, indent=1))
             self.client.log_model_artifacts(model.model_id, folder)
         for file in files:
-            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-                (Path(folder) / file.name).hardlink_to(file)
-                self.client.log_model_artifacts(model.model_id, folder)
+            self.client.log_model_artifact(model.model_id, str(file))
         self.client.finalize_logged_model(model.model_id, "READY")
         outputs = self.client.get_run(run_id).outputs.model_outputs if found else ()
         if model.model_id not in (output.model_id for output in outputs):
@@ -98,7 +96,7 @@ class ModelStore(MlflowStore):
             self.client.log_batch(run_id, metrics=linked)
 
     def register(self, name: str, run_id: str, model_id: str, tags: dict[str, str]) -> str:
-        """Register a logged model as a new version of the registered model `name`; returns the version."""
+        """Register a logged model as a version of the registered model `name`; returns the version. One of a killed sender is used again."""
         self._unless_another_run_did(
             lambda: self.client.create_registered_model(name, description=_REGISTERED),
             lambda: self.client.get_registered_model(name) is not None,
@@ -107,7 +105,10 @@ class ModelStore(MlflowStore):
         # The client of a database would look up models:/ in the default store.
         source = model.model_uri if self.uri.startswith("http") else model.artifact_location
         tags = {**tags, "model_id": model_id}
-        version = str(self.client.create_model_version(name, source, run_id, tags, model_id=model_id).version)
+        of_run = self.client.search_model_versions(f"run_id = '{run_id}'")
+        found = next((v for v in of_run if v.name == name and v.tags.get("model_id") == model_id), None)
+        made = found or self.client.create_model_version(name, source, run_id, tags, model_id=model_id)
+        version = str(made.version)
         # By this tag, which `mlflow.register_model` sets, the page of the logged model names its versions.
         known = json.loads(model.tags.get(_VERSIONS, "[]"))
         if (here := {"name": name, "version": version}) not in known:

@@ -332,10 +332,11 @@ class MlflowSender:
         if state.run_id and store.is_active(state.run_id):  # Its experiment was deleted, and was restored just now.
             return
         found = store.find_run(experiment_id, FOLDER_TAG, self.tags[FOLDER_TAG])
-        # A new folder may have the path and the inode number of one that was removed.
-        if found and self._had_metrics:
+        # A new folder may have the path and the inode number of one that was removed. A run that is empty is that of a start which
+        # was killed before it could write mlflow.json.
+        if found and (self._had_metrics or not any(found[1:])):
             # What it has received is not known: send all again, a database keeps equal points once.
-            (run_id, has_parameters), back_to = found, self.start
+            (run_id, has_parameters, _), back_to = found, self.start
             outcome = f"continuing run {run_id}, which has this folder's tag."
         else:
             run_id = store.create_run(experiment_id, self.facts.name, self.tags, self._started)

@@ -112,11 +112,11 @@ class MlflowStore:
             if not is_done():
                 raise
 
-    def find_run(self, experiment_id: str, tag: str, value: str) -> tuple[str, bool] | None:
-        """Returns (ID, whether it has parameters) of the newest run with a tag; None if there is none."""
+    def find_run(self, experiment_id: str, tag: str, value: str) -> tuple[str, bool, bool] | None:
+        """Returns (ID, whether it has parameters, whether it has metrics) of the newest run with a tag; None if there is none."""
         order = ["attributes.start_time DESC"]
         found = self.client.search_runs([experiment_id], f"tags.{tag} = '{value}'", order_by=order, max_results=1)
-        return (found[0].info.run_id, bool(found[0].data.params)) if found else None
+        return (found[0].info.run_id, bool(found[0].data.params), bool(found[0].data.metrics)) if found else None
 
     def create_run(self, experiment_id: str, name: str, tags: dict[str, str], started: int | None = None) -> str:
         """Returns the ID of a new run. started: in milliseconds, if that was before now."""

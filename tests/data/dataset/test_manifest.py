@@ -138,6 +138,20 @@ def test_labels_out_of_range_are_refused_and_the_old_manifest_stays(label: int, 
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_kill_while_the_index_is_made_leaves_no_finished_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command found a finished data set, and never made the index."""
+
+    def kill(*_: object) -> None:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(Dataset, "index", kill)
+    with pytest.raises(RuntimeError, match="killed"):
+        write(tmp_path)
+    assert not (tmp_path / "dataset.json").exists()
+
+
 def test_replacing_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with replacing(path) as file:

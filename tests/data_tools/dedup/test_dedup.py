@@ -229,6 +229,7 @@ def test_killed_search_goes_on(sets: tuple[Dataset, Dataset], tmp_path: Path, ca
     assert (train.path / "exclude/test_copies.parquet").read_bytes() == whole
 
     # Another threshold is no other search; other test images are.
+    (train.path / "dedup/progress.json").write_text("{}")  # Of a search that was killed after its last shard.
     report = dedup.run(config(train, tests.path, max_distance=0.0))
     assert report["data"]["copies"] == 2
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
@@ -252,9 +253,11 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
     strangers = {f"x/{i}.jpg": jpeg(picture(3000 + i)) for i in range(6)}
     other = shard.run(settings(write_folder(strangers, tmp_path / "raw"), tmp_path / "other"))
     train = copy(sets[0], tmp_path)
-    unfinished = train.path / "dedup/thumbnails/.a.npz.12345678.tmp"  # Of a killed task.
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.write_bytes(b"x")
+    names = ("dedup/thumbnails/.a.npz", "exclude/.test_copies.parquet")
+    unfinished = [train.path / f"{name}.12345678.tmp" for name in names]  # Of a killed task, and of a killed search.
+    for path in unfinished:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
     # A kill between the list and the report: the report of an earlier search would say that its copies are marked.
     (train.path / "dedup/report.json").write_text("{}")
     monkeypatch.setattr(dedup, "write_files", kill)
@@ -267,7 +270,7 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
 
     dedup.run(config(train, other.path))
     assert read_dedup_report(train.path).marked
-    assert not unfinished.exists()
+    assert not any(path.exists() for path in unfinished)
     assert len(read_lists(train)["test_copies"]) == 0
     assert not (train.path / "dedup/pairs.png").exists()
 
