@@ -142,8 +142,8 @@ def check_outputs(weights: str, where: str, seen: Predictions | Features, split:
 def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: Holds) -> Path:
     """`out`, else <run>/<kind>/<name>; <run>/<kind>/<step>-<name> for a checkpoint in a run; or runs/<kind>/<weights>-<name>.
 
-    holds: what the folder is for. Raises UserError when it cannot be written, holds results of another kind, or is
-    runs/<kind>/<weights>-<name> with results of other weights of this name.
+    holds: what the folder is for. Prints of what the results are that will be replaced. Raises UserError when it cannot be
+    written, holds results of another kind, or is runs/<kind>/<weights>-<name> with results of other weights of this name.
     """
     path = Path(weights)
     if path.name in FILES:
@@ -160,9 +160,14 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
         # In checkpoint.folder, the folder of a run's checkpoints has its name.
         of_run = [parent.name] if CHECKPOINT.fullmatch(path.name) else []
         folder = Path("runs") / kind / "-".join(of_run + parts)
-        if (earlier := _weights_of(folder)) and _place(earlier) != _place(weights):
-            raise UserError(f"{folder} holds results of {earlier}. Set out=FOLDER for those of {weights}.")
+        if (earlier := _results_in(folder)) and _place(earlier.weights) != _place(weights):
+            raise UserError(f"{folder} holds results of {earlier.weights}. Set out=FOLDER for those of {weights}.")
     try_output("out", folder, holds=holds)
+    # A folder's name says neither the step of a run's newest checkpoint nor where the data are.
+    if earlier := _results_in(folder):
+        step = "" if earlier.step is None else f", step {earlier.step:,}"
+        data = f", on {earlier.data}" if earlier.data else ""
+        print(f"{folder} holds results of {earlier.weights}{step}{data}: they will be replaced. Another out=FOLDER keeps them.")
     return folder
 
 
@@ -175,11 +180,13 @@ def _place(weights: str) -> Path:
 @dataclass(frozen=True)
 class _Results:
     weights: str
+    step: int | None = None
+    data: str = ""
 
 
-def _weights_of(folder: Path) -> str:
-    """The weights of the results in a folder; empty if there are none."""
+def _results_in(folder: Path) -> _Results | None:
+    """What the results in a folder are of; None if there are none."""
     for file in ("scores.json", "explain.json"):
         with suppress(OSError, UserError):
-            return json_record.read(folder / file, _Results).weights
-    return ""
+            return json_record.read(folder / file, _Results)
+    return None

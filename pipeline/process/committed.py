@@ -47,11 +47,39 @@ class _RunSettings:
 def checkpoints_of(run: Path) -> Path | str:
     """The folder of a run's checkpoints: that of its setting checkpoint.folder, a URL as text, else `checkpoints` in its folder."""
     # Folders of other projects have a config.json, too.
-    settings = json_record.read_or_none(run / "config.json", _RunSettings) or _RunSettings()
+    return _place(run, json_record.read_or_none(run / "config.json", _RunSettings) or _RunSettings())
+
+
+def _place(run: Path, settings: _RunSettings) -> Path | str:
     folder, mark, options = settings.checkpoint.folder.partition("?")  # Options of a URL.
     if "://" in folder:
         return f"{folder.rstrip('/')}/{settings.name}{mark}{options}"
     return Path(settings.checkpoint.folder, settings.name) if folder else run / "checkpoints"
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a checkpoint's state.json says of its run: all settings by dotted name."""
+
+    identity: dict[str, Any] = field(default_factory=dict)
+
+
+def run_of_checkpoint(path: Path) -> Path | None:
+    """The folder of the run whose checkpoint.folder a checkpoint is in, or was copied from if that is a bucket.
+
+    path: the checkpoint or a file in it. None if its run is not where its settings say, which may be relative to the current
+    folder: a run of the same name that keeps its checkpoints elsewhere is another one.
+    """
+    folder = path if path.is_dir() else path.parent
+    state = json_record.read_or_none(folder / "state.json", _State) or _State()
+    name, out, elsewhere = (state.identity.get(key) for key in ("name", "out", "checkpoint.folder"))
+    if not (isinstance(name, str) and isinstance(out, str) and isinstance(elsewhere, str) and elsewhere):
+        return None
+    run = Path(out, name)
+    place = checkpoints_of(run)
+    if isinstance(place, str):
+        return run if place == _place(run, _RunSettings(name, _CheckpointSettings(elsewhere))) else None
+    return run if place.resolve() == folder.resolve().parent else None
 
 
 def newest_complete(folder: Path, say: Callable[[str], object] | None = None) -> Path | None:

@@ -61,7 +61,7 @@ class _SweepFile:
 @dataclass(frozen=True)
 class Sweep:
     """config: with absolute paths, weights a file, and the kernel that is used. sha256: of that file, hex. folder: of the sweep's
-    files.
+    files. named: the weights as the command names them, such as a run that keeps its checkpoints elsewhere.
 
     datasets: task name -> data set. missing: names of tasks without one. notes: lines to print.
     unusable: file of an outcome -> reason why it cannot be used; these cells are run again.
@@ -74,6 +74,7 @@ class Sweep:
     missing: list[str]
     notes: list[str] = field(default_factory=list)
     unusable: dict[Path, str] = field(default_factory=dict)
+    named: str = ""
 
     @property
     def unpublished(self) -> list[str]:
@@ -225,8 +226,9 @@ def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
                 f"{missing[name].partition(' Shard it')[0]} Make it with launch/vtab_prepare.py tasks=[{name}] ..."
             )
     datasets = {name: dataset for name, dataset in datasets.items() if name in (config.tasks or known)}
+    named = config.weights
     config = replace(config, weights=str(weights), data=str(Path(config.data).absolute()))
-    sweep = Sweep(config, file_sha256(weights), folder, datasets, list(missing))
+    sweep = Sweep(config, file_sha256(weights), folder, datasets, list(missing), named=named)
     for task in sweep.tasks:
         _check_dataset(sweep, task)
     return replace(sweep, config=replace(config, kernel=_check_weights(sweep)))

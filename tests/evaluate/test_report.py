@@ -29,6 +29,7 @@ from pipeline.evaluate.loaded_model import evaluation_view, load_model, output_f
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.process.outputs import Holds
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import TrackConfig
@@ -359,6 +360,27 @@ def test_weights_of_one_name_do_not_replace_each_others_results(
         UserError, match=r"holds results of a/vit/model\.safetensors\. Set out=FOLDER for those of b/vit"
     ):
         folder("b/vit")
+
+
+def test_results_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder in a run has the name of the data alone: a later step, or other data of this name, replaced them unsaid."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+
+    def said(kind: str, name: str, holds: Holds) -> str:
+        output_folder("", str(run), kind, name, holds=holds)
+        return capsys.readouterr().out
+
+    assert said("evaluate", "photos-val", "evaluation") == said("explain", "", "explanation") == ""
+    for folder, file in (("evaluate/photos-val", "scores.json"), ("explain", "explain.json")):
+        (run / folder).mkdir(parents=True)
+        (run / folder / file).write_text(json.dumps({"weights": "runs/a", "step": 1000}))
+    (run / "evaluate/photos-val/scores.json").write_text('{"weights": "runs/a", "step": 1000, "data": "web/photos"}')
+    assert said("evaluate", "photos-val", "evaluation") == (
+        f"{run}/evaluate/photos-val holds results of runs/a, step 1,000, on web/photos: they will be replaced. "
+        "Another out=FOLDER keeps them.\n"
+    )
+    assert "explain holds results of runs/a, step 1,000: they will be replaced" in said("explain", "", "explanation")
 
 
 def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: Dataset) -> None:

@@ -1,5 +1,6 @@
 """A sweep in MLflow: a parent and a child for each cell, in a real database and on a real server."""
 
+import json
 import shutil
 import threading
 import time
@@ -16,7 +17,7 @@ from tiny_vtab import prepare, run_here
 from pipeline.base.errors import UserError
 from pipeline.monitor.mlflow import sender as mlflow_sender
 from pipeline.monitor.mlflow import store as mlflow_store
-from pipeline.monitor.mlflow.state import SyncState, run_id_of, write_states
+from pipeline.monitor.mlflow.state import SyncState, run_id_of, run_of_weights, write_states
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.ray_tasks import RunJobs
@@ -294,3 +295,32 @@ def test_where_a_sweep_is_sent(prepared: list[str], tmp_path: Path, monkeypatch:
         assert tracking_uri(replace(config, weights=str(weights))) == "http://team:5000"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other:5000")
     assert tracking_uri(replace(config, weights=str(run))) == "http://other:5000"
+
+
+@pytest.mark.parametrize("place", ["disk", "s3://bucket/all"])
+def test_a_sweep_finds_the_run_that_keeps_its_checkpoints_elsewhere(
+    prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Also by a checkpoint, which for a bucket is a copy on a disk. The sweep named no run at all."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run, checkpoint = Path("runs/vit"), Path("disk/vit/step-00000001")
+    for folder in (run, checkpoint):
+        folder.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({"name": "vit", "checkpoint": {"folder": place}}))
+    write_states(run / "mlflow.json", {"http://team:5000": SyncState("abc")})
+    identity = {"name": "vit", "out": "runs", "checkpoint.folder": place}
+    (checkpoint / "state.json").write_text(json.dumps({"identity": identity}))
+    shutil.copy(prepared[0].removeprefix("weights="), checkpoint / "model.pt")
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.01]", "tasks=[dtd]"])
+    names = [checkpoint, checkpoint / "model.pt", *([run] if place == "disk" else [])]
+    for number, weights in enumerate(names):
+        named = replace(config, weights=str(weights))
+        assert tracking_uri(named) == "http://team:5000"
+        results = vtab.run(named, tmp_path / f"out-{number}", in_turn(made_up))
+        assert results is not None
+        assert results["checkpoint"]["run_id"] == "abc"
+    # A run of this name that keeps its checkpoints in another place is another run.
+    (run / "config.json").write_text(json.dumps({"name": "vit", "checkpoint": {"folder": f"{place}/2"}}))
+    assert run_of_weights(str(checkpoint)) is None

@@ -9,6 +9,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.monitor.metrics_file import MAX_INTEGER
 from pipeline.monitor.run_page import hide_passwords
+from pipeline.process.committed import run_of_checkpoint
 
 STATE_FILE = "mlflow.json"
 
@@ -69,13 +70,16 @@ def sent_to(folder: Path, uri: str) -> SyncState:
 
 
 def tracked_folder_of(weights: str) -> Path | None:
-    """The folder of the tracked run that weights lie in; None for other weights, and for a run that was not tracked."""
+    """The folder of the tracked run that made weights: that they lie in, or that keeps its checkpoints elsewhere
+    (checkpoint.folder); None for other weights, and for a run that was not tracked.
+    """
     path = Path(weights).absolute()
-    return next((folder for folder in (path, *path.parents[:3]) if run_id_of(folder)), None)
+    keeper = run_of_checkpoint(path)
+    return next((folder for folder in (*filter(None, [keeper]), path, *path.parents[:3]) if run_id_of(folder)), None)
 
 
 def run_of_weights(weights: str) -> str | None:
-    """ID of the MLflow run in whose folder weights lie; None as above."""
+    """ID of the MLflow run that made weights; None as above."""
     folder = tracked_folder_of(weights)
     return run_id_of(folder) if folder else None
 

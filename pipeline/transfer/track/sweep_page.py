@@ -203,7 +203,7 @@ def _short_name(cell: VtabCell) -> str:
 
 def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> RunFacts:
     config, protocol = sweep.config, header["protocol"]
-    run = tracked_folder_of(config.weights)
+    run = tracked_folder_of(sweep.named)
     parent = header["checkpoint"]["run_id"]
     tags = {**tags_of(header), "dataset": "VTAB-1k", "run_folder_path": str(sweep.folder.resolve())}
     if (
@@ -234,7 +234,7 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
     return RunFacts(
         f"{run.name if run else Path(config.weights).stem} {sweep.config.protocol.name}-{config.method}", "vtab", settings, tags,
         tuple(datasets), "\n\n".join(description), {"parent": str(parent)} if parent else {},
-        artifacts=("results.json", SWEEP_FILE), score="vtab_mean", scored_on="VTAB-1k", origin=find_origin(Path(config.weights), config.weights),
+        artifacts=("results.json", SWEEP_FILE), score="vtab_mean", scored_on="VTAB-1k", origin=find_origin(Path(config.weights), sweep.named),
     )  # fmt: skip
 
 
