@@ -167,7 +167,9 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
     if earlier := _results_in(folder):
         step = "" if earlier.step is None else f", step {earlier.step:,}"
         data = f", on {earlier.data}" if earlier.data else ""
-        print(f"{folder} holds results of {earlier.weights}{step}{data}: they will be replaced. Another out=FOLDER keeps them.")
+        print(
+            f"{folder} holds results of {earlier.weights}{step}{data}: they will be replaced. Another out=FOLDER keeps them."
+        )
     return folder
 
 
