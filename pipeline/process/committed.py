@@ -58,7 +58,7 @@ def _place(run: Path, settings: _RunSettings) -> Path | str:
 
 
 @dataclass(frozen=True)
-class _State:
+class _RecordedIdentity:
     """What a checkpoint's state.json says of its run: all settings by dotted name."""
 
     identity: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def run_of_checkpoint(path: Path) -> Path | None:
     folder: a run of the same name that keeps its checkpoints elsewhere is another one.
     """
     folder = path if path.is_dir() else path.parent
-    state = json_record.read_or_none(folder / "state.json", _State) or _State()
+    state = json_record.read_or_none(folder / "state.json", _RecordedIdentity) or _RecordedIdentity()
     name, out, elsewhere = (state.identity.get(key) for key in ("name", "out", "checkpoint.folder"))
     if not (isinstance(name, str) and isinstance(out, str) and isinstance(elsewhere, str) and elsewhere):
         return None
