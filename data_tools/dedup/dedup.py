@@ -66,9 +66,8 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     folder = searched.dataset.path / FOLDER
     make_folder(folder / THUMBNAILS)
     remove_leftovers(folder, pattern="**/.*.tmp")
-    remove_leftovers(
-        folder, pattern=PROGRESS_FILE
-    )  # No task may be left that would replace it, and remove it at its end.
+    # A killed job leaves it for good if this one has no tasks: they would replace it, and remove it at their end.
+    remove_leftovers(folder, pattern=PROGRESS_FILE)
     _read_images([searched, *tests], config)
     states = [_states(part) for part in (searched, *tests)]
     _check_readable([searched, *tests], states, config.max_bad_share)
