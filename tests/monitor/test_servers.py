@@ -20,7 +20,6 @@ from polling import until
 from servers import MlflowServer, Postgres, Proxy, Recorder
 from tracked_steps import log_step
 
-from pipeline.monitor.mlflow import sender as mlflow_sender
 from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
@@ -155,8 +154,7 @@ def test_two_runs_that_begin_together_on_a_fresh_postgresql(
     for run in runs:
         points = client.get_metric_history(run.info.run_id, "train/loss")
         assert [(point.step, point.value) for point in points] == [(step, 1 / step) for step in range(1, 6)]
-    assert not any("Traceback" in text or postgres.password in text for both in said for text in both), said
-    assert sum(err.count("warning: ") for _, err in said) <= 1, said  # The one that came second may have to try again.
+    assert said == [("", "")] * 2
     assert recorder.asked == []
 
 
@@ -195,7 +193,6 @@ def test_a_run_in_postgresql_whose_password_is_written_nowhere(
     assert run.data.tags["command"].endswith(f"track.uri={uri.replace(postgres.password, '***')}")
 
     # With a wrong password, one line, and it is not in it either.
-    monkeypatch.setattr(mlflow_sender, "_FRESH_SECONDS", 0.0)
     tracked.uri = postgres.uri("runs", "not-the-password")
     tracked.start(30).log(31, 32)
     tracked.tracker.finish("FINISHED", in_a_hurry=True)

@@ -31,8 +31,6 @@ FOLDER_TAG = "run_folder"
 # Locked by the process that sends a folder. It stays.
 LOCK_FILE = "mlflow.lock"
 _METRICS_PER_REQUEST = 500
-# How long the end of a run tries a database to which it never connected.
-_FRESH_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ class MlflowSender:
             self._unlock_folder()
 
     def _send_until_the_end(self) -> None:
-        num_failures, first_failure = 0, float("inf")
+        num_failures = 0
         while True:
             stopping = self._stop.is_set()
             try:
@@ -180,12 +178,7 @@ class MlflowSender:
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )
                 if stopping:
-                    # Runs that begin together in a fresh database on a server disturb each other until one has made its tables.
-                    may_be_fresh = self._store is None and not self.uri.startswith("http")
-                    first_failure = min(first_failure, time.monotonic())
-                    if not may_be_fresh or time.monotonic() - first_failure > _FRESH_SECONDS:
-                        return
-                    time.sleep(self.timing.retry[0])
+                    return
                 self._stop.wait(self.timing.retry[min(num_failures, len(self.timing.retry) - 1)])
                 num_failures += 1
 

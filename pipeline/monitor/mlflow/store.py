@@ -4,7 +4,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ from pipeline.monitor.run_page import (
 
 T = TypeVar("T")
 
+# Key of the lock in PostgreSQL that one process holds while it opens the database: any number that nobody else uses there.
+_OPENING = 0x7669745F6F70656E
 # MLflow's limits: characters of a parameter's value, and of a tag's, which it cuts; parameters per request.
 _MAX_VALUE, _MAX_TAG = 6000, 8000
 _MAX_PARAMETERS = 100
@@ -56,7 +59,8 @@ class MlflowStore:
         if database and not database.exists():
             _create_database(database)
         try:
-            self.client: Any = MlflowClient(tracking_uri=uri)
+            with _alone_in_postgresql(uri):
+                self.client: Any = MlflowClient(tracking_uri=uri)
         except Exception as error:
             if database and "_alembic_tmp_" in str(error):
                 raise UserError(
@@ -319,6 +323,24 @@ def _create_database(path: Path) -> None:
     engine.dispose()
     path.parent.mkdir(parents=True, exist_ok=True)
     create(path, content)
+
+
+@contextmanager
+def _alone_in_postgresql(uri: str) -> Iterator[None]:
+    """Let one process at a time, on any machine, open a PostgreSQL database; does nothing for another store.
+
+    Processes that opened a fresh one together would each make MLflow's tables, and all but one would fail.
+    The lock ends with its transaction, and so with a process that is killed.
+    """
+    if not uri.startswith("postgresql"):
+        yield
+        return
+    from sqlalchemy import create_engine, text
+    from sqlalchemy.pool import NullPool
+
+    with create_engine(uri, poolclass=NullPool).connect() as connection:
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _OPENING})
+        yield
 
 
 def found_by(request: Callable[[], T]) -> T | None:
