@@ -25,6 +25,7 @@ from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
+from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PAGE, End, PageFolder, parse_starts
 from pipeline.monitor.run_page import (
@@ -444,5 +445,4 @@ def open_store(uri: str) -> Any:
     try:
         return ReadingStore(uri)
     except Exception as error:  # Whatever MLflow and its database drivers raise.
-        reason = hide_passwords(" ".join(str(error).split())[:200])
-        raise UserError(f"MLflow at {hide_passwords(uri)} cannot be opened: {reason}") from None
+        raise UserError(f"MLflow at {hide_passwords(uri)} cannot be opened: {one_line(error)}") from None

@@ -229,6 +229,13 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, address: str) -> 
     assert not (tmp_path / "none.db").exists()
 
 
+def test_a_long_password_of_a_store_that_cannot_be_opened_is_not_shown() -> None:
+    """MLflow repeats the address in its error; what was cut in the middle of the password no longer looked like one."""
+    with pytest.raises(UserError, match=r"postgresq://ann:\*\*\*@host/db cannot be opened: ") as refused:
+        open_store(f"postgresq://ann:{'secret' * 50}@host/db")
+    assert "secret" not in str(refused.value)
+
+
 def test_an_empty_folder_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json is missing"):
         from_folder(tmp_path)
