@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,9 @@ from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.monitor.mlflow.mirror import MirrorSettings, RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
+from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.sender import SenderTimeouts
-from pipeline.monitor.mlflow.state import SentModel, SyncState
+from pipeline.monitor.mlflow.state import SentModel, SyncState, run_id_of
 from pipeline.monitor.mlflow.store import MlflowStore, _with_children
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
@@ -105,15 +106,33 @@ def test_a_checkpoint_that_was_removed_or_trained_again_is_no_model_any_more(tmp
     ]  # fmt: skip
 
 
+def test_a_run_with_more_models_than_mlflow_lists_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of over 100 checkpoints was not found, and a report from MLflow alone left out the oldest."""
+    monkeypatch.setattr("mlflow.store.tracking.sqlalchemy_store.SEARCH_LOGGED_MODEL_MAX_RESULTS_DEFAULT", 2)
+    found = [checkpoint(tmp_path, "a", step) for step in (10, 20, 30, 40, 50)]
+    best = replace(found[0], roles=("best",))
+    tracked(tmp_path, "a", [best, *found[1:]], {10: 0.5})
+    store, run_id = ReadingStore(default_uri(tmp_path)), run_id_of(tmp_path / "a")
+    assert [model["step"] for model in store.models_of(store.read_run(str(run_id)))] == ["10", "20", "30", "40", "50"]
+    assert weights_path(f"runs:/{run_id}", default_uri(tmp_path)) == best.path
+
+
 def test_weights_that_are_not_where_the_run_wrote_them(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     found = [checkpoint(tmp_path, "a", 10)]
     tracked(tmp_path, "a", found, {10: 0.25})
     (model,) = logged(tmp_path)
     shutil.move(tmp_path / "a" / "checkpoints", tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"were not uploaded\. .*track.upload_weights=true"):
+    with pytest.raises(UserError, match=r"of step 10, .*were not uploaded, or .*track.upload_weights=true\. .*No such"):
         weights_path(model.model_uri, default_uri(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.artifacts.download_artifacts", full_disk)
+        with pytest.raises(UserError, match=r"cannot be downloaded\. .*No space left"):
+            weights_path(model.model_uri, default_uri(tmp_path))
     shutil.move(tmp_path / "elsewhere", tmp_path / "a" / "checkpoints")
 
     def no_links(*_: object, **__: object) -> None:

@@ -142,6 +142,16 @@ class MlflowStore:
         run = found_by(partial(self.client.get_run, run_id))
         return run if run and run.info.lifecycle_stage == "active" else None
 
+    def logged_models(self, experiment_id: str, run_id: str) -> list[Any]:
+        """All logged models of a run; MLflow gives 100 a request."""
+        found, token = list[Any](), None
+        while True:
+            mine = f"source_run_id = '{run_id}'"
+            page = self.client.search_logged_models([experiment_id], mine, page_token=token)
+            found += page
+            if not (token := page.token):
+                return found
+
     def delete_run(self, run_id: str) -> None:
         """Delete a run if it exists. MLflow can restore it until `mlflow gc`."""
         if self.is_active(run_id):

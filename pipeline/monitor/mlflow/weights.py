@@ -19,6 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.tracking_uri import sqlite_uri
 from pipeline.data.storage.checksum_cache import cache_home
 from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
+from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.process.committed import read_checksums
 
 C = TypeVar("C", bound="_HasWeights")
@@ -62,10 +63,11 @@ def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], obje
         try:
             with tempfile.TemporaryDirectory(dir=folder) as own:  # Another process may download the same.
                 os.replace(store.download_model_file(model_id, WEIGHTS, Path(own)), file)
-        except UserError:
+        except Exception as error:  # Whatever the server, its client or the disk raises.
             raise UserError(
                 f"{weights}: its weights are not in {path} (of step {tags.get('step', '?')}, SHA-256 {sha256[:16]}...), and were not "
-                "uploaded. Run this where that folder is, or train with track.upload_weights=true."
+                "uploaded, or cannot be downloaded. Run this where that folder is, or train with track.upload_weights=true. MLflow says: "
+                f"{one_line(error)}"
             ) from None
     with open(file, "rb") as stream:
         if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
