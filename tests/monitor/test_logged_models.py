@@ -330,6 +330,15 @@ def test_a_model_that_a_killed_sender_registered_gets_its_alias_and_no_second_ve
     assert client.get_model_version_by_alias("photos", "best").tags["step"] == "10"
 
 
+def test_a_description_that_is_too_long_for_mlflow_is_written_anew(tmp_path: Path) -> None:
+    """MLflow cut it, after which it looked edited: twenty restarts with long reasons hid how the run ended."""
+    for letter in "ab":
+        facts = RunFacts("run", "pretrain", description=letter * 9000)
+        Tracker(TrackConfig(), tmp_path, tmp_path / "run", facts, 0, FAST).finish("FINISHED")
+    run = MlflowStore(default_uri(tmp_path)).client.get_run(run_id_of(tmp_path / "run"))
+    assert run.data.tags["mlflow.note.content"] == "b" * 8000
+
+
 def test_a_description_lists_as_many_runs_as_it_may_hold() -> None:
     """MLflow cut it at 8,000 characters, after which it looked edited, and was never written again."""
     one = "finetune [pets-384px](#/experiments/1/runs/0123456789abcdef0123456789abcdef), 91.34 % pets:test"

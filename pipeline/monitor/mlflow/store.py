@@ -168,7 +168,7 @@ class MlflowStore:
         if NOTE in tags:
             present = self.client.get_run(run_id).data.tags
             if _digest(present.get(NOTE, "")) == present.get(_NOTE_DIGEST, _digest("")):
-                note = _with_children(tags[NOTE], {**present, **tags})
+                note = _with_children(tags[NOTE], {**present, **tags})[:_MAX_TAG]
                 tags = {**tags, NOTE: note, _NOTE_DIGEST: _digest(note)}
             else:
                 tags = {name: text for name, text in tags.items() if name != NOTE}
