@@ -24,7 +24,7 @@ from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.state import SentModel, SyncState, run_id_of
 from pipeline.monitor.mlflow.store import MlflowStore, _with_children
 from pipeline.monitor.mlflow.weights import weights_path
-from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
+from pipeline.monitor.run_page import NOTE, DatasetFacts, ModelFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.committed import Checksum
 from pipeline.settings.run import TrackConfig
@@ -337,6 +337,20 @@ def test_a_description_that_is_too_long_for_mlflow_is_written_anew(tmp_path: Pat
         Tracker(TrackConfig(), tmp_path, tmp_path / "run", facts, 0, FAST).finish("FINISHED")
     run = MlflowStore(default_uri(tmp_path)).client.get_run(run_id_of(tmp_path / "run"))
     assert run.data.tags["mlflow.note.content"] == "b" * 8000
+
+
+def test_a_run_that_replaces_another_gets_its_description(tmp_path: Path) -> None:
+    """On a server, one whose steps run again: it had the digest of a description, and none, as if a person had removed it."""
+    store = MlflowStore(default_uri(tmp_path))
+    first = store.create_run(store.experiment_id("vit", None), "run", {})
+    store.set_tags(first, {NOTE: "What it is."})
+    second = store.create_copy(first)
+    store.set_tags(second, {NOTE: "What it is, started twice."})
+    assert store.client.get_run(second).data.tags[NOTE] == "What it is, started twice."
+    store.client.set_tag(second, NOTE, "Mine.")
+    third = store.create_copy(second)
+    store.set_tags(third, {NOTE: "What it is, started three times."})
+    assert store.client.get_run(third).data.tags[NOTE] == "Mine."
 
 
 def test_a_description_lists_as_many_runs_as_it_may_hold() -> None:

@@ -128,10 +128,11 @@ class MlflowStore:
         return self.client.create_run(experiment_id, start_time=started, run_name=name, tags=tags).info.run_id
 
     def create_copy(self, run_id: str) -> str:
-        """Create an empty run with the experiment, name and tags of another."""
+        """Create an empty run with the experiment, name and tags of another, also with a description that someone has edited."""
         run = self.client.get_run(run_id)
         tags = {name: text for name, text in run.data.tags.items() if name != "mlflow.runName"}
-        return self.create_run(run.info.experiment_id, run.info.run_name, tags, run.info.start_time)
+        copied = self.client.create_run(run.info.experiment_id, run.info.start_time, tags, run.info.run_name)
+        return copied.info.run_id
 
     def is_active(self, run_id: str) -> bool:
         """Whether a run exists and is not deleted. A deleted run refuses metrics."""
