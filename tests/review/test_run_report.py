@@ -24,7 +24,7 @@ from pipeline.settings.commands.reports import RunReportConfig
 
 
 def reader(out: Path) -> RunReader:
-    return RunReader(lambda: ReadingStore(default_uri(out)))
+    return RunReader(default_uri(out))
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -224,7 +224,7 @@ def test_the_command_writes_one_page_without_links(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize("address", ["nowhere", "mlflow:0123", "0" * 32])
 def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, address: str) -> None:
     with pytest.raises(UserError) as refused:
-        RunReader(lambda: open_store(f"sqlite:///{tmp_path / 'none.db'}")).read(address)
+        RunReader(f"sqlite:///{tmp_path / 'none.db'}").read(address)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "none.db").exists()
 
