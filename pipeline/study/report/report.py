@@ -10,7 +10,7 @@ from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
 from pipeline.study.laws.fit import MAX_EXTRAPOLATION, Estimate
 from pipeline.study.report import figures, published
-from pipeline.study.report.answers import PAIRED_FROM, Answers, Line, answer, points_of, title_of, usable
+from pipeline.study.report.answers import PAIRED_FROM, Answers, Line, answer, points_of, title_of
 from pipeline.study.report.sentences import (
     estimate,
     number,
@@ -288,7 +288,7 @@ def method(answers: Answers) -> Iterator[str]:
     if results.question == "labels":
         yield "Compute is that of the fine-tuning alone; notes above say what pre-training took."
     if results.question == "data_size" and answers.points:
-        seen = sorted({cell.images_seen for cell in usable(results, results.score)})
+        seen = sorted({cell.images_seen for cell in results.scored(results.score)})
         yield (
             f"All runs saw {counted(seen[0], 'image')}: smaller sets were repeated more often."
             if len(seen) == 1
