@@ -75,12 +75,11 @@ class RunMirror:
         assert state.run_id is not None
         failures = 0
         for path, folder in self.page.artifacts(self.facts.artifacts):
-            name, is_same = self._compare(path, folder, state)
+            name, version = f"{folder}/{path.name}".lstrip("/"), _version(path)
             waits = not final and time.monotonic() - self._uploaded_at.get(name, -1e9) < self.settings.again
-            if is_same or waits:
+            if version in (None, state.artifacts.get(name)) or waits:
                 continue
             try:
-                version = _version(path)
                 upload = partial(store.log_artifact, state.run_id, path, folder)
                 if not self.refusals.allows(store, state.run_id, str(path), upload):
                     continue
@@ -96,14 +95,6 @@ class RunMirror:
             self._uploaded_at[name] = time.monotonic()
             self.update(state, artifacts={**state.artifacts, name: version})
         return not failures
-
-    @staticmethod
-    def _compare(path: Path, folder: str, state: SyncState) -> tuple[str, bool]:
-        name = f"{folder}/{path.name}".lstrip("/")
-        try:
-            return name, state.artifacts.get(name) == _version(path)
-        except FileNotFoundError:  # Just removed, or being replaced.
-            return name, True
 
     # ---------------------------------------------------------------- logged models
     def _show_models(self, store: ModelStore, state: SyncState, final: bool) -> None:
@@ -189,7 +180,10 @@ class RunMirror:
             self.update(state, models={**state.models, model.sha256: replace(sent, version=version)})
 
 
-def _version(path: Path) -> str:
-    """Size and time of a file, by which a change is noticed."""
-    found = path.stat()
+def _version(path: Path) -> str | None:
+    """Size and time of a file, by which a change is noticed; None if it was just removed."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
     return f"{found.st_size} bytes, {found.st_mtime_ns} ns"
