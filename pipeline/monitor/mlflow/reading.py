@@ -36,8 +36,8 @@ class ReadingStore(MlflowStore):
         info = run.info
         metrics = {name: restored_value(value) for name, value in run.data.metrics.items()}
         return StoredRun(
-            info.run_id, info.run_name, info.experiment_id, info.status, (info.start_time or 0) / 1000,
-            (info.end_time or 0) / 1000, dict(run.data.tags), dict(run.data.params), metrics, tuple(datasets),
+            info.run_id, info.run_name, info.experiment_id, info.status, dict(run.data.tags), dict(run.data.params), metrics,
+            tuple(datasets),
         )  # fmt: skip
 
     def read_points(
