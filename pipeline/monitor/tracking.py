@@ -109,9 +109,10 @@ def make_sender(
 ) -> MlflowSender:  # fmt: skip
     """The sender of a run folder, which has not begun. out: folder of runs, of the default database. Others: see Tracker."""
     uri = config.uri or default_uri(out)
-    # Artifacts of a database go beside it, not into the folder in which the command was started.
-    database = sqlite_file(uri)
-    artifacts = (database.resolve().parent / "mlartifacts").as_uri() if database else None
+    # Artifacts of a database go beside its file, or beside the runs: MLflow would take the folder in which the command was started.
+    beside = database.parent if (database := sqlite_file(uri)) else out
+    is_database = uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
+    artifacts = (beside.resolve() / "mlartifacts").as_uri() if is_database else None
     experiment = Experiment(config.experiment, artifacts)
     settings = MirrorSettings(upload_weights=config.upload_weights, register=config.register)
     find_models = find_models or (lambda ended: [])

@@ -16,6 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.page import SvgImage
 from pipeline.base.words import counted, shorten
 from pipeline.monitor.run_page import WeightsOrigin
+from pipeline.process.committed import checkpoints_of, run_of_checkpoint
 from pipeline.review.reader import RunReader, from_folder, from_mlflow, is_run, run_id_in, weights_named_in
 from pipeline.review.record import RunRecord
 
@@ -136,11 +137,12 @@ def _parent(found: Lineage, record: RunRecord, reader: RunReader) -> RunRecord |
 
 
 def _folder_of(weights: str) -> Path | None:
-    """The run folder around weights."""
+    """The run folder around weights, or of the run that keeps its checkpoints elsewhere (checkpoint.folder)."""
     if not weights or "://" in weights:
         return None
     path = Path(os.path.expanduser(weights))  # The checkpoint itself may have been removed since.
-    return next((folder for folder in (path, *path.absolute().parents[:3]) if is_run(folder)), None)
+    around = (path, *path.absolute().parents[:3])
+    return next((folder for folder in around if is_run(folder)), None) or run_of_checkpoint(path)
 
 
 def _descend(found: Lineage, record: RunRecord, reader: RunReader, depth: int) -> None:
@@ -170,6 +172,7 @@ def _descend(found: Lineage, record: RunRecord, reader: RunReader, depth: int) -
 def _children_in_folder(found: Lineage, record: RunRecord) -> Iterator[str]:
     assert record.folder is not None
     mine = record.folder.resolve()
+    places = {mine, Path(checkpoints_of(mine)).resolve()}
     neighbours: list[Path] = []
     with contextlib.suppress(PermissionError):  # A run may be readable in a folder that may not be listed.
         neighbours = [*mine.parent.iterdir()]
@@ -182,7 +185,7 @@ def _children_in_folder(found: Lineage, record: RunRecord) -> Iterator[str]:
         except (UserError, OSError) as error:
             found.ignored.append(str(error))
             continue
-        if path is not None and (path == mine or mine in path.parents):
+        if path is not None and not places.isdisjoint((path, *path.parents)):
             yield str(folder)
 
 

@@ -155,6 +155,7 @@ def test_two_runs_that_begin_together_on_a_fresh_postgresql(
         points = client.get_metric_history(run.info.run_id, "train/loss")
         assert [(point.step, point.value) for point in points] == [(step, 1 / step) for step in range(1, 6)]
     assert said == [("", "")] * 2
+    assert experiment.artifact_location == (tmp_path / "mlartifacts").as_uri()
     assert recorder.asked == []
 
 

@@ -17,6 +17,7 @@ from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, WeightsOrigin, plain_name
 from pipeline.monitor.tracking import default_uri
+from pipeline.process.committed import checkpoints_of
 from pipeline.review import lineage, report
 from pipeline.review.reader import RunReader, _flops_per_image, from_folder, from_mlflow, open_store
 from pipeline.settings import schema
@@ -28,10 +29,17 @@ def reader(out: Path) -> RunReader:
 
 
 def checkpoint(run: Path, step: int) -> Path:
-    """A checkpoint with checksums, as far as a report reads it."""
-    folder = run / "checkpoints" / f"step-{step:08d}"
+    """A checkpoint with checksums, as far as a report reads it, where the run keeps its checkpoints."""
+    folder = Path(checkpoints_of(run)) / f"step-{step:08d}"
     folder.mkdir(parents=True)
-    (folder / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, "model": MODEL.to_dict()}))
+    settings = json.loads((run / "config.json").read_text())
+    identity = {
+        **{name: settings[name] for name in ("name", "out")},
+        "checkpoint.folder": settings["checkpoint"]["folder"],
+    }
+    (folder / "state.json").write_text(
+        json.dumps({"format": FORMAT, "step": step, "model": MODEL.to_dict(), "identity": identity})
+    )
     (folder / "checksums.json").write_text(json.dumps({"model.safetensors": {"bytes": 1, "sha256": f"{step:064x}"}}))
     return folder
 
@@ -128,15 +136,17 @@ def test_points_come_back_as_they_were_logged(out: Path) -> None:
     assert not any(read.values())
 
 
-def test_lineage_through_folders(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoints", ["in the run", "elsewhere"])
+def test_lineage_through_folders(tmp_path: Path, checkpoints: str) -> None:
     """data -> pre-training -> fine-tuning -> sweep and grid; siblings that began elsewhere are left out."""
-    base = write_run(tmp_path / "base", evaluations={20: 0.6}, digest="aaaa")
+    place = "checkpoint.folder=" + (str(tmp_path / "checkpoints") if checkpoints == "elsewhere" else "")
+    base = write_run(tmp_path / "base", place, evaluations={20: 0.6}, digest="aaaa")
     weights = checkpoint(base, 20)
-    tuned = write_run(tmp_path / "tuned", f"init.weights={weights}", evaluations={20: 0.9}, digest="bbbb")
+    tuned = write_run(tmp_path / "tuned", place, f"init.weights={weights}", evaluations={20: 0.9}, digest="bbbb")
     write_run(tmp_path / "other", "init.weights=elsewhere.npz", evaluations={20: 0.9})
     sweep = tuned / "vtab" / "paper"
     sweep.mkdir(parents=True)
-    origin = {"path": str(tuned / "checkpoints"), "sha256": "c", "run_id": None}
+    origin = {"path": str(checkpoint(tuned, 20)), "sha256": "c", "run_id": None}
     scores = [{"task": "caltech101", "seed": 0, "accuracy": 0.5, "num_test": 100}]
     (sweep / "results.json").write_text(json.dumps({
         "protocol": {"name": "paper", "sha256": "d"}, "method": "finetune", "checkpoint": origin, "data": {},
