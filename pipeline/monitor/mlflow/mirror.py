@@ -77,7 +77,7 @@ class RunMirror:
         for path, folder in self.page.artifacts(self.facts.artifacts):
             name, version = f"{folder}/{path.name}".lstrip("/"), _version(path)
             waits = not final and time.monotonic() - self._uploaded_at.get(name, -1e9) < self.settings.again
-            if version in (None, state.artifacts.get(name)) or waits:
+            if waits or version is None or version == state.artifacts.get(name):
                 continue
             try:
                 upload = partial(store.log_artifact, state.run_id, path, folder)
