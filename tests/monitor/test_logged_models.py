@@ -17,7 +17,7 @@ import torch
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
-from pipeline.monitor.mlflow.mirror import MirrorSettings, RunMirror
+from pipeline.monitor.mlflow.mirror import RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.sender import SenderTimeouts
@@ -212,7 +212,7 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
     facts = RunFacts(
         "a", "pretrain", datasets=(DATA,), score="val_loss", metrics={"val_loss": Metric("loss", "lower", "eval")}
     )
-    mirror = RunMirror(tmp_path, facts, lambda ended: [], MirrorSettings(register="photos"), lambda *_: None, print)
+    mirror = RunMirror(tmp_path, facts, lambda ended: [], TrackConfig(register="photos"), lambda *_: None, print)
     model = ModelFacts(10, "a", "f00", ("kept",))
     state = SyncState("run", models={"f00": SentModel("m", (), 1, "1")})
 
