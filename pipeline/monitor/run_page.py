@@ -50,8 +50,9 @@ A run that began from other weights names that run in its description, and is na
 """,
 }
 
-# Of a URI: the password between the user and the host, and among the parameters behind the question mark.
-_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
+# Of a URI: the password between the user and the host, and among the parameters behind the question mark. It may have a slash, as
+# in base64; what has at most five digits before one is a port.
+_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):(?:[^/\s]*|(?!\d{1,5}/)[^\s@]*)@")
 _PASSWORD_PARAMETER = re.compile(r"(?<=[?&])(password|passwd|sslpassword)=[^&\s'\"]*")
 
 

@@ -198,6 +198,7 @@ def test_metrics_are_grouped(name: str, shown: str) -> None:
         ("postgresql://u:p@h:5432/db", "postgresql://u:***@h:5432/db"),
         ("x https://u:p%40@h/y and s3://k:s@b", "x https://u:***@h/y and s3://k:***@b"),
         ("http://u@h/", "http://u@h/"),
+        ("postgresql://u:se/cr+et=@h/db and http://h:5000/a@b", "postgresql://u:***@h/db and http://h:5000/a@b"),
         ("postgresql://u@h/db?sslmode=require&password=p", "postgresql://u@h/db?sslmode=require&password=***"),
     ],
 )
