@@ -16,7 +16,7 @@ from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, o
 from pipeline.monitor.mlflow.mirror import FindModels
 from pipeline.monitor.mlflow.sender import MlflowSender, SenderTimeouts
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
-from pipeline.monitor.run_page import RunFacts, source_tags
+from pipeline.monitor.run_page import RunFacts, hide_passwords, source_tags
 from pipeline.settings.run import TrackConfig
 
 
@@ -34,7 +34,11 @@ class Tracker:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
         declared = {accepted_name(name): metric for name, metric in facts.metrics.items()}
-        facts = replace(facts, tags={**facts.tags, **source_tags()}, metrics=declared, score=accepted_name(facts.score))
+        texts = {name: hide_passwords(value) for name, value in facts.parameters.items() if isinstance(value, str)}
+        facts = replace(
+            facts, parameters={**facts.parameters, **texts}, tags={**facts.tags, **source_tags()}, metrics=declared,
+            score=accepted_name(facts.score),
+        )  # fmt: skip
         self._page = PageFolder(folder)
         self._page.begin(config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before))
         self._sender = make_sender(config, out, folder, facts, start, timing, find_models)
