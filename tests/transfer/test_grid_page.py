@@ -118,8 +118,11 @@ def test_a_grid_that_fails_or_sends_nothing(config: GridConfig, database: Path, 
     parent, _ = parent_and_children(uri)
     assert parent.info.status == "FAILED"
     assert "lr-0.1 failed (exit code 1)" in parent.data.tags["outcome"]
-    silent = replace(config, name="silent", settings=[*config.settings, "track.enabled=false"])
+    elsewhere = ["track.enabled=false", "track.uri=postgresql://ann:secret@host/db"]
+    silent = replace(config, name="silent", settings=[*config.settings, *elsewhere])
     grid.run(silent, start)
+    for name in ("results.json", "report.md"):
+        assert "track.uri=postgresql://ann:***@host/db" in (tmp_path / "runs" / "silent" / name).read_text()
     assert not (tmp_path / "runs" / "mlflow.db").exists()
     assert not (tmp_path / "runs" / "silent" / "mlflow.json").exists()
     assert uri_of_runs("none", TrackConfig(), config.out) == ""
