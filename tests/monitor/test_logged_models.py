@@ -330,6 +330,22 @@ def test_a_model_that_a_killed_sender_registered_gets_its_alias_and_no_second_ve
     assert client.get_model_version_by_alias("photos", "best").tags["step"] == "10"
 
 
+def test_a_parent_lists_no_run_that_another_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a server, each kill after which steps ran again left a link to a deleted run on the page of the parent."""
+    monkeypatch.setattr(MlflowStore, "delete_points_after", lambda self, run_id, step: False)
+    Tracker(TrackConfig(), tmp_path, tmp_path / "large", RunFacts("large", "pretrain"), 0, FAST).finish("FINISHED")
+    facts = RunFacts("small", "finetune", parents={"parent": str(run_id_of(tmp_path / "large"))})
+    replaced = []
+    for start in (0, 5):
+        tracker = Tracker(TrackConfig(), tmp_path, tmp_path / "small", facts, start, FAST)
+        tracker.log(10, {"loss": 1.0})
+        tracker.finish("FINISHED")
+        replaced.append(run_id_of(tmp_path / "small"))
+    assert replaced[0] != replaced[1]
+    note = MlflowStore(default_uri(tmp_path)).client.get_run(run_id_of(tmp_path / "large")).data.tags[NOTE]
+    assert note.partition("**Made from this run**\n\n")[2] == f"- finetune [small](#/experiments/1/runs/{replaced[1]})"
+
+
 def test_a_description_that_is_too_long_for_mlflow_is_written_anew(tmp_path: Path) -> None:
     """MLflow cut it, after which it looked edited: twenty restarts with long reasons hid how the run ended."""
     for letter in "ab":

@@ -259,13 +259,13 @@ class MlflowSender:
         if not state.has_parameters:
             self._send_parameters(store, state.run_id)
             self._update(state, has_parameters=True)
+        named: dict[str, str] = {}
+        for relation, parent in self.facts.parents.items():
+            if shown := store.link_to_parent(state.run_id, self.facts.name, self.facts.kind, parent, state.replaces):
+                named[relation], self._links[f"`{parent}`"] = shown
         if state.replaces:
             store.delete_run(state.replaces)
             self._update(state, replaces=None)
-        named: dict[str, str] = {}
-        for relation, parent in self.facts.parents.items():
-            if shown := store.link_to_parent(state.run_id, self.facts.name, self.facts.kind, parent):
-                named[relation], self._links[f"`{parent}`"] = shown
         # The name of the parent alone, unless the tags say more of it: those of earlier versions did not.
         by_name = {"parent": named["parent"]} if "parent" in named else {}
         tags = self._linked({**by_name, **self.tags, **self._tags_of_starts()})

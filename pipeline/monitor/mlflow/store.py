@@ -175,8 +175,10 @@ class MlflowStore:
                 tags = {name: text for name, text in tags.items() if name != NOTE}
         self.client.log_batch(run_id, tags=[RunTag(name, text) for name, text in tags.items()])
 
-    def link_to_parent(self, run_id: str, name: str, kind: str, parent: str) -> tuple[str, str] | None:
-        """Show on the parent's page that this run was made from it.
+    def link_to_parent(
+        self, run_id: str, name: str, kind: str, parent: str, replaced: str | None
+    ) -> tuple[str, str] | None:
+        """Show on the parent's page that this run was made from it, in place of another that it replaced.
 
         Returns (the parent's name, a link to its page); None if it is in another store.
         """
@@ -184,6 +186,8 @@ class MlflowStore:
             return None
         page = _link(name, self.client.get_run(run_id).info)
         found = self.client.get_run(parent)
+        if (link := f"{_CHILD}{replaced}") in found.data.tags:
+            self.client.delete_tag(parent, link)
         note = found.data.tags.get(NOTE, "").partition(_CHILDREN)[0]
         shown = {tag: text for tag, text in found.data.tags.items() if tag.startswith(_SHOWN_CHILD)}
         children = {_CHILD + tag.removeprefix(_SHOWN_CHILD): text for tag, text in shown.items()}
