@@ -267,8 +267,9 @@ def test_other_weights_ask_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert weights_path("runs/a") == "runs/a"
-    with pytest.raises(UserError, match="models:/a@best: set MLFLOW_TRACKING_URI"):
-        weights_path("models:/a@best")
+    for uri in ("", "sqlite:///typo.db"):  # The database would be created there.
+        with pytest.raises(UserError, match="models:/a@best: set MLFLOW_TRACKING_URI"):
+            weights_path("models:/a@best", uri)
     assert os.listdir(tmp_path) == ["mlflow.db"]  # The fixture's; nothing was asked or written.
 
 
