@@ -98,13 +98,12 @@ def _what_it_is(record: RunRecord) -> Iterator[Block]:
     parts += [f"{counted(train.num_classes, 'class')}"] if train and train.num_classes else []
     parts += [f"fingerprint {train.digest}"] if train and train.digest else []
     described = f" ({', '.join(parts)})" if parts else ""
-    weights = lineage.origin_of(record)
     used = record.origin
-    weights = f"{used.path} ({f'{used.run}, ' if used.run else ''}{used.details})" if used else weights
-    origin = f", from the weights in {weights}" if weights else ""
-    yield Paragraph(
-        f"{_sentence(_KINDS[record.kind]) if record.kind in _KINDS else record.kind}{of_model}{on}{described}{origin}."
+    weights = (
+        f"{used.path} ({f'{used.run}, ' if used.run else ''}{used.details})" if used else lineage.origin_of(record)
     )
+    origin = f", from the weights in {weights}" if weights else ""
+    yield Paragraph(f"{_sentence(_KINDS.get(record.kind, record.kind))}{of_model}{on}{described}{origin}.")
     begin, end = record.period
     period = f", recorded from {when(begin)} to {when(end)} UTC" if end else ""
     folder = str(record.folder.resolve()) if record.folder else record.tags.get("run_folder_path", "")

@@ -231,6 +231,11 @@ def test_the_command_writes_one_page_without_links(tmp_path: Path, capsys: pytes
     assert "50.00 %" in capsys.readouterr().out
 
 
+def test_the_report_of_an_evaluation_begins_like_a_sentence(tmp_path: Path) -> None:
+    record = replace(from_folder(write_run(tmp_path / "a", steps=10)), kind="evaluation")
+    assert markdown("a", list(report.page(record, reader(tmp_path)))).startswith("# a\n\nEvaluation of ViT-")
+
+
 @pytest.mark.parametrize("address", ["nowhere", "mlflow:0123", "0" * 32])
 def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, address: str) -> None:
     with pytest.raises(UserError) as refused:
