@@ -27,6 +27,8 @@ from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.run_page import NOTE, DatasetFacts, ModelFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.committed import Checksum
+from pipeline.review.reader import RunReader, from_mlflow
+from pipeline.review.report import weights_of
 from pipeline.settings.run import TrackConfig
 
 FAST = SenderTimeouts(poll=0.05, retry=(0.05,))
@@ -115,6 +117,9 @@ def test_a_run_with_more_models_than_mlflow_lists_at_once(tmp_path: Path, monkey
     store, run_id = ReadingStore(default_uri(tmp_path)), run_id_of(tmp_path / "a")
     assert [model["step"] for model in store.models_of(store.read_run(str(run_id)))] == ["10", "20", "30", "40", "50"]
     assert weights_path(f"runs:/{run_id}", default_uri(tmp_path)) == best.path
+    shown, problem = weights_of(from_mlflow(store, str(run_id)), RunReader(default_uri(tmp_path)))
+    assert ([model for model, _ in shown], problem) == ([best, *found[1:]], "")
+    assert all(address.startswith("models:/m-") for _, address in shown)
 
 
 def test_weights_that_are_not_where_the_run_wrote_them(
