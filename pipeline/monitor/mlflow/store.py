@@ -145,9 +145,8 @@ class MlflowStore:
 
     def logged_models(self, experiment_id: str, run_id: str) -> list[Any]:
         """All logged models of a run; MLflow gives 100 a request."""
-        found, token = list[Any](), None
+        found, mine, token = list[Any](), f"source_run_id = '{run_id}'", None
         while True:
-            mine = f"source_run_id = '{run_id}'"
             page = self.client.search_logged_models([experiment_id], mine, page_token=token)
             found += page
             if not (token := page.token):
