@@ -1,5 +1,6 @@
 """metrics.jsonl: every metric of a run, one JSON object per line. Written here; repaired when steps run again; read by reports."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -66,8 +67,13 @@ class Repair:
 
 
 def repair(path: Path, last_step: int) -> Repair:
-    """Plan to remove records of steps after `last_step`, damaged lines, and repeats of a step's metric but the last."""
-    old = read_lines(path)
+    """Plan to remove records of steps after `last_step`, damaged lines, and repeats of a step's metric but the last.
+
+    Raises UserError for what is no regular file.
+    """
+    old: list[bytes] = []
+    with contextlib.suppress(FileNotFoundError), _open(path) as file:
+        old = file.readlines()
     lines, steps, removed, num_damaged = list[bytes](), list[int](), list[int](), 0
     seen: dict[int, set[str]] = {}
     for line in reversed(old):
@@ -134,15 +140,6 @@ def by_name(records: Iterable[Record]) -> dict[str, dict[int, float]]:
         for name, value in record.metrics.items():
             values.setdefault(name, {})[record.step] = value
     return values
-
-
-def read_lines(path: Path) -> list[bytes]:
-    """All lines; none if the file is missing. Raises UserError for what is no regular file."""
-    try:
-        with _open(path) as file:
-            return file.readlines()
-    except FileNotFoundError:
-        return []
 
 
 def parse_line(line: bytes) -> Record | None:

@@ -5,7 +5,7 @@ A run in progress goes on: its last score is later not that of the weights that 
 
 import contextlib
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class _MadeBy:
 
 @dataclass(frozen=True)
 class _Description:
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: _MadeBy = _MadeBy()
 
 
 def _made_by(file: Path) -> _MadeBy:
@@ -56,8 +56,7 @@ def _made_by(file: Path) -> _MadeBy:
         header = stream.read(min(int.from_bytes(stream.read(8), "little"), _MAX_HEADER))
         tensors = json_record.parse(header, dict[str, Any], str(file))
         metadata = json_record.convert(tensors.get("__metadata__", {}), dict[str, str], str(file))
-        described = json_record.parse(metadata.get(METADATA, "{}"), _Description, str(file))
-        return json_record.convert({"run": "", "step": None, **described.extra}, _MadeBy, str(file))
+        return json_record.parse(metadata.get(METADATA, "{}"), _Description, str(file)).extra
     return _MadeBy()
 
 

@@ -22,6 +22,7 @@ from pipeline.settings.run_sections import OBJECTIVES
 if TYPE_CHECKING:
     from pipeline.data.dataset.manifest import Dataset
 
+_ROOT = Path(__file__).resolve().parents[2]
 # Tag of a run or an experiment: its description, Markdown.
 NOTE = "mlflow.note.content"
 # Metric that MLflow alone has: a run's score in per cent. The tag of the same name says it in words, with the data.
@@ -49,8 +50,9 @@ A run that began from other weights names that run in its description, and is na
 """,
 }
 
-# Of a URI: the password between the user and the host, and among the parameters behind the question mark.
-_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
+# Of a URI: the password between the user and the host, and among the parameters behind the question mark. It may have a slash, as
+# in base64; what has at most five digits before one is a port.
+_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):(?:[^/\s]*|(?!\d{1,5}/)[^\s@]*)@")
 _PASSWORD_PARAMETER = re.compile(r"(?<=[?&])(password|passwd|sslpassword)=[^&\s'\"]*")
 
 
@@ -255,17 +257,12 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """What MLflow keeps of a run. status: RUNNING, FINISHED, FAILED, ... started, ended: seconds since 1970, or 0.
-
-    metrics: the last value of each.
-    """
+    """What MLflow keeps of a run. status: RUNNING, FINISHED, FAILED, ... metrics: the last value of each."""
 
     run_id: str
     name: str
     experiment_id: str
     status: str
-    started: float
-    ended: float
     tags: dict[str, str]
     parameters: dict[str, str]
     metrics: dict[str, float]
@@ -326,9 +323,8 @@ def installed_packages() -> list[str]:
 
 def _relative(program: str) -> str:
     """`launch/pretrain.py` rather than its absolute path, as one would type it."""
-    root = Path(__file__).resolve().parents[2]
     path = Path(program).resolve()
-    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+    return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else path.name
 
 
 def _user() -> str:
@@ -339,8 +335,7 @@ def _user() -> str:
 
 
 def _git(*arguments: str) -> str:
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "pyproject.toml").exists():
+    if not (_ROOT / "pyproject.toml").exists():
         raise FileNotFoundError("installed: a repository around it would be another project's")
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10)
+    done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()

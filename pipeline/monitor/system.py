@@ -51,7 +51,7 @@ class HostMeter:
         now, counters = time.monotonic(), _counters()
         self._last = now, counters
         seconds = max(now - then, 1e-3)
-        rates = {name: max(0, counters[name] - before[name]) / seconds / 1e6 for name in counters}
+        rates = {name: max(0, count - before.get(name, count)) / seconds / 1e6 for name, count in counters.items()}
         memory = psutil.virtual_memory()
         return {
             "cpu_percent": psutil.cpu_percent(None),
@@ -83,8 +83,8 @@ def _counters() -> dict[str, int]:
         if disk := psutil.disk_io_counters():
             counters |= {"disk_read": disk.read_bytes, "disk_write": disk.write_bytes}
     with contextlib.suppress(OSError, RuntimeError):
-        network = psutil.net_io_counters()
-        counters |= {"network_receive": network.bytes_recv, "network_send": network.bytes_sent}
+        if network := psutil.net_io_counters():
+            counters |= {"network_receive": network.bytes_recv, "network_send": network.bytes_sent}
     return counters
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, open_to_append, repair
-from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings
-from pipeline.monitor.mlflow.sender import Experiment, MlflowSender, SenderTimeouts
+from pipeline.monitor.mlflow.mirror import FindModels
+from pipeline.monitor.mlflow.sender import MlflowSender, SenderTimeouts
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
-from pipeline.monitor.run_page import RunFacts, source_tags
+from pipeline.monitor.run_page import RunFacts, hide_passwords, source_tags
 from pipeline.settings.run import TrackConfig
 
 
@@ -34,7 +34,11 @@ class Tracker:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
         declared = {accepted_name(name): metric for name, metric in facts.metrics.items()}
-        facts = replace(facts, tags={**facts.tags, **source_tags()}, metrics=declared, score=accepted_name(facts.score))
+        texts = {name: hide_passwords(value) for name, value in facts.parameters.items() if isinstance(value, str)}
+        facts = replace(
+            facts, parameters={**facts.parameters, **texts}, tags={**facts.tags, **source_tags()}, metrics=declared,
+            score=accepted_name(facts.score),
+        )  # fmt: skip
         self._page = PageFolder(folder)
         self._page.begin(config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before))
         self._sender = make_sender(config, out, folder, facts, start, timing, find_models)
@@ -113,10 +117,8 @@ def make_sender(
     beside = database.parent if (database := sqlite_file(uri)) else out
     is_database = uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
     artifacts = (beside.resolve() / "mlartifacts").as_uri() if is_database else None
-    experiment = Experiment(config.experiment, artifacts)
-    settings = MirrorSettings(upload_weights=config.upload_weights, register=config.register)
     find_models = find_models or (lambda ended: [])
-    return MlflowSender(folder, uri, experiment, facts, start, timing or SenderTimeouts(), find_models, settings)
+    return MlflowSender(folder, uri, artifacts, config, facts, start, timing or SenderTimeouts(), find_models)
 
 
 def default_uri(out: Path) -> str:

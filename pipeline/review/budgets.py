@@ -55,7 +55,7 @@ def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float
 
     (0, {}) when a run has no evaluation, or its amounts are unknown.
     """
-    evaluations = {name: series for name, record in records.items() if (series := record.evaluations) is not None}
+    evaluations = {name: record.metrics[record.scored] for name, record in records.items() if record.scored}
     if not records or len(evaluations) < len(records):
         return 0.0, {}
     amounts = {name: axis.amounts(record, evaluations[name].steps) for name, record in records.items()}

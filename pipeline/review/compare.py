@@ -19,7 +19,7 @@ from pipeline.monitor.run_page import DatasetFacts
 from pipeline.process.outputs import try_output
 from pipeline.review import rescore
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
-from pipeline.review.reader import RunReader, open_store
+from pipeline.review.reader import RunReader
 from pipeline.review.record import RunRecord, Score
 from pipeline.review.statistics import (
     LEVEL,
@@ -61,7 +61,7 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
 
     Raises UserError for an address that is no run, and for damaged files, before anything is written.
     """
-    reader = RunReader(lambda: open_store(config.mlflow))
+    reader = RunReader(config.mlflow)
     found = [reader.read(address) for address in config.runs]
     _refuse_twice(config.runs, found)
     records = named(found)

@@ -6,7 +6,7 @@ makes the record from either, and both give the same record.
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
+from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PAGE, End, PageFolder, parse_starts
 from pipeline.monitor.run_page import (
@@ -164,9 +165,7 @@ def from_folder(folder: Path) -> RunRecord:
             end.status if end else "", "finished" if not (folder / "config.json").exists() else "unknown"
         )
     if facts is not None:
-        parents = {f"{relation}_run_id": parent for relation, parent in facts.parents.items()}
-        origin = facts.origin.tags() if facts.origin else {}
-        tags = {"kind": facts.kind, "mlflow.note.content": facts.description, **parents, **facts.tags, **origin, **tags}
+        tags = facts.all_tags() | tags
     return _record(
         files, folder.resolve().name, str(folder), facts, tags, facts.parameters if facts else _from_checkpoint(folder), metrics,
         datasets=facts.datasets if facts else (), ignored=ignored, parents=facts.parents if facts else {},
@@ -395,19 +394,18 @@ def _parsed(files: RunFiles, name: str, kind: type[T]) -> T | None:
 
 
 # ---------------------------------------------------------------------- from an address
+@dataclass(frozen=True)
 class RunReader:
     """Reads runs by their address: a folder, `mlflow:ID`, or the plain ID of an MLflow run.
 
-    open_store: opens the MLflow store; called once, and only if it is needed, because the import takes seconds.
+    uri: of the MLflow store, which is opened once, and only if it is needed, because the import takes seconds.
     """
 
-    def __init__(self, open_store: Callable[[], Any]) -> None:
-        self._open, self._store = open_store, None
+    uri: str
 
-    @property
+    @cached_property
     def store(self) -> Any:
-        self._store = self._store or self._open()
-        return self._store
+        return open_store(self.uri)
 
     def read(self, address: str) -> RunRecord:
         """Raises UserError in one line for an address that is no run, and for a damaged run."""
@@ -444,5 +442,4 @@ def open_store(uri: str) -> Any:
     try:
         return ReadingStore(uri)
     except Exception as error:  # Whatever MLflow and its database drivers raise.
-        reason = hide_passwords(" ".join(str(error).split())[:200])
-        raise UserError(f"MLflow at {hide_passwords(uri)} cannot be opened: {reason}") from None
+        raise UserError(f"MLflow at {hide_passwords(uri)} cannot be opened: {one_line(error)}") from None

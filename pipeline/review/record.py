@@ -326,11 +326,6 @@ class RunRecord:
         """A metric of the held-out split by its name without the split, such as "top1"."""
         return self.metrics.get(f"{self.split}_{name}")
 
-    @property
-    def evaluations(self) -> Series | None:
-        """The series that `score_at` counts in, of `scored`; None without an evaluation."""
-        return self.metrics[self.scored] if self.scored else None
-
     def num_evaluated(self, step: int) -> int:
         """Number of images of the held-out split that the evaluation at this step read; 0 if unknown."""
         counts, evaluated = self.of_split("num_samples"), self.dataset("evaluation")
@@ -338,7 +333,7 @@ class RunRecord:
         return int(counts.values[found[0]]) if counts and len(found) else evaluated.num_samples if evaluated else 0
 
     def score_at(self, number: int, name: str = "") -> Score:
-        """The score of evaluation `number`. name: of a metric; default, `scored`."""
+        """The score of evaluation `number`, counted in the series of a metric. name: of it; default, `scored`."""
         name = name or self.scored
         series, metric = self.metrics[name], self.metric(name)
         step, value = int(series.steps[number]), float(series.values[number])

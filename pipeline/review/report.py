@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +14,14 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import Start
-from pipeline.monitor.run_page import PREDICTED_SPEED
+from pipeline.monitor.run_page import PREDICTED_SPEED, ModelFacts
 from pipeline.process.outputs import try_output
 from pipeline.review import lineage
 from pipeline.review.budgets import FLOPS, in_units
 from pipeline.review.compare import PLACES, code_facts, folder_name, median_speed, when
 from pipeline.review.figures import draw_run
-from pipeline.review.reader import RunReader, open_store
-from pipeline.review.record import RunRecord, Series, as_number, best_of, title_of
+from pipeline.review.reader import RunReader
+from pipeline.review.record import RunRecord, Series, as_count, as_number, best_of, title_of
 from pipeline.settings import changes
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
@@ -42,20 +41,9 @@ _MAX_IGNORED = 4  # Damaged runs that are named.
 _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint. roles: best, last, kept. sha256: of its model.safetensors. address: in MLflow; "" if it has none."""
-
-    step: int
-    roles: str
-    path: str
-    sha256: str
-    address: str = ""
-
-
 def run(config: RunReportConfig) -> Path:
     """Write the report of `config.run`; returns its HTML file. Raises UserError for an address that is no run."""
-    reader = RunReader(lambda: open_store(config.mlflow))
+    reader = RunReader(config.mlflow)
     record = reader.read(config.run)
     folder = Path(config.out) if config.out else (record.folder or Path("runs/review") / folder_name([record.name]))
     folder = folder if config.out or record.folder is None else folder / "review"
@@ -110,13 +98,12 @@ def _what_it_is(record: RunRecord) -> Iterator[Block]:
     parts += [f"{counted(train.num_classes, 'class')}"] if train and train.num_classes else []
     parts += [f"fingerprint {train.digest}"] if train and train.digest else []
     described = f" ({', '.join(parts)})" if parts else ""
-    weights = lineage.origin_of(record)
     used = record.origin
-    weights = f"{used.path} ({f'{used.run}, ' if used.run else ''}{used.details})" if used else weights
-    origin = f", from the weights in {weights}" if weights else ""
-    yield Paragraph(
-        f"{_sentence(_KINDS[record.kind]) if record.kind in _KINDS else record.kind}{of_model}{on}{described}{origin}."
+    weights = (
+        f"{used.path} ({f'{used.run}, ' if used.run else ''}{used.details})" if used else lineage.origin_of(record)
     )
+    origin = f", from the weights in {weights}" if weights else ""
+    yield Paragraph(f"{_sentence(_KINDS.get(record.kind, record.kind))}{of_model}{on}{described}{origin}.")
     begin, end = record.period
     period = f", recorded from {when(begin)} to {when(end)} UTC" if end else ""
     folder = str(record.folder.resolve()) if record.folder else record.tags.get("run_folder_path", "")
@@ -354,11 +341,11 @@ def _weights(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     if not found:
         return
     rows = [
-        (weights.roles or "–", f"{weights.step:,}", weights.sha256 or "–", weights.path, weights.address or "–")
-        for weights in found
+        (", ".join(weights.roles) or "–", f"{weights.step:,}", weights.sha256 or "–", weights.path, address or "–")
+        for weights, address in found
     ]
     yield Table(("role", "step", "SHA-256 of model.safetensors", "where", "in MLflow"), rows)
-    chosen = next((weights for weights in found if "best" in weights.roles), found[-1])
+    chosen = next((weights for weights, _ in found if "best" in weights.roles), found[-1][0])
     words = [f"weights={chosen.path}"]
     if held_out := record.dataset("evaluation"):
         # "dev" is a part of the training split, of which that command knows nothing.
@@ -370,19 +357,17 @@ def _weights(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     )
 
 
-def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[SavedCheckpoint], str]:
-    """Returns (checkpoints of the run: best, last and kept ones, oldest first; why there are none)."""
+def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[tuple[ModelFacts, str]], str]:
+    """Returns (best, last and kept checkpoints of the run, oldest first, with their address in MLflow or ""; why there are none)."""
     if record.folder is None:
-        found = [
-            SavedCheckpoint(
-                int(model.get("step") or 0), model.get("roles", ""), model.get("path", ""), model.get("sha256", ""),
-                f"models:/{model['model_id']}",
-            )
-            for model in reader.store.models_of(reader.store.read_run(record.run_id))
-        ]  # fmt: skip
+        found = []
+        for model in reader.store.models_of(reader.store.read_run(record.run_id)):
+            path, sha256, roles = (model.get(name, "") for name in ("path", "sha256", "roles"))
+            facts = ModelFacts(as_count(model.get("step")), path, sha256, tuple(roles.split(", ")))
+            found.append((facts, f"models:/{model['model_id']}"))
         where = record.tags.get("run_folder_path", "the run folder")
         missing = f"MLflow has no logged model of this run. Its checkpoints are in {where}/checkpoints, if they were not removed."
-        return sorted(found, key=lambda weights: weights.step), "" if found else missing
+        return sorted(found, key=lambda item: item[0].step), "" if found else missing
     states, _ = read_states(record.folder / STATE_FILE)
     sent = {sha256: model.model_id for state in states.values() for sha256, model in state.models.items()}
     try:
@@ -391,12 +376,9 @@ def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[SavedCheckpoi
             to_path(str(elsewhere)) / record.name if elsewhere else record.folder.resolve() / "checkpoints"
         )
         found = [
-            SavedCheckpoint(
-                model.step, ", ".join(model.roles), model.path, model.sha256,
-                f"models:/{sent[model.sha256]}" if model.sha256 in sent else "",
-            )
+            (model, f"models:/{sent[model.sha256]}" if model.sha256 in sent else "")
             for model in logged_models(Checkpoints(folder), ended=True)
-        ]  # fmt: skip
+        ]
     except (ValueError, OSError) as error:  # A path with a NUL is a ValueError.
         return [], f"The checkpoints cannot be read: {' '.join(str(error).split())[:300]}"
     return found, "" if found else f"There is no checkpoint in {folder}."

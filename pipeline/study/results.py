@@ -1,7 +1,6 @@
 """What a study knows of its runs: the content of its results.json, which the report is made of."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -96,9 +95,9 @@ class StudyResults:
     def models(self) -> list[str]:
         return list(dict.fromkeys(cell.model for cell in self.cells))
 
-    def scored(self, cells: Sequence[CellResult], score: str = "") -> list[CellResult]:
-        """Those that have this score; default: the study's."""
-        return [cell for cell in cells if cell.state == "done" and (score or self.score) in cell.scores]
+    def scored(self, score: str) -> list[CellResult]:
+        """Cells that are done and have a score from 0 to 1, which NaN is not."""
+        return [cell for cell in self.done if 0 <= cell.scores.get(score, -1) <= 1]
 
 
 def keep_earlier(now: StudyResults, earlier: StudyResults | None) -> StudyResults:

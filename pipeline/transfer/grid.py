@@ -25,6 +25,7 @@ from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.monitor.page_folder import PageFolder
+from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.outputs import try_output
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
@@ -163,7 +164,7 @@ def _run(config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPa
             page.ended(final.folder)
     settings = finals[0].config
     return {
-        "name": config.name, "run": config.run, "settings": config.settings, "lr": best, "dev_share": config.dev_share,
+        "name": config.name, "run": config.run, "settings": [hide_passwords(text) for text in config.settings], "lr": best, "dev_share": config.dev_share,
         "weights": settings.init.weights, "data": settings.data.path, "split": settings.data.eval_split,
         "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
         "also": {data: _scores_on(data, finals) for data in config.also},

@@ -53,7 +53,7 @@ def run(config: VtabReportConfig) -> list[Column]:
     if config.mlflow:
         metrics, tags = for_mlflow(table[0])
         paths = [folder / name for name in files]
-        if not attach(config.mlflow, first, metrics, paths, "report"):  # A sweep that was not sent there.
+        if not attach(config.mlflow, first, metrics, paths):  # A sweep that was not sent there.
             facts = RunFacts(title, "vtab", tags=tags, score="vtab_mean", scored_on="VTAB-1k")
             send_report(config.mlflow, folder, facts, metrics, paths, "vtab")
     return table

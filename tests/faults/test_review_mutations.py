@@ -92,10 +92,6 @@ def one_line(function: Callable[[], object]) -> str:
     return ""
 
 
-def no_store() -> Any:
-    raise UserError("There is no MLflow here.")
-
-
 class Pages:
     """Makes pages; draws only every DRAWN-th."""
 
@@ -110,7 +106,7 @@ class Pages:
     def report(self, folder: Path) -> str:
         self.number += 1
         record = from_folder(folder)
-        blocks = list(report.page(record, RunReader(no_store)))
+        blocks = list(report.page(record, RunReader("sqlite:////no/mlflow.db")))
         single_file(record.name, blocks).encode()
         text = markdown(record.name, blocks)
         text.encode()

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +17,18 @@ import torch
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
-from pipeline.monitor.mlflow.mirror import MirrorSettings, RunMirror
+from pipeline.monitor.mlflow.mirror import RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
+from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.sender import SenderTimeouts
-from pipeline.monitor.mlflow.state import SentModel, SyncState
+from pipeline.monitor.mlflow.state import SentModel, SyncState, run_id_of
 from pipeline.monitor.mlflow.store import MlflowStore, _with_children
 from pipeline.monitor.mlflow.weights import weights_path
-from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
+from pipeline.monitor.run_page import NOTE, DatasetFacts, ModelFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.committed import Checksum
+from pipeline.review.reader import RunReader, from_mlflow
+from pipeline.review.report import weights_of
 from pipeline.settings.run import TrackConfig
 
 FAST = SenderTimeouts(poll=0.05, retry=(0.05,))
@@ -105,15 +108,36 @@ def test_a_checkpoint_that_was_removed_or_trained_again_is_no_model_any_more(tmp
     ]  # fmt: skip
 
 
+def test_a_run_with_more_models_than_mlflow_lists_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of over 100 checkpoints was not found, and a report from MLflow alone left out the oldest."""
+    monkeypatch.setattr("mlflow.store.tracking.sqlalchemy_store.SEARCH_LOGGED_MODEL_MAX_RESULTS_DEFAULT", 2)
+    found = [checkpoint(tmp_path, "a", step) for step in (10, 20, 30, 40, 50)]
+    best = replace(found[0], roles=("best",))
+    tracked(tmp_path, "a", [best, *found[1:]], {10: 0.5})
+    store, run_id = ReadingStore(default_uri(tmp_path)), run_id_of(tmp_path / "a")
+    assert [model["step"] for model in store.models_of(store.read_run(str(run_id)))] == ["10", "20", "30", "40", "50"]
+    assert weights_path(f"runs:/{run_id}", default_uri(tmp_path)) == best.path
+    shown, problem = weights_of(from_mlflow(store, str(run_id)), RunReader(default_uri(tmp_path)))
+    assert ([model for model, _ in shown], problem) == ([best, *found[1:]], "")
+    assert all(address.startswith("models:/m-") for _, address in shown)
+
+
 def test_weights_that_are_not_where_the_run_wrote_them(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     found = [checkpoint(tmp_path, "a", 10)]
     tracked(tmp_path, "a", found, {10: 0.25})
     (model,) = logged(tmp_path)
     shutil.move(tmp_path / "a" / "checkpoints", tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"were not uploaded\. .*track.upload_weights=true"):
+    with pytest.raises(UserError, match=r"of step 10, .*were not uploaded, or .*track.upload_weights=true\. .*No such"):
         weights_path(model.model_uri, default_uri(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.artifacts.download_artifacts", full_disk)
+        with pytest.raises(UserError, match=r"cannot be downloaded\. .*No space left"):
+            weights_path(model.model_uri, default_uri(tmp_path))
     shutil.move(tmp_path / "elsewhere", tmp_path / "a" / "checkpoints")
 
     def no_links(*_: object, **__: object) -> None:
@@ -193,7 +217,7 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
     facts = RunFacts(
         "a", "pretrain", datasets=(DATA,), score="val_loss", metrics={"val_loss": Metric("loss", "lower", "eval")}
     )
-    mirror = RunMirror(tmp_path, facts, lambda ended: [], MirrorSettings(register="photos"), lambda *_: None, print)
+    mirror = RunMirror(tmp_path, facts, lambda ended: [], TrackConfig(register="photos"), lambda *_: None, print)
     model = ModelFacts(10, "a", "f00", ("kept",))
     state = SyncState("run", models={"f00": SentModel("m", (), 1, "1")})
 
@@ -248,8 +272,9 @@ def test_other_weights_ask_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert weights_path("runs/a") == "runs/a"
-    with pytest.raises(UserError, match="models:/a@best: set MLFLOW_TRACKING_URI"):
-        weights_path("models:/a@best")
+    for uri in ("", "sqlite:///typo.db"):  # The database would be created there.
+        with pytest.raises(UserError, match="models:/a@best: set MLFLOW_TRACKING_URI"):
+            weights_path("models:/a@best", uri)
     assert os.listdir(tmp_path) == ["mlflow.db"]  # The fixture's; nothing was asked or written.
 
 
@@ -309,6 +334,45 @@ def test_a_model_that_a_killed_sender_registered_gets_its_alias_and_no_second_ve
     versions = client.search_model_versions("name = 'photos'")
     assert sorted(version.tags["step"] for version in versions) == ["10", "20"]
     assert client.get_model_version_by_alias("photos", "best").tags["step"] == "10"
+
+
+def test_a_parent_lists_no_run_that_another_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a server, each kill after which steps ran again left a link to a deleted run on the page of the parent."""
+    monkeypatch.setattr(MlflowStore, "delete_points_after", lambda self, run_id, step: False)
+    Tracker(TrackConfig(), tmp_path, tmp_path / "large", RunFacts("large", "pretrain"), 0, FAST).finish("FINISHED")
+    facts = RunFacts("small", "finetune", parents={"parent": str(run_id_of(tmp_path / "large"))})
+    replaced = []
+    for start in (0, 5):
+        tracker = Tracker(TrackConfig(), tmp_path, tmp_path / "small", facts, start, FAST)
+        tracker.log(10, {"loss": 1.0})
+        tracker.finish("FINISHED")
+        replaced.append(run_id_of(tmp_path / "small"))
+    assert replaced[0] != replaced[1]
+    note = MlflowStore(default_uri(tmp_path)).client.get_run(run_id_of(tmp_path / "large")).data.tags[NOTE]
+    assert note.partition("**Made from this run**\n\n")[2] == f"- finetune [small](#/experiments/1/runs/{replaced[1]})"
+
+
+def test_a_description_that_is_too_long_for_mlflow_is_written_anew(tmp_path: Path) -> None:
+    """MLflow cut it, after which it looked edited: twenty restarts with long reasons hid how the run ended."""
+    for letter in "ab":
+        facts = RunFacts("run", "pretrain", description=letter * 9000)
+        Tracker(TrackConfig(), tmp_path, tmp_path / "run", facts, 0, FAST).finish("FINISHED")
+    run = MlflowStore(default_uri(tmp_path)).client.get_run(run_id_of(tmp_path / "run"))
+    assert run.data.tags["mlflow.note.content"] == "b" * 8000
+
+
+def test_a_run_that_replaces_another_gets_its_description(tmp_path: Path) -> None:
+    """On a server, one whose steps run again: it had the digest of a description, and none, as if a person had removed it."""
+    store = MlflowStore(default_uri(tmp_path))
+    first = store.create_run(store.experiment_id("vit", None), "run", {})
+    store.set_tags(first, {NOTE: "What it is."})
+    second = store.create_copy(first)
+    store.set_tags(second, {NOTE: "What it is, started twice."})
+    assert store.client.get_run(second).data.tags[NOTE] == "What it is, started twice."
+    store.client.set_tag(second, NOTE, "Mine.")
+    third = store.create_copy(second)
+    store.set_tags(third, {NOTE: "What it is, started three times."})
+    assert store.client.get_run(third).data.tags[NOTE] == "Mine."
 
 
 def test_a_description_lists_as_many_runs_as_it_may_hold() -> None:

@@ -60,7 +60,7 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monk
     facts = RunFacts(
         "a",
         "pretrain",
-        {"optimizer.lr": 0.1},
+        {"optimizer.lr": 0.1, "settings": "track.uri=postgresql://me:secret@host/db"},
         {"model": "ViT-S/16"},
         (DATA,),
         "What it is.",
@@ -81,7 +81,8 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monk
     assert tags["mlflow.source.name"] == "launch/pretrain.py"
     assert tags["command"] == "launch/pretrain.py track.uri=postgresql://me:***@host/db seed=1"
     assert "secret" not in json.dumps(run.to_dictionary())
-    assert run.data.params == {"optimizer.lr": "0.1"}
+    assert run.data.params == {"optimizer.lr": "0.1", "settings": "track.uri=postgresql://me:***@host/db"}
+    assert "secret" not in (out / "run" / "page" / "facts.json").read_text()
     assert sorted(run.data.metrics) == [
         "eval/val_top1", "health/bad_samples", "speed/mfu", "train/exaflops", "train/images_seen", "train/loss",
     ]  # fmt: skip
@@ -198,6 +199,7 @@ def test_metrics_are_grouped(name: str, shown: str) -> None:
         ("postgresql://u:p@h:5432/db", "postgresql://u:***@h:5432/db"),
         ("x https://u:p%40@h/y and s3://k:s@b", "x https://u:***@h/y and s3://k:***@b"),
         ("http://u@h/", "http://u@h/"),
+        ("postgresql://u:se/cr+et=@h/db and http://h:5000/a@b", "postgresql://u:***@h/db and http://h:5000/a@b"),
         ("postgresql://u@h/db?sslmode=require&password=p", "postgresql://u@h/db?sslmode=require&password=***"),
     ],
 )

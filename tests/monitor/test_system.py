@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -26,6 +27,14 @@ def test_a_host_is_read_by_its_first_rank_only() -> None:
     assert found["system/network_send_mb_per_second"] >= 0
     assert HostMeter(replace(ranks, local_rank=1)).read_on_all_ranks() == {}
     assert not any(socket.gethostname() in name for name in found)
+
+
+def test_a_host_whose_network_cannot_be_read_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil gives None without an interface, and the run ended by an AttributeError."""
+    read, given = psutil.net_io_counters, [None]
+    monkeypatch.setattr(psutil, "net_io_counters", lambda: given.pop() if given else read())
+    meter = HostMeter(Ranks(0, 0, 1, torch.device("cpu")))
+    assert meter.read_on_all_ranks()["system/network_send_mb_per_second"] == 0
 
 
 def test_several_hosts_have_names_and_many_have_mean_and_maximum() -> None:

@@ -197,10 +197,9 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
 
 
 def test_a_store_on_a_full_disk_gets_the_rest_when_there_is_room(
-    out: Path, database: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    out: Path, database: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Uses a real small file system, which only root can mount."""
-    monkeypatch.setattr(mlflow_sender, "_FRESH_SECONDS", 1.0)
     disk = out / "disk"
     disk.mkdir()
     size = database.stat().st_size + 2**20

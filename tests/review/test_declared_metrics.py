@@ -41,7 +41,7 @@ def test_a_report_shows_them(runs: list[RunRecord], out: Path) -> None:
             "0.75",
             10,
         )
-        blocks = list(report.page(record, RunReader(lambda: ReadingStore(default_uri(out)))))
+        blocks = list(report.page(record, RunReader(default_uri(out))))
         (scores,) = (block for block in blocks if isinstance(block, Table) and block.header[0] == "score")
         assert [tuple(row) for row in scores.rows] == [
             ("alignment, split test", "0.75", "20", "0.25", "10", "400"),

@@ -25,7 +25,7 @@ from pipeline.settings.commands.reports import RunReportConfig
 
 
 def reader(out: Path) -> RunReader:
-    return RunReader(lambda: ReadingStore(default_uri(out)))
+    return RunReader(default_uri(out))
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -231,12 +231,24 @@ def test_the_command_writes_one_page_without_links(tmp_path: Path, capsys: pytes
     assert "50.00 %" in capsys.readouterr().out
 
 
+def test_the_report_of_an_evaluation_begins_like_a_sentence(tmp_path: Path) -> None:
+    record = replace(from_folder(write_run(tmp_path / "a", steps=10)), kind="evaluation")
+    assert markdown("a", list(report.page(record, reader(tmp_path)))).startswith("# a\n\nEvaluation of ViT-")
+
+
 @pytest.mark.parametrize("address", ["nowhere", "mlflow:0123", "0" * 32])
 def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, address: str) -> None:
     with pytest.raises(UserError) as refused:
-        RunReader(lambda: open_store(f"sqlite:///{tmp_path / 'none.db'}")).read(address)
+        RunReader(f"sqlite:///{tmp_path / 'none.db'}").read(address)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "none.db").exists()
+
+
+def test_a_long_password_of_a_store_that_cannot_be_opened_is_not_shown() -> None:
+    """MLflow repeats the address in its error; what was cut in the middle of the password no longer looked like one."""
+    with pytest.raises(UserError, match=r"postgresq://ann:\*\*\*@host/db cannot be opened: ") as refused:
+        open_store(f"postgresq://ann:{'secret' * 50}@host/db")
+    assert "secret" not in str(refused.value)
 
 
 def test_an_empty_folder_is_no_run(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pipeline.settings.run import TrackConfig
 from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun
 from pipeline.transfer.track import figures
-from pipeline.transfer.track.parent_page import uri_of_runs
+from pipeline.transfer.track.parent_page import ParentPage, uri_of_runs
 from pipeline.transfer.vtab_tasks import TASKS
 
 RUN = """
@@ -118,11 +118,33 @@ def test_a_grid_that_fails_or_sends_nothing(config: GridConfig, database: Path, 
     parent, _ = parent_and_children(uri)
     assert parent.info.status == "FAILED"
     assert "lr-0.1 failed (exit code 1)" in parent.data.tags["outcome"]
-    silent = replace(config, name="silent", settings=[*config.settings, "track.enabled=false"])
+    elsewhere = ["track.enabled=false", "track.uri=postgresql://ann:secret@host/db"]
+    silent = replace(config, name="silent", settings=[*config.settings, *elsewhere])
     grid.run(silent, start)
+    for name in ("results.json", "report.md"):
+        assert "track.uri=postgresql://ann:***@host/db" in (tmp_path / "runs" / "silent" / name).read_text()
     assert not (tmp_path / "runs" / "mlflow.db").exists()
     assert not (tmp_path / "runs" / "silent" / "mlflow.json").exists()
     assert uri_of_runs("none", TrackConfig(), config.out) == ""
+
+
+@pytest.mark.slow
+def test_a_parent_in_a_store_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """For a minute nothing said why no run began."""
+    monkeypatch.setattr("pipeline.process.waits.NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.transfer.track.parent_page._WAIT", 2.0)
+    page = ParentPage(RunFacts("tiny", "grid"), tmp_path / "tiny", tmp_path, f"sqlite:///{tmp_path / 'no.db'}", "vit")
+    monkeypatch.setattr(page, "_is_active", lambda run_id: False)
+    assert page.parent_run() == ""
+    said = capfd.readouterr().err
+    assert (
+        f"waiting for MLflow at sqlite:///{tmp_path / 'no.db'} to have the run of {tmp_path / 'tiny'}, at most 2 s"
+        in said
+    )
+    assert "has not answered: the runs of" in said
+    page.__exit__(None, None, None)
 
 
 @pytest.mark.slow

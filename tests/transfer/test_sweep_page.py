@@ -15,7 +15,6 @@ from measure_tracking import serving
 from tiny_vtab import prepare, run_here
 
 from pipeline.base.errors import UserError
-from pipeline.monitor.mlflow import sender as mlflow_sender
 from pipeline.monitor.mlflow import store as mlflow_store
 from pipeline.monitor.mlflow.state import SyncState, run_id_of, run_of_weights, write_states
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
@@ -227,7 +226,6 @@ def test_a_sender_killed_between_any_two_requests_leaves_neither_doubles_nor_gap
 def test_a_store_that_is_away_delays_nothing_and_gets_all_at_the_next_start(
     prepared: list[str], uri: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlflow_sender, "_FRESH_SECONDS", 1.0)
     config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.01]"])
     away = f"sqlite:///{tmp_path / 'away' / 'mlflow.db'}"
     (tmp_path / "away").touch()  # A file where the database's folder should be.

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,41 +16,30 @@ from pipeline.monitor.mlflow.refusals import Refusals, one_line
 from pipeline.monitor.mlflow.state import SentModel, SyncState
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
+from pipeline.settings.run import TrackConfig
 
 # Returns the checkpoints to show, while the run goes on (False) or after its end (True).
 FindModels = Callable[[bool], list[ModelFacts]]
+# Seconds between looks at the folder and at the checkpoints, and after which a file that keeps changing is uploaded again.
+_LOOK, _LOOK_AT_MODELS, _UPLOAD_AGAIN = 10.0, 60.0, 300.0
 # After so many files in a row that could not be sent, the server is down: the rest waits.
 _MAX_FAILURES = 2
 # MLflow refuses these in the name of a logged model.
 _NOT_IN_MODEL_NAMES = re.compile(r"[/:.%\"']")
 
 
-@dataclass(frozen=True)
-class MirrorSettings:
-    """look: seconds between looks at the folder. again: after which a file that keeps changing is uploaded again.
-
-    models: seconds between looks at the checkpoints. upload_weights: upload the weights of logged models as well. register:
-    name of the registered model of which each logged model becomes a version; empty is none.
-    """
-
-    look: float = 10.0
-    again: float = 300.0
-    models: float = 60.0
-    upload_weights: bool = False
-    register: str = ""
-
-
 class RunMirror:
     """Mirrors one run folder to one MLflow run.
 
-    find_models: see FindModels. update: sets fields of the state and saves it. warn: receives one line.
+    config: whether weights are uploaded, and the name of a registered model. find_models: see FindModels. update: sets fields of the
+    state and saves it. warn: receives one line.
     """
 
     def __init__(
-        self, folder: Path, facts: RunFacts, find_models: FindModels, settings: MirrorSettings,
+        self, folder: Path, facts: RunFacts, find_models: FindModels, config: TrackConfig,
         update: Callable[..., None], warn: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.page, self.facts, self.find_models, self.settings = PageFolder(folder), facts, find_models, settings
+        self.page, self.facts, self.find_models, self.config = PageFolder(folder), facts, find_models, config
         self.update, self.warn, self.refusals = update, warn, Refusals(warn)
         self.has_new_scores = False
         self._next_look = self._next_models = 0.0
@@ -63,10 +52,10 @@ class RunMirror:
         complete = True
         if final or now >= self._next_look:
             complete = self._upload(store, state, final)
-            self._next_look = now + self.settings.look  # Unless the server is down: then at once, when it is back.
+            self._next_look = now + _LOOK  # Unless the server is down: then at once, when it is back.
         if final or self.has_new_scores or now >= self._next_models:
             self._show_models(store, state, final)
-            self._next_models = now + self.settings.models
+            self._next_models = now + _LOOK_AT_MODELS
             self.has_new_scores = False
         return complete
 
@@ -75,12 +64,11 @@ class RunMirror:
         assert state.run_id is not None
         failures = 0
         for path, folder in self.page.artifacts(self.facts.artifacts):
-            name, is_same = self._compare(path, folder, state)
-            waits = not final and time.monotonic() - self._uploaded_at.get(name, -1e9) < self.settings.again
-            if is_same or waits:
+            name, version = f"{folder}/{path.name}".lstrip("/"), _version(path)
+            waits = not final and time.monotonic() - self._uploaded_at.get(name, -1e9) < _UPLOAD_AGAIN
+            if waits or version is None or version == state.artifacts.get(name):
                 continue
             try:
-                version = _version(path)
                 upload = partial(store.log_artifact, state.run_id, path, folder)
                 if not self.refusals.allows(store, state.run_id, str(path), upload):
                     continue
@@ -96,14 +84,6 @@ class RunMirror:
             self._uploaded_at[name] = time.monotonic()
             self.update(state, artifacts={**state.artifacts, name: version})
         return not failures
-
-    @staticmethod
-    def _compare(path: Path, folder: str, state: SyncState) -> tuple[str, bool]:
-        name = f"{folder}/{path.name}".lstrip("/")
-        try:
-            return name, state.artifacts.get(name) == _version(path)
-        except FileNotFoundError:  # Just removed, or being replaced.
-            return name, True
 
     # ---------------------------------------------------------------- logged models
     def _show_models(self, store: ModelStore, state: SyncState, final: bool) -> None:
@@ -121,15 +101,15 @@ class RunMirror:
                 not known or not known.num_scores or model.step == newest
             )
             # A kill came between showing and registering it.
-            is_unregistered = final and self.settings.register and known and known.version is None
+            is_unregistered = final and self.config.register and known and known.version is None
             if known and known.roles == model.roles and not awaits_scores and not is_unregistered:
                 continue
             fetched = fetched or store.scores(state.run_id)
             show = partial(self._show_model, store, state, model, *fetched)
             if self.refusals.allows(store, state.run_id, f"the logged model of {model.path}", show):
                 register = partial(self._register, store, state, model, fetched[1])
-                if self.settings.register:
-                    version = f"{model.path} as a version of the registered model {self.settings.register}"
+                if self.config.register:
+                    version = f"{model.path} as a version of the registered model {self.config.register}"
                     self.refusals.allows(store, state.run_id, version, register)
 
     def _show_model(
@@ -152,7 +132,7 @@ class RunMirror:
 
     def _create(self, store: ModelStore, experiment_id: str, run_id: str, model: ModelFacts) -> SentModel:
         files: list[Path] = []
-        if self.settings.upload_weights and "://" not in model.path:
+        if self.config.upload_weights and "://" not in model.path:
             with contextlib.suppress(FileNotFoundError):  # Of a checkpoint that was just removed.
                 files = [path_inside(Path(model.path), WEIGHTS)]
         tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
@@ -164,7 +144,7 @@ class RunMirror:
         """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so far."""
         assert state.run_id is not None
         sent, scores = state.models[model.sha256], {point.key: point.value for point in points.get(model.step, [])}
-        name = self.settings.register
+        name = self.config.register
         score = scores.get(self.facts.sent_name(self.facts.score), math.nan)
         evaluated = self._evaluation_data()
         data = evaluated.digest if evaluated else ""
@@ -189,7 +169,10 @@ class RunMirror:
             self.update(state, models={**state.models, model.sha256: replace(sent, version=version)})
 
 
-def _version(path: Path) -> str:
-    """Size and time of a file, by which a change is noticed."""
-    found = path.stat()
+def _version(path: Path) -> str | None:
+    """Size and time of a file, by which a change is noticed; None if it was just removed."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
     return f"{found.st_size} bytes, {found.st_mtime_ns} ns"

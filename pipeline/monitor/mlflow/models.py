@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError
+from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.store import MlflowStore, found_by
 from pipeline.monitor.run_page import NOTE, DatasetFacts, dataset_name, hide_passwords
 
@@ -128,7 +129,7 @@ class ModelStore(MlflowStore):
         return version.tags if version else None
 
     def find_model(self, uri: str) -> tuple[str, dict[str, str]]:
-        """(ID, tags) of a logged model: models:/ID, models:/NAME@alias, models:/NAME/version, or runs:/ID (its best, else newest).
+        """(ID, parameters and tags) of a logged model: models:/ID, models:/NAME@alias, models:/NAME/version, or runs:/ID (its best, else newest).
 
         Raises UserError if there is none.
         """
@@ -137,19 +138,16 @@ class ModelStore(MlflowStore):
         try:
             model = self.client.get_logged_model(self._model_id(uri))
         except MlflowException as error:
-            reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"{uri} is not found in MLflow at {hide_passwords(self.uri)} ({reason}). {_WHERE}"
+                f"{uri} is not found in MLflow at {hide_passwords(self.uri)} ({one_line(error)}). {_WHERE}"
             ) from None
-        return model.model_id, model.tags
+        return model.model_id, {**model.params, **model.tags}
 
     def _model_id(self, uri: str) -> str:
         scheme, _, name = uri.partition(":/")
         name = name.strip("/")
         if scheme == "runs":
-            run = self.client.get_run(name)
-            mine = f"source_run_id = '{run.info.run_id}'"
-            found = self.client.search_logged_models([run.info.experiment_id], mine)
+            found = self.logged_models(self.client.get_run(name).info.experiment_id, name)
             if not found:
                 raise UserError(f"{uri} has no logged model: only kept, best and last checkpoints are.")
             found.sort(key=lambda model: ("best" in model.tags.get("roles", ""), int(model.params.get("step", 0))))
@@ -163,14 +161,8 @@ class ModelStore(MlflowStore):
         return version.model_id or version.tags.get("model_id", "")
 
     def download_model_file(self, model_id: str, name: str, folder: Path) -> Path:
-        """Download a file of a logged model's artifacts. Raises UserError if it has none of this name."""
+        """Download a file of a logged model's artifacts."""
         from mlflow.artifacts import download_artifacts
-        from mlflow.exceptions import MlflowException
 
-        try:
-            location = self.client.get_logged_model(model_id).artifact_location
-            return Path(download_artifacts(f"{location}/{name}", dst_path=str(folder), tracking_uri=self.uri))
-        except (MlflowException, OSError) as error:
-            raise UserError(
-                f"models:/{model_id} has no {name} in MLflow at {hide_passwords(self.uri)} ({error})."
-            ) from None
+        location = self.client.get_logged_model(model_id).artifact_location
+        return Path(download_artifacts(f"{location}/{name}", dst_path=str(folder), tracking_uri=self.uri))

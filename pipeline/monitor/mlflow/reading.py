@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
+from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import StoredRun, restored_value, stored_dataset
 
@@ -26,7 +27,7 @@ class ReadingStore(MlflowStore):
         try:
             run = self.client.get_run(run_id)
         except MlflowException as error:
-            raise UserError(f"MLflow run {quoted(run_id)}: {' '.join(str(error).split())[:200]}") from None
+            raise UserError(f"MLflow run {quoted(run_id)}: {one_line(error)}") from None
         datasets = []
         for used in run.inputs.dataset_inputs:
             tags = {tag.key: tag.value for tag in used.tags}
@@ -35,8 +36,8 @@ class ReadingStore(MlflowStore):
         info = run.info
         metrics = {name: restored_value(value) for name, value in run.data.metrics.items()}
         return StoredRun(
-            info.run_id, info.run_name, info.experiment_id, info.status, (info.start_time or 0) / 1000,
-            (info.end_time or 0) / 1000, dict(run.data.tags), dict(run.data.params), metrics, tuple(datasets),
+            info.run_id, info.run_name, info.experiment_id, info.status, dict(run.data.tags), dict(run.data.params), metrics,
+            tuple(datasets),
         )  # fmt: skip
 
     def read_points(
@@ -82,7 +83,5 @@ class ReadingStore(MlflowStore):
 
     def models_of(self, run: StoredRun) -> list[dict[str, str]]:
         """The tags and parameters of the logged models of a run, with "model_id"; oldest first."""
-        mine = f"source_run_id = '{run.run_id}'"
-        found = self.client.search_logged_models([run.experiment_id], mine)
-        found.sort(key=lambda model: model.creation_timestamp)
+        found = sorted(self.logged_models(run.experiment_id, run.run_id), key=lambda model: model.creation_timestamp)
         return [{**model.params, **model.tags, "model_id": model.model_id} for model in found]

@@ -18,13 +18,14 @@ from pipeline.base.files import open_regular, write_text
 from pipeline.base.locks import FileLock
 from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
-from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings, RunMirror
+from pipeline.monitor.mlflow.mirror import FindModels, RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
 from pipeline.monitor.mlflow.refusals import Refusals, one_line, warn
 from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, write_states
 from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords
+from pipeline.settings.run import TrackConfig
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
 FOLDER_TAG = "run_folder"
@@ -46,14 +47,6 @@ class SenderTimeouts:
     finish_in_a_hurry: float = 5.0
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """artifact_location: URI of the artifacts if the experiment is created here; None leaves the choice to the server."""
-
-    name: str
-    artifact_location: str | None
-
-
 class FolderInUseError(UserError):
     """Another process sends the folder at this moment."""
 
@@ -64,14 +57,15 @@ class MlflowSender:
     The thread reads metrics.jsonl from the byte that mlflow.json names. The lock protects the states and the content of the file;
     it is never held during a request, so `rewrite` does not wait for MLflow. Another lock, on a file, keeps processes from sending one
     folder at the same time, which would make two MLflow runs.
-    start: step that the run continues from; None for a file without repeated steps.
+    artifacts: URI of those of an experiment that is created here; None leaves the choice to the server. start: step that the run
+    continues from; None for a file without repeated steps.
     """
 
     def __init__(
-        self, folder: Path, uri: str, experiment: Experiment, facts: RunFacts, start: int | None, timing: SenderTimeouts,
-        find_models: FindModels, settings: MirrorSettings,
+        self, folder: Path, uri: str, artifacts: str | None, config: TrackConfig, facts: RunFacts, start: int | None,
+        timing: SenderTimeouts, find_models: FindModels,
     ) -> None:  # fmt: skip
-        self.experiment = experiment
+        self.experiment, self.artifacts = config.experiment, artifacts
         self.page = PageFolder(folder)
         self.tags = {**facts.all_tags(), FOLDER_TAG: folder_id(folder)}
         self._started = round(time.time() * 1000)  # MLflow's import and a fresh store take seconds.
@@ -81,7 +75,7 @@ class MlflowSender:
         self._states, self._damage = read_states(self.state_path)
         self._num_rewrites = 0
         self._had_metrics = self.path.exists() and self.path.stat().st_size > 0
-        self._mirror = RunMirror(folder, facts, find_models, settings, self._update, warn)
+        self._mirror = RunMirror(folder, facts, find_models, config, self._update, warn)
         self._end: End | None = None
         self._links: dict[str, str] = {}  # ID of a parent, as descriptions have it -> a link to its page.
         self._all_sent = False
@@ -265,13 +259,13 @@ class MlflowSender:
         if not state.has_parameters:
             self._send_parameters(store, state.run_id)
             self._update(state, has_parameters=True)
+        named: dict[str, str] = {}
+        for relation, parent in self.facts.parents.items():
+            if shown := store.link_to_parent(state.run_id, self.facts.name, self.facts.kind, parent, state.replaces):
+                named[relation], self._links[f"`{parent}`"] = shown
         if state.replaces:
             store.delete_run(state.replaces)
             self._update(state, replaces=None)
-        named: dict[str, str] = {}
-        for relation, parent in self.facts.parents.items():
-            if shown := store.link_to_parent(state.run_id, self.facts.name, self.facts.kind, parent):
-                named[relation], self._links[f"`{parent}`"] = shown
         # The name of the parent alone, unless the tags say more of it: those of earlier versions did not.
         by_name = {"parent": named["parent"]} if "parent" in named else {}
         tags = self._linked({**by_name, **self.tags, **self._tags_of_starts()})
@@ -321,7 +315,7 @@ class MlflowSender:
 
     def _find_or_create_run(self, store: ModelStore, state: SyncState) -> None:
         """Continue the MLflow run that carries this folder's tag, or create one."""
-        experiment_id = store.experiment_id(self.experiment.name, self.experiment.artifact_location)
+        experiment_id = store.experiment_id(self.experiment, self.artifacts)
         if state.run_id and store.is_active(state.run_id):  # Its experiment was deleted, and was restored just now.
             return
         found = store.find_run(experiment_id, FOLDER_TAG, self.tags[FOLDER_TAG])

@@ -3,11 +3,12 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.monitor.metrics_file import MAX_INTEGER
+from pipeline.base.json_record import Count, Limits
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.committed import run_of_checkpoint
 
@@ -35,9 +36,9 @@ class SyncState:
     """
 
     run_id: str | None = None
-    sent_bytes: int = 0
+    sent_bytes: Count = 0
     has_parameters: bool = False
-    back_to: int | None = None
+    back_to: Annotated[int, Limits(-1, 2**53 - 1)] | None = None
     replaces: str | None = None
     artifacts: dict[str, str] = field(default_factory=dict)
     models: dict[str, SentModel] = field(default_factory=dict)
@@ -47,9 +48,6 @@ def read_states(path: Path) -> tuple[dict[str, SyncState], str]:
     """Returns (tracking URI without its password -> state, reason why the file is damaged); both are empty without a file."""
     try:
         states = json_record.read(path, dict[str, SyncState])
-        for state in states.values():
-            if not (0 <= state.sent_bytes < MAX_INTEGER and -1 <= (state.back_to or 0) < MAX_INTEGER):
-                raise UserError(f"{path}: sent_bytes or back_to is out of range.")
         # Earlier versions wrote the password.
         return {hide_passwords(uri): state for uri, state in states.items()}, ""
     except FileNotFoundError:

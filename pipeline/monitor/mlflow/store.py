@@ -128,10 +128,11 @@ class MlflowStore:
         return self.client.create_run(experiment_id, start_time=started, run_name=name, tags=tags).info.run_id
 
     def create_copy(self, run_id: str) -> str:
-        """Create an empty run with the experiment, name and tags of another."""
+        """Create an empty run with the experiment, name and tags of another, also with a description that someone has edited."""
         run = self.client.get_run(run_id)
         tags = {name: text for name, text in run.data.tags.items() if name != "mlflow.runName"}
-        return self.create_run(run.info.experiment_id, run.info.run_name, tags, run.info.start_time)
+        copied = self.client.create_run(run.info.experiment_id, run.info.start_time, tags, run.info.run_name)
+        return copied.info.run_id
 
     def is_active(self, run_id: str) -> bool:
         """Whether a run exists and is not deleted. A deleted run refuses metrics."""
@@ -141,6 +142,15 @@ class MlflowStore:
         """MLflow's facts about a run, in one request; None if it does not exist or is deleted."""
         run = found_by(partial(self.client.get_run, run_id))
         return run if run and run.info.lifecycle_stage == "active" else None
+
+    def logged_models(self, experiment_id: str, run_id: str) -> list[Any]:
+        """All logged models of a run; MLflow gives 100 a request."""
+        found, mine, token = list[Any](), f"source_run_id = '{run_id}'", None
+        while True:
+            page = self.client.search_logged_models([experiment_id], mine, page_token=token)
+            found += page
+            if not (token := page.token):
+                return found
 
     def delete_run(self, run_id: str) -> None:
         """Delete a run if it exists. MLflow can restore it until `mlflow gc`."""
@@ -158,14 +168,16 @@ class MlflowStore:
         if NOTE in tags:
             present = self.client.get_run(run_id).data.tags
             if _digest(present.get(NOTE, "")) == present.get(_NOTE_DIGEST, _digest("")):
-                note = _with_children(tags[NOTE], {**present, **tags})
+                note = _with_children(tags[NOTE], {**present, **tags})[:_MAX_TAG]
                 tags = {**tags, NOTE: note, _NOTE_DIGEST: _digest(note)}
             else:
                 tags = {name: text for name, text in tags.items() if name != NOTE}
         self.client.log_batch(run_id, tags=[RunTag(name, text) for name, text in tags.items()])
 
-    def link_to_parent(self, run_id: str, name: str, kind: str, parent: str) -> tuple[str, str] | None:
-        """Show on the parent's page that this run was made from it.
+    def link_to_parent(
+        self, run_id: str, name: str, kind: str, parent: str, replaced: str | None
+    ) -> tuple[str, str] | None:
+        """Show on the parent's page that this run was made from it, in place of another that it replaced.
 
         Returns (the parent's name, a link to its page); None if it is in another store.
         """
@@ -173,6 +185,8 @@ class MlflowStore:
             return None
         page = _link(name, self.client.get_run(run_id).info)
         found = self.client.get_run(parent)
+        if (link := f"{_CHILD}{replaced}") in found.data.tags:
+            self.client.delete_tag(parent, link)
         note = found.data.tags.get(NOTE, "").partition(_CHILDREN)[0]
         shown = {tag: text for tag, text in found.data.tags.items() if tag.startswith(_SHOWN_CHILD)}
         children = {_CHILD + tag.removeprefix(_SHOWN_CHILD): text for tag, text in shown.items()}

@@ -74,12 +74,10 @@ def view_tag(objectives: Sequence[str] = _OBJECTIVES) -> str:
 
 
 def _chart(section: str, metric: str, x: str) -> dict[str, Any]:
-    """A line chart of a metric. x: the metric on the x axis; empty is the step."""
-    axis = (
-        {"xAxisKey": "metric", "selectedXAxisMetricKey": x, "useGlobalXaxisKey": False} if x else {"xAxisKey": "step"}
-    )
+    """A line chart of a metric. x: the metric on the x axis."""
     return {
-        "uuid": f"{section} {metric} {x}", "type": "LINE", "metricSectionId": section, "metricKey": metric, "isGenerated": not x,
+        "uuid": f"{section} {metric} {x}", "type": "LINE", "metricSectionId": section, "metricKey": metric, "isGenerated": False,
         "runsCountToCompare": 20, "lineSmoothness": 0, "scaleType": "linear", "xAxisScaleType": "linear", "range": {},
-        "yAxisKey": "metric", "yAxisExpressions": [], "useGlobalLineSmoothing": True, "useGlobalXaxisKey": True, **axis,
+        "yAxisKey": "metric", "yAxisExpressions": [], "useGlobalLineSmoothing": True, "useGlobalXaxisKey": False, "xAxisKey": "metric",
+        "selectedXAxisMetricKey": x,
     }  # fmt: skip

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from pipeline.base.errors import UserError
-from pipeline.base.tracking_uri import sqlite_uri
+from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.data.storage.checksum_cache import cache_home
 from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
+from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.process.committed import read_checksums
 
 C = TypeVar("C", bound="_HasWeights")
@@ -45,7 +46,9 @@ def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], obje
     """
     if not is_uri(weights):
         return weights
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _default_store(weights)
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or sqlite_uri(_DEFAULT_STORE)
+    if (database := sqlite_file(uri)) and not database.is_file():  # MLflow would create it.
+        raise UserError(f"{weights}: set MLFLOW_TRACKING_URI to the MLflow server's; there is no {database}.")
     store = ModelStore(uri)
     model_id, tags = store.find_model(weights)
     path, sha256 = tags.get("path", ""), tags.get("sha256", "")
@@ -62,10 +65,11 @@ def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], obje
         try:
             with tempfile.TemporaryDirectory(dir=folder) as own:  # Another process may download the same.
                 os.replace(store.download_model_file(model_id, WEIGHTS, Path(own)), file)
-        except UserError:
+        except Exception as error:  # Whatever the server, its client or the disk raises.
             raise UserError(
                 f"{weights}: its weights are not in {path} (of step {tags.get('step', '?')}, SHA-256 {sha256[:16]}...), and were not "
-                "uploaded. Run this where that folder is, or train with track.upload_weights=true."
+                "uploaded, or cannot be downloaded. Run this where that folder is, or train with track.upload_weights=true. MLflow says: "
+                f"{one_line(error)}"
             ) from None
     with open(file, "rb") as stream:
         if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
@@ -78,11 +82,3 @@ def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], obje
 def with_local_weights(config: C) -> C:
     """A command's settings with the path of the weights, where they are named by MLflow."""
     return replace(config, weights=weights_path(config.weights)) if is_uri(config.weights) else config  # type: ignore[type-var]
-
-
-def _default_store(weights: str) -> str:
-    if not _DEFAULT_STORE.is_file():
-        raise UserError(
-            f"{weights}: set MLFLOW_TRACKING_URI to the MLflow server's; there is no {_DEFAULT_STORE} here."
-        )
-    return sqlite_uri(_DEFAULT_STORE)

@@ -23,7 +23,6 @@ class Optimal:
     """
 
     family: str
-    budget: float
     prediction: Prediction
     probability: float
     probabilities: dict[str, float]
@@ -66,7 +65,6 @@ def compute_optimal(fits: Mapping[str, PowerLaw], budget: float, *, seed: int, d
     last = int(min(others[others > at], default=len(budgets))) - 1
     return Optimal(
         family=names[best],
-        budget=budget,
         prediction=predictions[names[best]],
         probability=float(shares[best]),
         probabilities=dict(zip(names, shares.tolist(), strict=True)),

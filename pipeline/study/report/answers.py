@@ -161,16 +161,11 @@ def answer(results: StudyResults) -> Answers:
     )
 
 
-def usable(results: StudyResults, score: str) -> list[CellResult]:
-    """Cells that are done and have a score from 0 to 1, which NaN is not."""
-    return [cell for cell in results.scored(results.cells, score) if 0 <= cell.scores[score] <= 1]
-
-
 def points_of(results: StudyResults, score: str = "") -> list[Point]:
     """In the order of the cells. score: default, the study's. Cells that are not done or have no usable score are left out."""
     name = score or results.score
     groups: dict[tuple[str, int, int], list[CellResult]] = {}
-    for cell in usable(results, name):
+    for cell in results.scored(name):
         groups.setdefault((cell.model, cell.data_size, cell.steps), []).append(cell)
     found = []
     for cells in groups.values():

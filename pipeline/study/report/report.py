@@ -8,9 +8,10 @@ from pipeline.base.files import table_csv
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, report
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
+from pipeline.review.statistics import ScoreDifference
 from pipeline.study.laws.fit import MAX_EXTRAPOLATION, Estimate
 from pipeline.study.report import figures, published
-from pipeline.study.report.answers import PAIRED_FROM, Answers, Line, answer, points_of, title_of, usable
+from pipeline.study.report.answers import PAIRED_FROM, Answers, Line, answer, points_of, title_of
 from pipeline.study.report.sentences import (
     estimate,
     number,
@@ -115,13 +116,8 @@ def _leads(answers: Answers) -> Iterator[Block]:
     yield Table(
         (answers.unit, "best", "score", "second", "score", "best minus second", "p, corrected", "difference"), rows
     )
-    methods = dict.fromkeys(lead.difference.method for lead in answers.leads if lead.difference)
-    yield Paragraph(
-        _of_differences(
-            list(methods),
-            "all pairs of models at all of these sizes" if is_data else "all pairs of models at all budgets",
-        )
-    )
+    family = "all pairs of models at all of these sizes" if is_data else "all pairs of models at all budgets"
+    yield _of_differences([lead.difference for lead in answers.leads], family)
 
 
 def _variants(answers: Answers) -> Iterator[Block]:
@@ -150,14 +146,14 @@ def _variants(answers: Answers) -> Iterator[Block]:
         "variant", "seeds", f"{answers.results.score} [95 %]", "difference [95 %]", "p, corrected", "difference",
     )  # fmt: skip
     yield Table((*header, *(f"{name}, %" for name in others)), rows)
-    methods = dict.fromkeys(v.difference.method for v in answers.variants if v.difference)
-    yield Paragraph(_of_differences(list(methods), "all variants"))
+    yield _of_differences([variant.difference for variant in answers.variants], "all variants")
 
 
-def _of_differences(methods: list[str], family: str) -> str:
+def _of_differences(differences: list[ScoreDifference | None], family: str) -> Paragraph:
+    methods = dict.fromkeys(one.method for one in differences if one)
     if not methods:
-        return "Single runs without a number of test images have no interval."
-    return (
+        return Paragraph("Single runs without a number of test images have no interval.")
+    return Paragraph(
         f"Brackets are 95 % intervals, each for itself ({'; '.join(methods)}); p is corrected by Holm's method for {family}, and a "
         "difference is called more than noise below 0.05."
     )
@@ -288,7 +284,7 @@ def method(answers: Answers) -> Iterator[str]:
     if results.question == "labels":
         yield "Compute is that of the fine-tuning alone; notes above say what pre-training took."
     if results.question == "data_size" and answers.points:
-        seen = sorted({cell.images_seen for cell in usable(results, results.score)})
+        seen = sorted({cell.images_seen for cell in results.scored(results.score)})
         yield (
             f"All runs saw {counted(seen[0], 'image')}: smaller sets were repeated more often."
             if len(seen) == 1

@@ -7,7 +7,7 @@ from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval
 from pipeline.review.statistics import LEVEL, ScoreDifference, in_words, listed
 from pipeline.study.laws.fit import Estimate, Prediction
-from pipeline.study.report.answers import AblationVariant, Answers, Lead, Line, title_of, usable
+from pipeline.study.report.answers import AblationVariant, Answers, Lead, Line, title_of
 
 _MAX_NAMED = 4
 
@@ -39,7 +39,7 @@ def _missing(answers: Answers) -> Iterator[str]:
             else ""
         )
         yield f"{len(results.done)} of {counted(len(results.cells), 'cell')} are done ({counts}){effect}."
-    scored = {cell.name for cell in usable(results, results.score)}
+    scored = {cell.name for cell in results.scored(results.score)}
     if without := [cell.name for cell in results.done if cell.name not in scored]:
         yield f"Done, but without a usable {results.score}: {listed(without, _MAX_NAMED)}."
     named = {point.family for point in answers.points}

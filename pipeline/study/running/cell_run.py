@@ -302,7 +302,4 @@ def _write_note(folder: Path, kind: str, name: str, note: dict[str, Any]) -> Non
 
 def _read_note(folder: Path, kind: str, name: str) -> dict[str, Any]:
     """Empty if there is none, as where a kill left no time to write it."""
-    try:
-        return json_record.read(_note_file(folder, kind, name), dict[str, Any])
-    except (FileNotFoundError, UserError):
-        return {}
+    return json_record.read_or_none(_note_file(folder, kind, name), dict[str, Any]) or {}

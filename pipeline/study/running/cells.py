@@ -4,7 +4,7 @@ A folder holds one study. Its study.json says what each cell is; cells may be ad
 """
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +100,10 @@ class Study:
 
     def claim(self) -> None:
         """Write study.json. Raises UserError with the difference if a cell of this name was another run, or the data are others."""
-        file = self.folder / STUDY_FILE
-        now = _identity(self)
+        file, now = self.folder / STUDY_FILE, _identity(self)
+        then = replace(now, cells={})
         try:
-            then = json_record.read(file, dict[str, Any])
-            cells, _ = (
-                json_record.convert(then.get(part), dict[str, dict[str, Any]], str(file), part)
-                for part in ("cells", "scoring")
-            )
+            then = json_record.read(file, _Identity)
         except FileNotFoundError:
             if self.folder.exists() and (
                 files := [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
@@ -115,22 +111,16 @@ class Study:
                 raise UserError(
                     f"{self.folder} is not empty (it holds {files[0]}), and holds no study. Choose another name=..."
                 ) from None
-            then, cells = {}, {}
         except UserError as error:
             raise UserError(
                 f"{error} It says what the runs of this study are: choose another name=..., or remove the folder."
             ) from None
-        found: dict[str, list[str]] = {}
-        if then:
-            old, new = (
-                schema.flatten({part: study.get(part) for part in ("data", "scoring")}) for study in (then, now)
-            )
-            found = {
-                str(change): [] for change in changes.differences(old, new, _scoring_facts(then, now), "comparison")
-            }
-        for name, cell in now["cells"].items():
+        old, new = (schema.flatten({"data": study.data, "scoring": study.scoring}) for study in (then, now))
+        changed = changes.differences(old, new, _scoring_facts(then, now), "comparison")
+        found: dict[str, list[str]] = {str(change): [] for change in changed}
+        for name, cell in now.cells.items():
             known = objectives.facts(cell["train.loss"])
-            for change in changes.differences(cells.get(name, cell), cell, known, "comparison"):
+            for change in changes.differences(then.cells.get(name, cell), cell, known, "comparison"):
                 found.setdefault(str(change), []).append(name)
         if found:
             texts = [f"{text} in {_some(names)}" if names else text for text, names in found.items()]
@@ -138,7 +128,7 @@ class Study:
                 f"{self.folder} holds another study: {'; '.join(texts)}. Set it back, or choose another name=..."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**now, "cells": {**cells, **now["cells"]}}, indent=1) + "\n"
+        text = json.dumps(asdict(replace(now, cells={**then.cells, **now.cells})), indent=1) + "\n"
         with replacing(file) as replacement:  # All jobs of an array write it, often at the same moment.
             replacement.write(as_bytes(text))
 
@@ -381,8 +371,16 @@ def _check_score(config: StudyConfig, cell: StudyCell) -> None:
         )
 
 
-def _identity(study: Study) -> dict[str, Any]:
-    """What a started study must not change."""
+@dataclass(frozen=True)
+class _Identity:
+    """Content of study.json: what a started study must not change. data: fingerprint of the data set. cells: by name."""
+
+    data: str
+    scoring: dict[str, dict[str, Any]]
+    cells: dict[str, dict[str, Any]]
+
+
+def _identity(study: Study) -> _Identity:
     config = study.config
     scoring: dict[str, Any] = {"finetune": {}, "vtab": {}}
     for finetune in study.cells[0].finetunes:
@@ -399,12 +397,12 @@ def _identity(study: Study) -> dict[str, Any]:
         }
     cells = {cell.name: _settings_of(cell.run) for cell in study.cells}
     # As JSON, to be compared with what was read from a file.
-    return json.loads(json.dumps({"data": study.dataset.fingerprint, "scoring": scoring, "cells": cells}))
+    return _Identity(study.dataset.fingerprint, *json.loads(json.dumps([scoring, cells])))
 
 
-def _scoring_facts(*studies: dict[str, Any]) -> dict[str, Fact]:
+def _scoring_facts(*studies: _Identity) -> dict[str, Fact]:
     """The settings of a study's scoring, by their names in study.json."""
     facts = dict(facts_of(VtabConfig, "scoring.vtab."))
-    for file in {file for study in studies for file in study["scoring"].get("finetune", {})}:
+    for file in {file for study in studies for file in study.scoring.get("finetune", {})}:
         facts.update(facts_of(RunConfig, f"scoring.finetune.{file}."))
     return facts

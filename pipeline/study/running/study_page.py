@@ -31,7 +31,7 @@ class StudyPage(ParentPage):
         states = Counter(cell.state for cell in results.cells)
         metrics = {"runs_done": float(states["done"]), "runs_failed": float(states["failed"]), "runs_diverged": float(states["diverged"]),
                    "hours": sum(cell.hours or 0.0 for cell in results.cells)}  # fmt: skip
-        scored = results.scored(results.cells)
+        scored = results.scored(results.score)
         for model in results.models:
             if of_model := [cell.scores[results.score] for cell in scored if cell.model == model]:
                 metrics[f"best_{model}"] = max(of_model)

@@ -264,11 +264,8 @@ class ChildSender:
             warn(line)
 
 
-def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Path], artifacts: str) -> bool:
-    """Add numbers and files to the MLflow run of a folder. Returns False if it has none in this store. Raises UserError.
-
-    artifacts: folder of the files among the run's artifacts.
-    """
+def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Path]) -> bool:
+    """Add numbers and the files of a report to the MLflow run of a folder. Returns False if it has none in this store. Raises UserError."""
     if not (run_id := sent_to(folder, uri).run_id):
         return False
     try:
@@ -278,7 +275,7 @@ def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Pa
         shown = {metric_name(name): value for name, value in metrics.items()}
         store.log_metrics(run_id, [Record(0, round(time.time() * 1000), shown)], {})
         for path in files:
-            store.log_artifact(run_id, path, artifacts)
+            store.log_artifact(run_id, path, "report")
     except Exception as error:  # Whatever the server or its client raises.
         raise UserError(
             f"MLflow at {hide_passwords(uri)} did not take all of the report ({one_line(error)}). Run the command again."

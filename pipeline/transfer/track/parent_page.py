@@ -13,6 +13,7 @@ from pipeline.monitor.mlflow.state import run_id_of, sent_to
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, split_facts
 from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.process.waits import waiting
 from pipeline.settings.run import DataConfig, TrackConfig
 from pipeline.transfer.track.children import link_below
 
@@ -76,17 +77,17 @@ class ParentPage:
         """ID of the parent; "" if the store has not answered in time. Then the runs are linked at the end."""
         if self._parent:
             return self._parent
-        end, self._wait = time.monotonic() + self._wait, 1.0  # A store that is away is not waited for again.
-        while time.monotonic() < end:
-            state = sent_to(self.folder, self.uri)
-            # The state is of this start once its parameters are sent; before, its run may have been deleted.
-            if state.run_id and state.has_parameters and self._is_active(state.run_id):
-                self._parent = state.run_id
-                return self._parent
-            time.sleep(0.2)
-        warn(
-            f"MLflow at {hide_passwords(self.uri)} has not answered: the runs of {self.folder} are linked to it later."
-        )
+        shown = hide_passwords(self.uri)
+        with waiting(f"MLflow at {shown} to have the run of {self.folder}", self._wait) as wait:
+            self._wait = 1.0  # A store that is away is not waited for again.
+            while wait.left > 0:
+                state = sent_to(self.folder, self.uri)
+                # The state is of this start once its parameters are sent; before, its run may have been deleted.
+                if state.run_id and state.has_parameters and self._is_active(state.run_id):
+                    self._parent = state.run_id
+                    return self._parent
+                time.sleep(0.2)
+        warn(f"MLflow at {shown} has not answered: the runs of {self.folder} are linked to it later.")
         return ""
 
     def log(self, metrics: Mapping[str, float]) -> None:
