@@ -339,6 +339,16 @@ def test_bad_tiny_imagenet(tmp_path: Path) -> None:
     assert "is no Tiny-ImageNet: it has no val/val_annotations.txt" in refused(source, layout="tiny_imagenet")
 
 
+def test_images_are_not_held_out_where_the_layout_has_a_val_split_itself(tmp_path: Path) -> None:
+    """There were two splits 'val', whose shards had the same names."""
+    source = write_folder(TINY, tmp_path / "raw")
+    for name, value in (("val_share", 0.5), ("holdout_per_class", 1)):
+        said = refused(source, **{name: value})
+        assert f"{name} holds out images of 'train' as 'val', but splits = " in said
+        assert "already has a 'val'" in said
+    assert listed(source, splits={"train": "train"}, val_share=0.5).splits == ["train"]
+
+
 # --- Flat -------------------------------------------------------------------------------------------------------------
 
 FLAT = {f"n0144076{c}_{name}_{i}.JPEG": jpeg(10 * c + i) for c, name in ((4, "tench"), (5, "a_b")) for i in (0, 1)}
