@@ -134,7 +134,7 @@ def _in_tar(path: Path, num_classes: int, links: list[str]) -> list[_Image]:
     files: dict[str, tarfile.TarInfo] = {}
     before = len(links)
     try:
-        with tarfile.open(path, "r:") as tar:
+        with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
             for member in tar:
                 name = member.name
                 file = files.get(member.linkname) if member.islnk() else member
@@ -146,6 +146,10 @@ def _in_tar(path: Path, num_classes: int, links: list[str]) -> list[_Image]:
                         labels[name.removesuffix(".cls")] = int(content.read())
                 elif (member.islnk() or member.issym()) and (_is_image(name) or name.endswith(".cls")):
                     links.append(f"{path.name}/{name}")
+            raw.seek(tar.offset)
+            if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                # tarfile stops at a damaged header as it does at the end.
+                raise tarfile.ReadError(f"no header and no end mark at byte {tar.offset}")
     except (tarfile.TarError, ValueError) as error:
         raise UserError(
             f"images = {path} is not a complete tar of samples ({error}). Copy it again, or leave it out."
