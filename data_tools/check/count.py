@@ -3,6 +3,8 @@
 The manifest is read twice, in batches: memory does not grow with the number of samples.
 """
 
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -94,16 +96,10 @@ def count(dataset: Dataset, batch_rows: int = _BATCH) -> tuple[dict[str, SplitCo
     for number, rows in _by_shard(dataset, ["labels", "width", "height", "size", "ext"], len(shards), batch_rows):
         counts[shards[number].split].add(rows)
     mixes = [_EMPTY_MIX] * len(shards)
-    waiting = np.zeros(dataset.num_classes, np.int64)
-    last = -1
-    for number, rows in _by_shard(dataset, ["labels"], len(shards), batch_rows):
-        if number != last and last >= 0:
-            mixes[last] = _mix(waiting, counts[shards[last].split].classes)
-            waiting = np.zeros(dataset.num_classes, np.int64)
-        waiting += _class_counts(rows, dataset.num_classes)
-        last = number
-    if last >= 0:
-        mixes[last] = _mix(waiting, counts[shards[last].split].classes)
+    labels = _by_shard(dataset, ["labels"], len(shards), batch_rows)
+    for number, parts in itertools.groupby(labels, operator.itemgetter(0)):
+        of_shard = np.sum([_class_counts(rows, dataset.num_classes) for _, rows in parts], axis=0)
+        mixes[number] = _mix(of_shard, counts[shards[number].split].classes)
     return counts, mixes
 
 

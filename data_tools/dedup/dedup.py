@@ -152,7 +152,7 @@ def _read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> None:
 
 
 def _run_tasks(
-    function: Callable[[Any], int],
+    function: Callable[[Any], None],
     tasks: Sequence[Any],
     shards: Sequence[ThumbnailJob],
     done: str,
