@@ -196,6 +196,12 @@ class Split:
             self, index=replace(self.index, labels=label_map[self.index.labels], max_label=int(label_map.max()))
         )
 
+    def without_labels(self) -> "Split":
+        """The same samples, of which none has a label."""
+        nothing = np.broadcast_to(np.int64(0), len(self.index) + 1)
+        index = replace(self.index, label_starts=nothing, labels=np.empty(0, np.int32), max_labels=0, max_label=-1)
+        return replace(self, index=index)
+
     def shard_of(self, rows: np.ndarray) -> np.ndarray:
         """Index into shard_paths of each sample, int64, the shape of rows."""
         return np.searchsorted(self.shard_starts, rows, side="right") - 1

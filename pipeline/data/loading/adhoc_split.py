@@ -42,9 +42,7 @@ class AdhocSplit:
         """Returns this split, without labels unless they are labels of the classes `names`."""
         if self.label_names == list(names):
             return self
-        starts = np.zeros(len(self.split.index) + 1, np.int64)
-        none = replace(self.split.index, labels=np.empty(0, np.int32), label_starts=starts, max_labels=0)
-        return replace(self, split=replace(self.split, index=none), label_names=[])
+        return replace(self, split=self.split.without_labels(), label_names=[])
 
 
 def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Sequence[str]) -> AdhocSplit:
