@@ -278,6 +278,10 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     assert "meta.mat is missing" in refused(source, val_labels=str(few))
     _ground_truth(tmp_path)
     assert "'9' is none of the 3 numbers" in refused(source, val_labels=str(few))
+    savemat(tmp_path / "other.mat", {"meta": np.zeros(3)})
+    for content in (b"junk" * 99, (tmp_path / "meta.mat").read_bytes()[:300], (tmp_path / "other.mat").read_bytes()):
+        (tmp_path / "meta.mat").write_bytes(content)
+        assert "meta.mat is damaged (" in refused(source, val_labels=str(few))
     (source / "ILSVRC2012_img_val.tar").unlink()
     assert "has no 'ILSVRC2012_img_val.tar' (split 'val')" in refused(source)
     assert listed(source, layout="imagenet1k", splits={"train": "ILSVRC2012_img_train.tar"}).splits == ["train"]
