@@ -199,7 +199,13 @@ def test_odd_paths_of_a_list(tmp_path: Path) -> None:
     }
     rows_of_job = listing.rows(range(len(listing)))
     job = ShardingJob(
-        str(tmp_path), str(tmp_path / "out"), "train-000000.tar", "train", rows_of_job, 0, "area", 95, True, None
+        str(tmp_path),
+        str(tmp_path / "out"),
+        "train-000000.tar",
+        "train",
+        rows_of_job,
+        ShardConfig(source="", out=""),
+        None,
     )
     (tmp_path / "out/.parts").mkdir(parents=True)
     done = write_shard(job)
