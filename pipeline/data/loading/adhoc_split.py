@@ -62,7 +62,8 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
             raise UserError(f"{places[0]}: split {split!r} has no images.")
         return AdhocSplit(opened, dataset.classes, dict(zip(dataset.classes, dataset.class_names, strict=True)))
     files = [path for place in places for path in _expand(place)]
-    label_names = {_names_of_tar(path) or tuple(names) for path in files if path.suffix == ".tar"} or {tuple(names)}
+    folders = {path.parent for path in files if path.suffix == ".tar"}
+    label_names = {_names_in(folder) or tuple(names) for folder in folders} or {tuple(names)}
     if len(label_names) > 1:
         raise UserError(
             f"images = {', '.join(places)}: these tars belong to data sets of different classes. Use tars of one data set."
@@ -170,9 +171,9 @@ def _label_of(name: str, known: dict[str, int]) -> int:
     return known.get(name.rpartition(".")[0], known.get(folder + slash + last.partition(".")[0], -1))
 
 
-def _names_of_tar(path: Path) -> tuple[str, ...]:
-    """Class names of the data set in the tar's folder; empty if there is none."""
-    return tuple(open_dataset(path.parent).classes) if (path.parent / INFO).is_file() else ()
+def _names_in(folder: Path) -> tuple[str, ...]:
+    """Class names of the data set in a folder; empty if there is none."""
+    return tuple(open_dataset(folder).classes) if (folder / INFO).is_file() else ()
 
 
 def _as_split(images: list[_Image], note: str) -> Split:
