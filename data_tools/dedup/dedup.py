@@ -81,7 +81,7 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     # A killed job leaves it for good if this one has no tasks: they would replace it, and remove it at their end.
     remove_leftovers(folder, pattern=PROGRESS_FILE)
     _read_images([searched, *tests], config)
-    states = [_states(part) for part in (searched, *tests)]
+    states = [np.concatenate([read_states(job) for job in part.jobs]) for part in (searched, *tests)]
     _check_readable([searched, *tests], states, config.max_bad_share)
     pairs = _search(searched, tests, config)
 
@@ -166,10 +166,6 @@ def _run_tasks(
     with tasks_on_cluster(function, tasks, config.num_tasks, total, len(shards), folder, done) as (results, progress):
         for number, _ in results:
             progress.add(len(shards[number].offsets), int(shards[number].sizes.sum()))
-
-
-def _states(part: ComparedSplit) -> np.ndarray:
-    return np.concatenate([read_states(job) for job in part.jobs])
 
 
 def _check_readable(parts: Sequence[ComparedSplit], states: Sequence[np.ndarray], max_bad_share: float) -> None:
