@@ -116,9 +116,9 @@ class Split:
             lines.append(f"{self.name}: {bare:,} of {counted(len(self.index), 'sample')} have no label")
         if self.excluded_by:
             lists = ", ".join(f"{name} {count:,}" for name, count in self.excluded_by.items())
-            lines.append(
-                f"excluded from {self.name}: {len(self.excluded_rows):,} of {counted(len(self.index), 'sample')} ({lists})"
-            )
+            # Rows that `only` left out are on no list.
+            num_listed = min(len(self.excluded_rows), sum(self.excluded_by.values()))
+            lines.append(f"excluded from {self.name}: {num_listed:,} of {counted(len(self.index), 'sample')} ({lists})")
         return lines
 
     def manifest_rows(self, rows: np.ndarray | int) -> np.ndarray:
