@@ -37,12 +37,12 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
     classes = by_size[np.round(np.linspace(0, len(by_size) - 1, num_classes)).astype(int)] if num_classes else by_size
     samples = _choose(dataset, classes, per_class)
     columns = per_class if 4 <= per_class <= 16 else columns
-    shards = dataset.shards()
+    shards, class_names = dataset.shards(), dataset.class_names
     tiles = []
     for sample in samples:
         name, about = sample["key"], [f"{sample['width']}×{sample['height']}"]
         if len(classes):
-            name, number_of = dataset.class_names[sample["class"]], int(class_counts[sample["class"]])
+            name, number_of = class_names[sample["class"]], int(class_counts[sample["class"]])
             about = [counted(number_of, "image"), *about]
         place = str(dataset.shard_path(shards[sample["shard"]].name)), sample["offset"], sample["size"]
         if (pixels := _thumbnail(place)) is None:

@@ -3,6 +3,8 @@
 The manifest is read twice, in batches: memory does not grow with the number of samples.
 """
 
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -87,32 +89,26 @@ class ShardMix:
 _EMPTY_MIX = ShardMix(0, -1, 0.0, 0.0, 1.0)
 
 
-def count(dataset: Dataset, batch_rows: int = _BATCH) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
+def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
     """Returns (counts of each split, class mix of each shard in the order of shards.parquet)."""
     shards = dataset.shards()
     counts = {split: SplitCounts(np.zeros(dataset.num_classes, np.int64)) for split in dataset.splits}
-    for number, rows in _by_shard(dataset, ["labels", "width", "height", "size", "ext"], len(shards), batch_rows):
+    for number, rows in _by_shard(dataset, ["labels", "width", "height", "size", "ext"], len(shards)):
         counts[shards[number].split].add(rows)
     mixes = [_EMPTY_MIX] * len(shards)
-    waiting = np.zeros(dataset.num_classes, np.int64)
-    last = -1
-    for number, rows in _by_shard(dataset, ["labels"], len(shards), batch_rows):
-        if number != last and last >= 0:
-            mixes[last] = _mix(waiting, counts[shards[last].split].classes)
-            waiting = np.zeros(dataset.num_classes, np.int64)
-        waiting += _class_counts(rows, dataset.num_classes)
-        last = number
-    if last >= 0:
-        mixes[last] = _mix(waiting, counts[shards[last].split].classes)
+    labels = _by_shard(dataset, ["labels"], len(shards))
+    for number, parts in itertools.groupby(labels, operator.itemgetter(0)):
+        of_shard = np.sum([_class_counts(rows, dataset.num_classes) for _, rows in parts], axis=0)
+        mixes[number] = _mix(of_shard, counts[shards[number].split].classes)
     return counts, mixes
 
 
-def _by_shard(dataset: Dataset, columns: list[str], num_shards: int, batch_rows: int) -> Iterator[tuple[int, pa.Table]]:
+def _by_shard(dataset: Dataset, columns: list[str], num_shards: int) -> Iterator[tuple[int, pa.Table]]:
     """Yields (shard, rows) in order; a shard may be yielded in several parts."""
     path = dataset.path / SAMPLES_FILE
     remedy = f"To see what else is: python launch/verify.py data={dataset.path}"
     with reading(path, remedy):
-        for batch in open_parquet(path).iter_batches(batch_rows, columns=[*columns, "shard"]):
+        for batch in open_parquet(path).iter_batches(_BATCH, columns=[*columns, "shard"]):
             shard = batch.column("shard").to_numpy()
             starts = np.concatenate([[0], np.flatnonzero(np.diff(shard)) + 1, [len(shard)]])
             rows = pa.Table.from_batches([batch])

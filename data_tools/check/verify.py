@@ -30,7 +30,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset import exclusion, manifest, mapped_index
-from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset
+from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, Dataset, Shard, open_dataset
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
@@ -112,10 +112,7 @@ def _read_tables(dataset: Dataset) -> _Tables:
     def add_finding(detail: str) -> None:
         findings.append(("manifest", "", "", -1, "", detail, False))
 
-    try:
-        shards = dataset.shards(verify=False)
-    except (pa.ArrowException, OSError, TypeError) as error:
-        raise UserError(f"{dataset.path / SHARDS_FILE} is damaged ({_one_line(error)}). {_remedy(dataset)}") from None
+    shards = dataset.shards(verify=False)
     for name, sha256 in dataset.info["files"].items():
         path = dataset.path / name
         if not path.exists():

@@ -8,6 +8,7 @@ searched shard). Shards whose file exists are not read or searched again.
 import hashlib
 import json
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,14 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup import search_shard
-from data_tools.dedup.pair_sheet import CaptionedImage, draw_pairs
+from data_tools.dedup.pair_sheet import draw_pairs, read_tile
 from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_tests
 from data_tools.dedup.thumbnails import BAD, PLAIN, ThumbnailJob, jobs, make_thumbnails, read_states
 from data_tools.driver import only_driver, remove_leftovers
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
+from pipeline.base.gallery import Tile
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.dedup_report import read_dedup_report
@@ -53,6 +55,16 @@ class ComparedSplit:
     def __len__(self) -> int:
         return self.dataset.info["samples"][self.split]
 
+    def keys(self, rows: np.ndarray) -> list[str]:
+        """Keys of some rows of the split, in the given order."""
+        return self.dataset.table(self.split, verify=False).keys(rows)
+
+    def tile(self, row: int, caption: str) -> Tile:
+        """The image of a row of the split, to be drawn."""
+        job = self.jobs[bisect_right(self.jobs, row, key=lambda job: job.first_row) - 1]
+        at = row - job.first_row
+        return read_tile(job.tar, int(job.offsets[at]), int(job.sizes[at]), caption)
+
 
 def run(config: DedupConfig) -> dict[str, Any]:
     """Search, write the report and the exclusion list; returns the content of report.json. After a UserError no list is written."""
@@ -69,7 +81,7 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     # A killed job leaves it for good if this one has no tasks: they would replace it, and remove it at their end.
     remove_leftovers(folder, pattern=PROGRESS_FILE)
     _read_images([searched, *tests], config)
-    states = [_states(part) for part in (searched, *tests)]
+    states = [np.concatenate([read_states(job) for job in part.jobs]) for part in (searched, *tests)]
     _check_readable([searched, *tests], states, config.max_bad_share)
     pairs = _search(searched, tests, config)
 
@@ -140,7 +152,7 @@ def _read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> None:
 
 
 def _run_tasks(
-    function: Callable[[Any], int],
+    function: Callable[[Any], None],
     tasks: Sequence[Any],
     shards: Sequence[ThumbnailJob],
     done: str,
@@ -156,15 +168,11 @@ def _run_tasks(
             progress.add(len(shards[number].offsets), int(shards[number].sizes.sum()))
 
 
-def _states(part: ComparedSplit) -> np.ndarray:
-    return np.concatenate([read_states(job) for job in part.jobs])
-
-
 def _check_readable(parts: Sequence[ComparedSplit], states: Sequence[np.ndarray], max_bad_share: float) -> None:
     for part, of_part in zip(parts, states, strict=True):
         bad = np.flatnonzero(of_part == BAD)
         if len(bad) > max_bad_share * len(part):
-            keys = ", ".join(_manifest_rows(part, bad[:3]).column("key").to_pylist())
+            keys = ", ".join(part.keys(bad[:3]))
             raise UserError(
                 f"{len(bad):,} of the {counted(len(part), 'image')} of {part.name} cannot be decoded, more than max_bad_share = "
                 f"{max_bad_share} allows: {keys}. Repair or remove them and shard again, or raise max_bad_share."
@@ -205,39 +213,31 @@ def _nearest(pairs: Pairs) -> Pairs:
 
 def _describe(
     searched: ComparedSplit, tests: Sequence[ComparedSplit], nearest: Pairs
-) -> tuple[pa.Table, list[tuple[CaptionedImage, CaptionedImage]]]:
+) -> tuple[pa.Table, list[tuple[Tile, Tile]]]:
     """Returns the exclusion list (schema EXCLUDED) and pairs to draw, (test image, copy), largest distance first."""
     starts = np.cumsum([0] + [len(part) for part in tests])
     of_part = np.searchsorted(starts, nearest.tests, side="right") - 1
-    own = _manifest_rows(searched, nearest.rows).to_pylist()
-    theirs: list[dict[str, Any]] = [{}] * len(own)
+    rows = nearest.tests - starts[of_part]
+    own, theirs = searched.keys(nearest.rows), [""] * len(of_part)
     for number, part in enumerate(tests):
         chosen = np.flatnonzero(of_part == number)
-        for i, row in zip(
-            chosen, _manifest_rows(part, nearest.tests[chosen] - starts[number]).to_pylist(), strict=True
-        ):
-            theirs[i] = {**row, "name": f"{part.name}/{row['key']}"}
+        for i, key in zip(chosen.tolist(), part.keys(rows[chosen]), strict=True):
+            theirs[i] = f"{part.name}/{key}"
     columns = {
         "split": [searched.split] * len(own),
         "row": nearest.rows.tolist(),
-        "key": [row["key"] for row in own],
+        "key": own,
         "reason": [
-            f"copy of {other['name']}, distance {distance:.3f}"
+            f"copy of {other}, distance {distance:.3f}"
             for other, distance in zip(theirs, nearest.distances.tolist(), strict=True)
         ],
     }
     pictures = []
     for i in np.argsort(-nearest.distances, kind="stable")[:_MAX_PICTURED].tolist():
-        test = CaptionedImage.read(tests[of_part[i]].dataset, theirs[i], theirs[i]["name"])
-        copy = CaptionedImage.read(searched.dataset, own[i], f"{nearest.distances[i]:.3f}  {own[i]['key']}")
+        test = tests[of_part[i]].tile(int(rows[i]), theirs[i])
+        copy = searched.tile(int(nearest.rows[i]), f"{nearest.distances[i]:.3f}  {own[i]}")
         pictures.append((test, copy))
     return pa.Table.from_pydict(columns, EXCLUDED), pictures
-
-
-def _manifest_rows(part: ComparedSplit, rows: np.ndarray) -> pa.Table:
-    """Returns key, offset, size and shard of some rows of a split, in the given order."""
-    table = part.dataset.table(part.split, verify=False)
-    return table.rows(rows, ["key", "offset", "size", "shard"])
 
 
 def _report(

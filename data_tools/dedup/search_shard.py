@@ -53,8 +53,8 @@ def write_tests(jobs: Sequence[ThumbnailJob], path: AnyPath) -> None:
         )
 
 
-def search_shard(job: SearchJob) -> int:
-    """Write the pairs of one shard; returns their number. Raises UserError for a damaged shard or file of thumbnails."""
+def search_shard(job: SearchJob) -> None:
+    """Write the pairs of one shard. Raises UserError for a damaged shard or file of thumbnails."""
     cv2.setNumThreads(1)
     tests = _Tests(job.tests)
     own = read_thumbnails(job.shard)
@@ -84,7 +84,6 @@ def search_shard(job: SearchJob) -> int:
     )
     with replacing(to_path(job.out)) as out:
         np.savez(out, rows=pairs.rows, tests=pairs.tests, distances=pairs.distances)
-    return len(pairs.rows)
 
 
 def read_pairs(job: SearchJob) -> Pairs:

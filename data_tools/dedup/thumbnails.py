@@ -69,8 +69,8 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob
         first_row = end
 
 
-def make_thumbnails(job: ThumbnailJob) -> int:
-    """Read one shard and write its thumbnails; returns the number of bytes read.
+def make_thumbnails(job: ThumbnailJob) -> None:
+    """Read one shard and write its thumbnails.
 
     Raises UserError for a missing or truncated shard, StorageError when the object store cannot be reached, and LostError when reading
     fails because of the node or its storage.
@@ -94,7 +94,6 @@ def make_thumbnails(job: ThumbnailJob) -> int:
         raise _unseen(job.tar) from None
     with replacing(to_path(job.out)) as out:
         np.savez(out, thumbs=thumbs, states=states, hashes=hashes)
-    return int(job.sizes.sum())
 
 
 def read_thumbnails(job: ThumbnailJob) -> Thumbnails:

@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import cv2
 import pyarrow as pa
@@ -26,6 +26,7 @@ from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
+from pipeline.settings.commands.data import ShardConfig
 
 # Bytes per write (writing each part separately takes a sixth longer), bytes between starts of writeback, memory page size.
 _PIECE, _WRITEBACK, _PAGE = 2**19, 2**23, 2**12
@@ -46,7 +47,7 @@ T = TypeVar("T", bound=_OfShard)
 
 @dataclass(frozen=True)
 class ShardingJob:
-    """One shard to write. rows: of `Listing.rows`, in tar order. decode_all: decode every image. convert: see `Listing`.
+    """One shard to write. rows: of `Listing.rows`, in tar order. config: how images are stored and checked. convert: see `Listing`.
 
     known: the shard's row in the manifest of a finished data set, if there is one. has_labels: whether each image is followed by
     its labels.
@@ -57,10 +58,7 @@ class ShardingJob:
     name: str
     split: str
     rows: dict[str, list[Any]]
-    resize_short: int
-    resize_filter: Literal["area", "antialias"]
-    jpeg_quality: int
-    decode_all: bool
+    config: ShardConfig
     known: Shard | None
     convert: Callable[[bytes], bytes] | None = None
     has_labels: bool = True
@@ -284,10 +282,10 @@ def _image(data: bytes, job: ShardingJob) -> tuple[bytes, str, int, int]:
     if job.convert:
         data = job.convert(data)
     ext, width, height = inspect(data, decode_all=False)
-    if job.resize_short and min(width, height) > job.resize_short:
-        data, width, height = shrink(data, job.resize_short, job.resize_filter, job.jpeg_quality)
+    if 0 < job.config.resize_short < min(width, height):
+        data, width, height = shrink(data, job.config.resize_short, job.config.resize_filter, job.config.jpeg_quality)
         return data, "jpg", width, height
-    if job.decode_all:
+    if job.config.inspect == "decode":
         decode(data)
     else:
         check_end(data, ext)

@@ -7,6 +7,7 @@ progress.py; used by the other folders of data_tools.
 
 import shlex
 import tarfile
+from dataclasses import replace
 
 import pyarrow as pa
 
@@ -54,6 +55,7 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
                     "the classes. Leave it out: class_list=FILE chooses classes, class_map=FILE renames them."
                 )
             splits = layout.splits if layout.splits and config.splits == _ONE_SPLIT else config.splits
+            replace(config, splits=splits).check()  # Held-out images go to 'val', which the layout may have itself.
             collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
             collector.advice = _list_advice(source, config)
             layout.walk(plain, config, staging, collector)

@@ -51,7 +51,8 @@ class Reader:
             self._file = to_path(path).open("rb", buffering=0) if "://" in path else _LocalFile(path)
             self._path = path
         assert self._file is not None
-        data = _zip_member(self._file, offset, packed, size) if packed > 0 else _exactly(self._file, offset, size)
+        is_packed = packed > 0 and size > 0
+        data = _zip_member(self._file, offset, packed, size) if is_packed else _exactly(self._file, offset, size)
         if len(data) != size:
             raise ValueError(f"{counted(len(data), 'byte')}, but {size:,} when it was listed")
         return to_png(data) if packed == PIXELS else data

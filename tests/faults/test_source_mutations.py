@@ -172,7 +172,7 @@ def in_time(seconds: int) -> Iterator[None]:
 def read_some(listing: Listing) -> bool:
     """Read the first images as a task does; whether all are whole. Raises what a task would raise."""
     rows = listing.rows(np.arange(min(len(listing), 10)))
-    job = ShardingJob(str(listing.source), "", "", "", rows, 0, "area", 95, True, None, listing.convert)
+    job = ShardingJob(str(listing.source), "", "", "", rows, ShardConfig(source="", out=""), None, listing.convert)
     with Reader() as reader:
         places = zip(*(rows[name] for name in ("path", "offset", "size", "packed")), strict=True)
         return not any(isinstance(_read_image(reader, list(place), job), str) for place in places)

@@ -20,6 +20,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import eval_view
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.run_data import open_run_data
+from pipeline.data.storage import object_store
 from pipeline.data.storage.bucket import fetched, file_size
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
@@ -218,8 +219,9 @@ def test_an_object_that_becomes_shorter_while_it_is_read(s3: Server) -> None:
 
 
 @pytest.mark.slow
-def test_an_upload_that_fails_leaves_the_old_object(s3: Server) -> None:
-    path = bucket_path(f"{s3[1]}/file", seconds=0.3, upload_attempts=1)
+def test_an_upload_that_fails_leaves_the_old_object(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_PART_ATTEMPTS", 1)
+    path = bucket_path(f"{s3[1]}/file", seconds=0.3)
     put(path, b"old")
     large = np.random.default_rng(0).bytes(21_000_000)  # three parts
     for part in ("partNumber=1", "partNumber=2", "?uploads", "POST"):
@@ -230,7 +232,7 @@ def test_an_upload_that_fails_leaves_the_old_object(s3: Server) -> None:
         assert path.read_bytes() == b"old", part
     s3[0].reset()
     s3[0].fail(answer(503, "SlowDown"), "partNumber=2", times=1)
-    again = bucket_path(f"{s3[1]}/file", seconds=20, upload_attempts=1)
+    again = bucket_path(f"{s3[1]}/file", seconds=20)
     put(again, large)
     assert again.read_bytes() == large
     assert again.retry.retries == 1

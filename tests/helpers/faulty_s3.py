@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from polling import until
 
@@ -218,7 +217,7 @@ def copy_folder(folder: Path, url: str) -> None:
             put(bucket_path(f"{url}/{name}"), path.read_bytes())
 
 
-def bucket_path(url: str, seconds: float = 5.0, **options: Any) -> BucketPath:
-    path = to_path(url, Retry(seconds, **options))
+def bucket_path(url: str, seconds: float = 5.0) -> BucketPath:
+    path = to_path(url, Retry(seconds))
     assert isinstance(path, BucketPath)
     return path

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_tools.dedup.evaluate import measure_recall
 from data_tools.dedup.near_copies import SIDE, TestImages, is_plain, thumbnail
-from data_tools.dedup.pair_sheet import CaptionedImage, draw_pairs
+from data_tools.dedup.pair_sheet import captioned, draw_pairs
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.decode import decode
@@ -120,8 +120,8 @@ def compare(queries: Images, tests: Images, by_eye: bool, out: Path) -> None:
     for first in range(0, len(shown), PAIRS_OF_SHEET):
         pairs = [
             (
-                CaptionedImage(tests.pixels(t), f"test {tests.rows[t]}"),
-                CaptionedImage(queries.pixels(q), f"{d:.3f}  {queries.rows[q]}"),
+                captioned(tests.pixels(t), f"test {tests.rows[t]}"),
+                captioned(queries.pixels(q), f"{d:.3f}  {queries.rows[q]}"),
             )
             for d, q, t in shown[first : first + PAIRS_OF_SHEET]
         ]

@@ -665,7 +665,7 @@ def test_cross_checks_show_their_arithmetic(overrides: list[str], said: str) -> 
     ("overrides", "said"),
     [
         (["val_share=1"], "val_share = 1 must be at least 0 and below 1."),
-        (["val_share=0.1", "splits.val=v"], "splits already has a 'val'"),
+        (["val_share=0.1", "splits.val=v"], "already has a 'val'"),
         (["val_share=0.1", "splits.test=v"], "splits has only test"),
         (["val_share=0.1", "holdout_per_class=5"], "both hold out 'val': use one of them"),
         (["holdout_per_class=5", "splits.val=v"], "holdout_per_class holds out images of 'train' as 'val', but"),

@@ -139,7 +139,7 @@ def walk_zip(source: AnyPath, collector: Collector) -> None:
             fault = "it is packed by a rare method; unpack the zip, and shard the folder"
         elif not (0 <= place[0] <= place[0] + place[2] <= num_bytes and place[1] < 2**63):
             fault = "damaged zip member (it lies outside the zip)"
-        # At least 1, because 0 means "not packed" in the table; for an empty file one byte too many is read.
+        # The packed size is at least 1, because 0 means "not packed" in the table.
         collector.file(member.filename, container, *place, fault=fault)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.sources.class_numbers import ClassNumbers, read_lines, read_names
-from data_tools.sources.layouts.archive import resolved_members
+from data_tools.sources.layouts.archive import damage_named, resolved_members
 from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
 from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline.base import json_record
@@ -151,8 +151,11 @@ def _by_number(numbers: list[str], val_labels: str) -> list[str]:
             f"val_labels = {val_labels} has numbers, and {meta} is missing, which says what they stand for (it is in "
             "data/ of the development kit, ILSVRC2012_devkit_t12.tar.gz)."
         )
-    synsets: Any = loadmat(meta, squeeze_me=True)["synsets"]
-    wnids = {str(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
+    with damage_named(
+        meta, Exception
+    ):  # For a damaged file or another one, scipy and NumPy raise exceptions of any kind.
+        synsets: Any = loadmat(meta, squeeze_me=True)["synsets"]
+        wnids = {str(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
     unknown = [number for number in numbers if number not in wnids]
     if unknown:
         raise UserError(

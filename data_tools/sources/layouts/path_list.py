@@ -30,7 +30,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     given = read_names(config.label_names, "label_names") if config.label_names else []
     labels: LabelColumn | None = None
     column: str | None = None
-    sizes = _Sizes()
+    listed: dict[BucketPath, dict[str, int]] = {}
     lists = {split: source / name if name else source for split, name in collector.splits.items()}
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
@@ -65,7 +65,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     )
                     continue
                 place = name if name.startswith("/") or "://" in name else inside + name
-                collector.sample(split, _key(name), names, place, -1, 0, sizes.of(locate(folder, name)))
+                collector.sample(split, _key(name), names, place, -1, 0, _size(locate(folder, name), listed))
     collector.classes = labels.classes() if labels else []
 
 
@@ -138,21 +138,16 @@ def _are_numbers(labels: pa.ChunkedArray, separator: str, collector: Collector, 
     return not is_padded or len(pc.unique(pc.utf8_length(parts))) > 1
 
 
-class _Sizes:
-    """Sizes of files, 0 for a missing one. In an object store, each folder is listed once."""
-
-    def __init__(self) -> None:
-        self._folders: dict[BucketPath, dict[str, int]] = {}
-
-    def of(self, path: AnyPath) -> int:
-        if isinstance(path, BucketPath):
-            if path.parent not in self._folders:
-                self._folders[path.parent] = path.parent.sizes()
-            return self._folders[path.parent].get(path.name, 0)
-        try:
-            return path.stat().st_size
-        except OSError:
-            return 0  # The job reports it as an unreadable image.
+def _size(path: AnyPath, listed: dict[BucketPath, dict[str, int]]) -> int:
+    """Bytes of a file, 0 for a missing one. listed: in an object store, each folder is listed once; its listing is put here."""
+    if isinstance(path, BucketPath):
+        if path.parent not in listed:
+            listed[path.parent] = path.parent.sizes()
+        return listed[path.parent].get(path.name, 0)
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # The job reports it as an unreadable image.
 
 
 def _key(name: str) -> str:

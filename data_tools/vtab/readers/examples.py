@@ -33,9 +33,9 @@ class Example:
         self.spans: dict[str, list[tuple[int, int]]] = {}
         self.numbers: dict[str, np.ndarray] = {}
         try:
-            for number, _, start, end in _fields(data, 0, len(data)):
+            for number, start, end in _fields(data, 0, len(data)):
                 if number == 1:
-                    for entry, _, first, last in _fields(data, start, end):
+                    for entry, first, last in _fields(data, start, end):
                         if entry == 1:
                             self._add(first, last)
         except (IndexError, struct.error):
@@ -63,20 +63,20 @@ class Example:
     def _add(self, start: int, end: int) -> None:
         """Add an entry of the map: key (field 1) and Feature (field 2)."""
         name, feature = "", (0, 0)
-        for number, _, first, last in _fields(self.data, start, end):
+        for number, first, last in _fields(self.data, start, end):
             if number == 1:
                 name = self.data[first:last].decode()
             elif number == 2:
                 feature = (first, last)
-        for kind, _, first, last in _fields(self.data, *feature):
-            values = list(_fields(self.data, first, last))
+        for kind, first, last in _fields(self.data, *feature):
+            values = [(begin, end) for _, begin, end in _fields(self.data, first, last)]
             if kind == _BYTES_LIST:
-                self.spans[name] = [(value[2], value[3]) for value in values]
+                self.spans[name] = values
             elif kind == _FLOAT_LIST:
-                parts = [self.data[value[2] : value[3]] for value in values]
+                parts = [self.data[begin:end] for begin, end in values]
                 self.numbers[name] = np.frombuffer(b"".join(parts), "<f4")
             elif kind == _INT64_LIST:
-                self.numbers[name] = np.array([number for value in values for number in _integers(self.data, value)])
+                self.numbers[name] = np.array([number for place in values for number in _integers(self.data, *place)])
 
 
 def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[int, bytes]]:
@@ -107,8 +107,8 @@ def _masked(crc: int) -> int:
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
-def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (number, wire type, start, end) of each field of the message at data[start:end].
+def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (number, start, end) of each field of the message at data[start:end].
 
     start and end delimit the value: bytes without their length prefix, varints with all their bytes.
     """
@@ -126,13 +126,12 @@ def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, 
             raise ValueError(f"its protocol buffer has a field of kind {kind}")
         if after > end:
             raise ValueError("its protocol buffer is cut off")
-        yield number, kind, start, after
+        yield number, start, after
         start = after
 
 
-def _integers(data: bytes, field: tuple[int, int, int, int]) -> Iterator[int]:
+def _integers(data: bytes, position: int, end: int) -> Iterator[int]:
     """Yields the int64s of a field, packed or single."""
-    _, _, position, end = field
     while position < end:
         value, position = _varint(data, position)
         yield value - 2**64 if value >= 2**63 else value

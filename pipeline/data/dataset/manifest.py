@@ -56,7 +56,7 @@ __all__ = [
 
 WHOLE = Limit.parse("100%")
 # Large enough to be read fast, small enough that reading the keys of a few samples takes few megabytes.
-ROWS_PER_GROUP = 2**18
+_ROWS_PER_GROUP = 2**18
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,6 @@ def write_dataset(
     source: dict[str, Any],
     settings: dict[str, Any],
     class_names: Sequence[str] | None = None,
-    rows_per_group: int = ROWS_PER_GROUP,
 ) -> Dataset:
     """Write the manifest of shards that are already in the folder; dataset.json, which makes it a data set, comes last.
 
@@ -177,7 +176,7 @@ def write_dataset(
     splits = list(dict.fromkeys(shard.split for shard in shards))
     assert [s.split for s in shards] == sorted((s.split for s in shards), key=splits.index), "splits are interleaved"
     with replacing(path / SAMPLES_FILE) as file:
-        _write_samples(file, shards, tables, len(classes), rows_per_group)
+        _write_samples(file, shards, tables, len(classes))
     with replacing(path / SHARDS_FILE) as file:
         pq.write_table(pa.Table.from_pylist([asdict(shard) for shard in shards], SHARDS), file)
     info = {
@@ -203,9 +202,7 @@ def write_dataset(
     return dataset
 
 
-def _write_samples(
-    file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.Table], num_classes: int, rows_per_group: int
-) -> None:
+def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.Table], num_classes: int) -> None:
     """Write samples.parquet. Each split begins a row group."""
     with pq.ParquetWriter(file, SAMPLES, compression="zstd", use_dictionary=["split", "ext", "shard"]) as writer:
         waiting: list[pa.Table] = []
@@ -221,7 +218,7 @@ def _write_samples(
             waiting.append(rows.append_column("split", split).append_column("shard", numbers).cast(SAMPLES))
             num_waiting += len(rows)
             ends_split = number + 1 == len(shards) or shards[number + 1].split != shard.split
-            if ends_split or num_waiting >= rows_per_group:
+            if ends_split or num_waiting >= _ROWS_PER_GROUP:
                 writer.write_table(pa.concat_tables(waiting), row_group_size=max(num_waiting, 1))
                 waiting, num_waiting = [], 0
 

@@ -116,9 +116,9 @@ class Split:
             lines.append(f"{self.name}: {bare:,} of {counted(len(self.index), 'sample')} have no label")
         if self.excluded_by:
             lists = ", ".join(f"{name} {count:,}" for name, count in self.excluded_by.items())
-            lines.append(
-                f"excluded from {self.name}: {len(self.excluded_rows):,} of {counted(len(self.index), 'sample')} ({lists})"
-            )
+            # Rows that `only` left out are on no list.
+            num_listed = min(len(self.excluded_rows), sum(self.excluded_by.values()))
+            lines.append(f"excluded from {self.name}: {num_listed:,} of {counted(len(self.index), 'sample')} ({lists})")
         return lines
 
     def manifest_rows(self, rows: np.ndarray | int) -> np.ndarray:
@@ -195,6 +195,12 @@ class Split:
         return replace(
             self, index=replace(self.index, labels=label_map[self.index.labels], max_label=int(label_map.max()))
         )
+
+    def without_labels(self) -> "Split":
+        """The same samples, of which none has a label."""
+        nothing = np.broadcast_to(np.int64(0), len(self.index) + 1)
+        index = replace(self.index, label_starts=nothing, labels=np.empty(0, np.int32), max_labels=0, max_label=-1)
+        return replace(self, index=index)
 
     def shard_of(self, rows: np.ndarray) -> np.ndarray:
         """Index into shard_paths of each sample, int64, the shape of rows."""

@@ -42,9 +42,7 @@ class AdhocSplit:
         """Returns this split, without labels unless they are labels of the classes `names`."""
         if self.label_names == list(names):
             return self
-        starts = np.zeros(len(self.split.index) + 1, np.int64)
-        none = replace(self.split.index, labels=np.empty(0, np.int32), label_starts=starts, max_labels=0)
-        return replace(self, split=replace(self.split, index=none), label_names=[])
+        return replace(self, split=self.split.without_labels(), label_names=[])
 
 
 def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Sequence[str]) -> AdhocSplit:
@@ -64,7 +62,8 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
             raise UserError(f"{places[0]}: split {split!r} has no images.")
         return AdhocSplit(opened, dataset.classes, dict(zip(dataset.classes, dataset.class_names, strict=True)))
     files = [path for place in places for path in _expand(place)]
-    label_names = {_names_of_tar(path) or tuple(names) for path in files if path.suffix == ".tar"} or {tuple(names)}
+    folders = {path.parent for path in files if path.suffix == ".tar"}
+    label_names = {_names_in(folder) or tuple(names) for folder in folders} or {tuple(names)}
     if len(label_names) > 1:
         raise UserError(
             f"images = {', '.join(places)}: these tars belong to data sets of different classes. Use tars of one data set."
@@ -134,7 +133,7 @@ def _in_tar(path: Path, num_classes: int, links: list[str]) -> list[_Image]:
     files: dict[str, tarfile.TarInfo] = {}
     before = len(links)
     try:
-        with tarfile.open(path, "r:") as tar:
+        with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
             for member in tar:
                 name = member.name
                 file = files.get(member.linkname) if member.islnk() else member
@@ -146,6 +145,10 @@ def _in_tar(path: Path, num_classes: int, links: list[str]) -> list[_Image]:
                         labels[name.removesuffix(".cls")] = int(content.read())
                 elif (member.islnk() or member.issym()) and (_is_image(name) or name.endswith(".cls")):
                     links.append(f"{path.name}/{name}")
+            raw.seek(tar.offset)
+            if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                # tarfile stops at a damaged header as it does at the end.
+                raise tarfile.ReadError(f"no header and no end mark at byte {tar.offset}")
     except (tarfile.TarError, ValueError) as error:
         raise UserError(
             f"images = {path} is not a complete tar of samples ({error}). Copy it again, or leave it out."
@@ -168,9 +171,9 @@ def _label_of(name: str, known: dict[str, int]) -> int:
     return known.get(name.rpartition(".")[0], known.get(folder + slash + last.partition(".")[0], -1))
 
 
-def _names_of_tar(path: Path) -> tuple[str, ...]:
-    """Class names of the data set in the tar's folder; empty if there is none."""
-    return tuple(open_dataset(path.parent).classes) if (path.parent / INFO).is_file() else ()
+def _names_in(folder: Path) -> tuple[str, ...]:
+    """Class names of the data set in a folder; empty if there is none."""
+    return tuple(open_dataset(folder).classes) if (folder / INFO).is_file() else ()
 
 
 def _as_split(images: list[_Image], note: str) -> Split:

@@ -49,7 +49,7 @@ def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sam
         image[:] = randaugment.randaugment(
             image, config.randaugment_layers, config.randaugment_magnitude, draws, config.randaugment_contrast
         )
-    if config.erase and random_numbers.uniform(seed, Purpose.ERASING, epoch, sample, 0) < config.erase:
+    if happens(config.erase, Purpose.ERASING):
         draws = random_numbers.uniform(
             seed, Purpose.ERASING, epoch, sample, np.arange(1, 1 + _ERASE_TRIES * _DRAWS_PER_TRY)
         )

@@ -99,10 +99,7 @@ def reduced(region: Region, factor: int) -> Region:
 
 
 def decode(
-    data: bytes,
-    choose: Callable[[int, int], Region],
-    factor: Callable[[], int] = lambda: 1,
-    library: Library | None = _LIBRARY,
+    data: bytes, choose: Callable[[int, int], Region], factor: Callable[[], int] = lambda: 1
 ) -> np.ndarray | None:
     """Decode a region to uint8 (height, width, 3) RGB, a view of a slightly larger array. Returns None if not possible.
 
@@ -111,9 +108,9 @@ def decode(
     not end with the end-of-image marker (truncated, or followed by other bytes); a libjpeg error or warning before the
     region's last row. Damage below the region is not detected.
     """
-    if library is None or not data.endswith(_END_OF_IMAGE):
+    if _LIBRARY is None or not data.endswith(_END_OF_IMAGE):
         return None
-    short, long = library
+    short, long = _LIBRARY
     handle = getattr(_handles, "handle", None)
     if handle is None:
         handle = _handles.handle = _Handle(short)

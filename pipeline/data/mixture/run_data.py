@@ -81,7 +81,7 @@ def open_run_data(
     if reads_labels:
         dataset, label_maps, class_notes = _bring_together(mixture.sets, datasets, splits)
     else:
-        splits[1:] = [_without_labels(part) for part in splits[1:]]
+        splits[1:] = [part.without_labels() for part in splits[1:]]
     for entry, other, label_map in zip(mixture.sets, datasets, label_maps, strict=True):
         for name, of_set in entry.evaluated.items():
             where = f"data.mix, {entry.path}, eval_split"
@@ -126,12 +126,6 @@ def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:
                 f"data.mix: {entry.path} and {other.path} are the same data set ({dataset.fingerprint}), both with split "
                 f"{entry.split!r}. Leave one of them out, and give the other the weight of both."
             )
-
-
-def _without_labels(split: Split) -> Split:
-    nothing = np.broadcast_to(np.int64(0), len(split.index) + 1)
-    index = replace(split.index, label_starts=nothing, labels=np.empty(0, np.int32), max_labels=0, max_label=-1)
-    return replace(split, index=index)
 
 
 def _bring_together(

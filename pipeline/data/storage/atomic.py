@@ -1,7 +1,7 @@
 """Files and objects as a whole. They are replaced atomically: a reader sees the old content or the new, never a part."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import BinaryIO
 
 from pipeline.base import files
@@ -13,14 +13,12 @@ def read_bytes(path: AnyPath) -> bytes:
     return path.read_bytes() if isinstance(path, BucketPath) else files.read_bytes(path)
 
 
-@contextmanager
-def replacing(path: AnyPath) -> Iterator[BinaryIO]:
+def replacing(path: AnyPath) -> AbstractContextManager[BinaryIO]:
     """A file that replaces `path` when the block ends, and is removed when the block raises.
 
     Locally this is `pipeline.base.files.replacing`; for a bucket, a temporary local file is uploaded at the end.
     """
-    with path.replacing() if isinstance(path, BucketPath) else files.replacing(path) as file:
-        yield file
+    return path.replacing() if isinstance(path, BucketPath) else files.replacing(path)
 
 
 def write_files(folder: AnyPath, contents: Mapping[str, bytes | str | None], mark: str = "") -> None:

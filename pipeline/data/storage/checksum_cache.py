@@ -25,7 +25,7 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True)
 class _CachedChecksum:
-    """A file, its state when it was read, and its checksum."""
+    """A file by its absolute path, its state when it was read, and its checksum."""
 
     path: str
     state: str
@@ -47,18 +47,18 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
     absolute = str(path.absolute() if isinstance(path, Path) else path)
     name = hashlib.sha256(absolute.encode("utf-8", "replace")).hexdigest()
     record = cache_home() / "proven" / f"{name[:32]}.json"
-    if json_record.read_or_none(record, _CachedChecksum) == _CachedChecksum(str(path), _state(path), expected):
+    if json_record.read_or_none(record, _CachedChecksum) == _CachedChecksum(absolute, _state(path), expected):
         return expected
     # The ranks of a node start together; one of them reads the file.
     with _locked_if_possible(record.with_suffix(".lock")) as can_write:
-        state = _state(path)
-        if json_record.read_or_none(record, _CachedChecksum) == _CachedChecksum(str(path), state, expected):
+        known = _CachedChecksum(absolute, _state(path), expected)
+        if json_record.read_or_none(record, _CachedChecksum) == known:
             return expected
         digest = _digest(path, algorithm)
         is_stable = not isinstance(path, Path) or abs(time.time() - path.stat().st_mtime) > _STABLE_SECONDS
-        if can_write and digest == expected and _state(path) == state and is_stable:
+        if can_write and digest == expected and _state(path) == known.state and is_stable:
             with contextlib.suppress(OSError), files.replacing(record) as file:
-                file.write(json.dumps(asdict(_CachedChecksum(str(path), state, digest))).encode())
+                file.write(json.dumps(asdict(known)).encode())
     return digest
 
 

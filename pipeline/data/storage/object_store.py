@@ -25,6 +25,8 @@ from pipeline.data.storage.retry import Retry, StorageError
 T = TypeVar("T")
 
 _CONNECT_SECONDS = 5.0
+# Of each part of an upload, by the client library, before the whole upload is retried: a shard of 1 GiB has 100 parts.
+_PART_ATTEMPTS = 5
 # A whole object is downloaded in pieces, because one connection carries only some 50-100 MB/s.
 _PIECE, _CONNECTIONS = 8 * 2**20, 4
 # How a URL holds a question mark of a key, and with further 25s what looks like one: see `key_in_url`.
@@ -115,8 +117,7 @@ class Store:
 
     def _connection(self, writing: bool = False) -> fs.FileSystem:
         # One for each process: a forked process must not use the locks and sockets of its parent.
-        seconds, attempts = self.retry.stall_seconds, self.retry.upload_attempts if writing else 1
-        return _connect(self.scheme, self.bucket, self.query, seconds, attempts, writing, os.getpid())
+        return _connect(self.scheme, self.bucket, self.query, self.retry.stall_seconds, writing, os.getpid())
 
 
 def key_in_url(key: str) -> str:
@@ -189,9 +190,7 @@ class ObjectReader:
 
 
 @functools.lru_cache(maxsize=64)
-def _connect(
-    scheme: str, bucket: str, query: str, stall_seconds: float, attempts: int, writing: bool, process: int
-) -> fs.FileSystem:
+def _connect(scheme: str, bucket: str, query: str, stall_seconds: float, writing: bool, process: int) -> fs.FileSystem:
     options = dict(urllib.parse.parse_qsl(query))
     anonymous = options.get("anonymous", "").lower() in ("1", "true")
     transport = options.get("scheme", "").lower() or None
@@ -219,7 +218,7 @@ def _connect(
         proxy_options=_proxy(endpoint or "https://s3.amazonaws.com"),
         request_timeout=stall_seconds,
         connect_timeout=_CONNECT_SECONDS,
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=attempts),
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_PART_ATTEMPTS if writing else 1),
         # With other values, a failed part or first request of an upload leaves a truncated or empty object (pyarrow 25).
         background_writes=True,
         allow_delayed_open=False,

@@ -1,10 +1,9 @@
 """Parquet files on disks and in buckets."""
 
-from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.base.errors import UserError
@@ -30,8 +29,6 @@ class _SingleThreaded(pq.ParquetFile):
     """Reads a Python file without Arrow's threads, which sometimes abort the process when it ends (apache/arrow issues
     34314 and 50482)."""
 
-    def read(self, columns: Any = None, use_threads: bool = False, **options: Any) -> pa.Table:
-        return super().read(columns, use_threads=use_threads, **options)
-
-    def iter_batches(self, *arguments: Any, use_threads: bool = False, **options: Any) -> Iterator[pa.RecordBatch]:
-        return super().iter_batches(*arguments, use_threads=use_threads, **options)
+    read = partialmethod(pq.ParquetFile.read, use_threads=False)
+    read_row_group = partialmethod(pq.ParquetFile.read_row_group, use_threads=False)
+    iter_batches = partialmethod(pq.ParquetFile.iter_batches, use_threads=False)

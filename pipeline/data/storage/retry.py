@@ -44,20 +44,17 @@ class Retry:
     """How long requests to an object store may take and are retried. Shared by all paths of a data set.
 
     seconds: how long a request is retried. setting: the setting that gave `seconds`, named in messages. stall_seconds: a
-    connection that transfers nothing for so long is closed, and the request retried. upload_attempts: of each part, by
-    the client library, before the whole upload is retried (a shard of 1 GiB has 100 parts). retries: the number of retries
-    so far.
+    connection that transfers nothing for so long is closed, and the request retried. retries: the number of retries so far.
     """
 
     seconds: float = 600.0
     setting: str = ""
     stall_seconds: float = 20.0
-    upload_attempts: int = 5
     retries: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple:
-        return Retry, (self.seconds, self.setting, self.stall_seconds, self.upload_attempts)
+        return Retry, (self.seconds, self.setting, self.stall_seconds)
 
     def call(self, url: str, action: Callable[[], T], is_transfer: bool = False) -> T:
         """Returns action(), which is repeated while it fails for a passing reason. Announced as a wait (pipeline/process/waits.py).

@@ -101,7 +101,8 @@ class ShardConfig:
         for name in ("val_share", "holdout_per_class"):
             if getattr(self, name) and "val" in self.splits:
                 raise UserError(
-                    f"{name} holds out images of 'train' as 'val', but splits already has a 'val': use one of them."
+                    f"{name} holds out images of 'train' as 'val', but splits = {quoted(self.splits)} already has a 'val'. Name "
+                    f"the others alone (splits.train=...), or leave {name} out."
                 )
         for name in ("val_share", "holdout_per_class", "min_images"):
             if getattr(self, name) and "train" not in self.splits:

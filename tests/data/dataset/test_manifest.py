@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.base.errors import UserError
+from pipeline.data.dataset import manifest
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, location_and_split, open_dataset, write_dataset
 from pipeline.data.storage.atomic import replacing
 
@@ -30,7 +31,7 @@ def rows(first: int, labels: list[list[int]]) -> pa.Table:
     return pa.Table.from_pydict(columns, ROWS)
 
 
-def write(path: Path, name: str = "train", **options: int) -> Dataset:
+def write(path: Path, name: str = "train") -> Dataset:
     path.mkdir(exist_ok=True)
     sizes = {f"{name}-000000.tar": 3, f"{name}-000001.tar": 2, "val-000000.tar": 1}
     shards = []
@@ -38,11 +39,12 @@ def write(path: Path, name: str = "train", **options: int) -> Dataset:
         (path / shard).write_bytes(b"x" * 1000)
         shards.append(Shard(shard, shard.split("-")[0], samples, 1000, "ab" * 32))
     tables = [rows(0, [[0], [1, 2], []]), rows(3, [[2], [1]]), rows(5, [[0, 1, 2]])]
-    return write_dataset(path, shards, tables, ["a", "b", "c"], {"path": "/raw"}, {"seed": 0}, **options)
+    return write_dataset(path, shards, tables, ["a", "b", "c"], {"path": "/raw"}, {"seed": 0})
 
 
-def test_arrays_of_a_split(tmp_path: Path) -> None:
-    write(tmp_path, rows_per_group=2)  # Two row groups in one split.
+def test_arrays_of_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_ROWS_PER_GROUP", 2)  # Two row groups in one split.
+    write(tmp_path)
     dataset = open_dataset(tmp_path)
     assert (dataset.splits, dataset.classes, dataset.num_classes) == (["train", "val"], ["a", "b", "c"], 3)
     train, val = dataset.split("train"), dataset.split("val")

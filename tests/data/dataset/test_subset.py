@@ -13,6 +13,7 @@ from pipeline.data.dataset.exclusion import EXCLUDED, rows_beyond_limit, write_l
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.mixture.subset import hold_out
 from pipeline.settings.quantities import Limit
 
 NOTHING = np.empty(0, np.int64)
@@ -65,6 +66,15 @@ def test_a_limited_split_is_a_split(dataset: Dataset) -> None:
     assert split.notes() == ["excluded from train: 18 of 30 samples (bad 2, data.limit 16)"]
     assert split.excluded != dataset.split("train", limit=Limit.parse("12"), seed=6).excluded
     assert dataset.split("train", limit=Limit.parse("100%")).excluded == dataset.split("train").excluded
+
+
+def test_samples_that_are_held_out_are_not_called_excluded(dataset: Dataset) -> None:
+    listed = {"split": ["train"] * 2, "row": [4, 9], "key": ["class/4", "class/9"], "reason": ["x"] * 2}
+    write_list(dataset, "bad", pa.table(listed, EXCLUDED))
+    rest, dev = hold_out(dataset.split("train"), 0.5, seed=0)
+    assert (len(rest), len(dev)) == (14, 14)
+    for split in (rest, dev):
+        assert split.notes() == [f"excluded from {split.name}: 2 of 30 samples (bad 2)"]
 
 
 @pytest.mark.parametrize("limit", ["29", "0", "0.1%"])

@@ -54,6 +54,18 @@ def test_links_in_a_tar(tmp_path: Path) -> None:
     assert said in split.notes()
 
 
+@pytest.mark.parametrize("damage", ["cut off", "damaged header"])
+def test_the_images_behind_damage_in_a_tar_are_missed(damage: str, tmp_path: Path) -> None:
+    """tarfile stopped there as if at the end, and those images were left out without a word."""
+    write_tar(file := tmp_path / "a.tar", {"a.jpg": b"a", "b.jpg": b"b"})
+    whole = file.read_bytes()
+    file.write_bytes(whole[:1024] if damage == "cut off" else whole[:1024] + b"x" + whole[1025:])
+    with pytest.raises(
+        UserError, match=r"a\.tar is not a complete tar of samples \(no header and no end mark at byte 1024\)"
+    ):
+        open_adhoc_split([str(file)], "val", "all", [])
+
+
 def test_hidden_files_are_ignored(tmp_path: Path) -> None:
     """As by sharding: a folder copied from a Mac has a `._NAME` for each file."""
     folder = tmp_path / ".album"

@@ -132,14 +132,15 @@ def test_restart_markers_and_a_thumbnail(encode: Encode) -> None:
     check(encode(noise(90, 70), "JPEG", exif=thumbnail), alone=True)
 
 
-def test_the_same_without_the_library() -> None:
+def test_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [simplejpeg.encode_jpeg(noise(70, 90, i), 85, colorsubsampling=s) for i, s in enumerate(("444", "420"))]
     chosen = [(3, 17, 40, 55), (0, 32, 70, 58), (69, 0, 1, 90)]
     found = [decode(data, lambda h, w, r=region: r) for data in files for region in chosen]
-    again = [decode(data, lambda h, w, r=region: r, by_region=False) for data in files for region in chosen]
+    monkeypatch.setattr(jpeg_region, "_LIBRARY", None)
+    assert jpeg_region.decode(files[0], lambda h, w: chosen[0]) is None
+    again = [decode(data, lambda h, w, r=region: r) for data in files for region in chosen]
     for a, b in zip(found, again, strict=True):
         assert np.array_equal(a, b)
-    assert jpeg_region.decode(files[0], lambda h, w: chosen[0], library=None) is None
 
 
 def test_a_cut_file_is_refused_wherever_the_region_is() -> None:

@@ -1,5 +1,6 @@
 """Data sets in a bucket are read and written like local ones; a node's ranks share one cache of their shards."""
 
+import inspect
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from faulty_s3 import S3, bucket_path, copy_folder, put, slow, stall
@@ -25,6 +27,7 @@ from pipeline.data.storage import object_store
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import name_inside, remove_tree, to_path, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.settings.run import AugmentConfig
 
@@ -111,6 +114,17 @@ def test_objects_are_files(s3: Server) -> None:
     remove_tree(folder)
     remove_tree(folder)
     assert list(walk_files(folder)) == []
+
+
+def test_tables_in_a_bucket_are_read_without_arrows_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them, a process may hang or abort when it ends. Row groups, of which indexes are made, were read with them."""
+    pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "a.parquet")
+    path = to_path("s3://bucket/a.parquet")
+    monkeypatch.setattr(type(path), "open", lambda path: (tmp_path / "a.parquet").open("rb"))
+    for method in ("read", "read_row_group", "iter_batches"):
+        arguments = inspect.signature(getattr(open_parquet(path), method)).parameters
+        assert arguments["use_threads"].default is False, method
+    assert open_parquet(path).read_row_group(0, columns=["a"]).to_pydict() == {"a": [1, 2]}
 
 
 def test_what_fails_while_it_is_written_is_not_there(s3: Server) -> None:

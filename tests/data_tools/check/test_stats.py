@@ -106,9 +106,10 @@ def test_a_mixed_shard_is_as_uneven_as_chance_and_a_sorted_one_is_not(tmp_path: 
     assert (mixes[3].largest, mixes[3].largest_share) == (15, pytest.approx(0.2))
 
 
-def test_batches_change_nothing(dataset: Dataset) -> None:
+def test_batches_change_nothing(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, mixes = count.count(dataset)
-    parts, part_mixes = count.count(dataset, batch_rows=7)
+    monkeypatch.setattr(count, "_BATCH", 7)
+    parts, part_mixes = count.count(dataset)
     assert mixes == part_mixes
     for split in dataset.splits:
         for name, value in vars(whole[split]).items():

@@ -17,7 +17,7 @@ from raw_images import encoded, settings, write_folder
 from data_tools.dedup import dedup, near_copies
 from data_tools.dedup.evaluate import PLANTS, measure_recall
 from data_tools.dedup.near_copies import NUM_CROPS, TestImages, is_plain, thumbnail
-from data_tools.dedup.pair_sheet import CaptionedImage, draw_pairs
+from data_tools.dedup.pair_sheet import draw_pairs, read_tile
 from data_tools.dedup.verify_pair import distance, reduced
 from data_tools.sharding import shard
 from pipeline.base.errors import UserError
@@ -308,8 +308,7 @@ def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> Non
 def test_a_damaged_copy_is_drawn_grey(tmp_path: Path) -> None:
     """Equal files are copies, also when no decoder reads them."""
     (tmp_path / "a.tar").write_bytes(b"no image")
-    dataset = SimpleNamespace(shards=lambda: [SimpleNamespace(name="a.tar")], shard_path=tmp_path.joinpath)
-    image = CaptionedImage.read(dataset, {"shard": 0, "offset": 0, "size": 8}, "0.000  a")
+    image = read_tile(str(tmp_path / "a.tar"), 0, 8, "0.000  a")
     assert len(np.unique(image.pixels)) == 1
     assert draw_pairs([(image, image)]).startswith(b"\x89PNG")
 

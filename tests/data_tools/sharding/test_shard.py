@@ -420,10 +420,9 @@ def test_a_shard_uploaded_before_a_kill_is_not_read_again(
     source: Path, tmp_path: Path, s3: tuple[S3, str], pictures: dict
 ) -> None:
     server, url = s3
-    listing = list_source(source, ShardConfig(source=str(source), out=url), tmp_path)
-    job = ShardingJob(
-        str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, "area", 95, True, None
-    )
+    config = ShardConfig(source=str(source), out=url)
+    listing = list_source(source, config, tmp_path)
+    job = ShardingJob(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), config, None)
     first = write_shard(job)
     server.reset()
     again = write_shard(job)

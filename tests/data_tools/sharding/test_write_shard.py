@@ -54,8 +54,9 @@ def job(tmp_path: Path) -> ShardingJob:
     """A shard of three images, and the folder for it."""
     source = write_folder({f"cat/{i}.jpg": jpeg(i) for i in range(3)}, tmp_path / "raw")
     (tmp_path / "out" / PARTS).mkdir(parents=True)
-    rows = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path).rows(np.arange(3))
-    return ShardingJob(str(source), str(tmp_path / "out"), "train-000000.tar", "train", rows, 0, "area", 95, True, None)
+    config = ShardConfig(source=str(source), out="unused")
+    rows = list_source(source, config, tmp_path).rows(np.arange(3))
+    return ShardingJob(str(source), str(tmp_path / "out"), "train-000000.tar", "train", rows, config, None)
 
 
 def test_a_write_that_stops_half_way_raises(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_a_cut_image_is_skipped_by_its_header_alone_too(job: ShardingJob, tmp_pa
     for number, data in ((1, jpeg(1)[:-30]), (2, cut)):
         (tmp_path / f"raw/cat/{number}.jpg").write_bytes(data)
         job.rows["size"][number] = len(data)
-    done = write_shard(replace(job, decode_all=False))
+    done = write_shard(replace(job, config=replace(job.config, inspect="header")))
     assert [(key, reason) for key, _, reason in done.skipped] == [
         ("cat/1", "cut off: it has no end marker"), ("cat/2", "cut off: it has no end marker")
     ]  # fmt: skip

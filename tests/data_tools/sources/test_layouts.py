@@ -278,6 +278,10 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     assert "meta.mat is missing" in refused(source, val_labels=str(few))
     _ground_truth(tmp_path)
     assert "'9' is none of the 3 numbers" in refused(source, val_labels=str(few))
+    savemat(tmp_path / "other.mat", {"meta": np.zeros(3)})
+    for content in (b"junk" * 99, (tmp_path / "meta.mat").read_bytes()[:300], (tmp_path / "other.mat").read_bytes()):
+        (tmp_path / "meta.mat").write_bytes(content)
+        assert "meta.mat is damaged (" in refused(source, val_labels=str(few))
     (source / "ILSVRC2012_img_val.tar").unlink()
     assert "has no 'ILSVRC2012_img_val.tar' (split 'val')" in refused(source)
     assert listed(source, layout="imagenet1k", splits={"train": "ILSVRC2012_img_train.tar"}).splits == ["train"]
@@ -337,6 +341,16 @@ def test_bad_tiny_imagenet(tmp_path: Path) -> None:
     assert listed(source).class_names == {}
     (source / "val/val_annotations.txt").unlink()
     assert "is no Tiny-ImageNet: it has no val/val_annotations.txt" in refused(source, layout="tiny_imagenet")
+
+
+def test_images_are_not_held_out_where_the_layout_has_a_val_split_itself(tmp_path: Path) -> None:
+    """There were two splits 'val', whose shards had the same names."""
+    source = write_folder(TINY, tmp_path / "raw")
+    for name, value in (("val_share", 0.5), ("holdout_per_class", 1)):
+        said = refused(source, **{name: value})
+        assert f"{name} holds out images of 'train' as 'val', but splits = " in said
+        assert "already has a 'val'" in said
+    assert listed(source, splits={"train": "train"}, val_share=0.5).splits == ["train"]
 
 
 # --- Flat -------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +21,7 @@ from data_tools.check.contact_sheet import draw_sheet
 from data_tools.sharding import shard
 from data_tools.sharding.index import run as index
 from data_tools.sharding.write_shard import ShardingJob, write_shard
-from data_tools.sources import Listing, list_source
+from data_tools.sources import Listing, Reader, list_source
 from data_tools.sources.layouts import folder
 from data_tools.sources.layouts.archive import tar_members
 from pipeline.base.errors import UserError
@@ -199,7 +200,13 @@ def test_odd_paths_of_a_list(tmp_path: Path) -> None:
     }
     rows_of_job = listing.rows(range(len(listing)))
     job = ShardingJob(
-        str(tmp_path), str(tmp_path / "out"), "train-000000.tar", "train", rows_of_job, 0, "area", 95, True, None
+        str(tmp_path),
+        str(tmp_path / "out"),
+        "train-000000.tar",
+        "train",
+        rows_of_job,
+        ShardConfig(source="", out=""),
+        None,
     )
     (tmp_path / "out/.parts").mkdir(parents=True)
     done = write_shard(job)
@@ -327,6 +334,16 @@ def test_odd_members_of_a_zip(tmp_path: Path) -> None:
     assert [(where, reason.split(";")[0]) for _, where, reason in listing.skipped] == [
         ("cat/locked.jpg", "it is encrypted"), ("cat/rare.jpg", "it is packed by a rare method")
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_an_empty_member_of_a_zip_is_an_empty_file(method: int, tmp_path: Path) -> None:
+    """Of a stored one, a byte too many was read, which was said to be another size than the listed one."""
+    with zipfile.ZipFile(tmp_path / "raw.zip", "w", method) as file:
+        file.writestr("cat/1.jpg", b"")
+    rows = listed(tmp_path / "raw.zip").rows(np.arange(1))
+    with Reader() as reader:
+        assert reader.read(*(rows[name][0] for name in ("path", "offset", "size", "packed"))) == b""
 
 
 # ---------------------------------------------------------------- webdataset
