@@ -177,6 +177,17 @@ def test_a_setting_that_diverges_is_not_chosen_and_no_score(data: Dataset) -> No
         run_cell(SweepJob(cell_of(data, settings), settings))
 
 
+def test_a_setting_that_diverges_by_its_last_update_is_not_chosen(data: Dataset) -> None:
+    """The training's own losses are finite: the first step has a rate of 0, the second is the last."""
+    settings = config(data, "protocol.length=[2 steps]", "protocol.schedule.warmup=1 steps", "protocol.lr=[1e30]",
+                      "protocol.weight_decay=[1e20]", "protocol.clip=0")  # fmt: skip
+    outcome = run_cell(SweepJob(cell_of(data, settings, "search"), settings))
+    assert (outcome["accuracy"], outcome["diverged"]) == (0.0, 2)
+    assert "loss" not in outcome, "results are JSON, which has no NaN"
+    with pytest.raises(UserError, match=r"dtd diverged by step 2 with lr 1e\+30"):
+        run_cell(SweepJob(cell_of(data, settings), settings))
+
+
 @pytest.mark.parametrize("method", ["linear", "knn"])
 def test_a_probe_chooses_on_200_and_learns_from_all(data: Dataset, method: str) -> None:
     settings = config(data, f"method={method}", "protocol.l2=[1e9, 64]", "protocol.neighbours=[30, 3]")
