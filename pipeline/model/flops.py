@@ -36,8 +36,7 @@ def forward_macs(config: Config) -> int:
     if config.small_stem is not None:
         stem, channels = _small_stem_macs(config.small_stem, config.image_size), config.small_stem[-1]
     N, D, M = config.num_tokens, config.width, config.mlp_width
-    rows, columns = config.grid
-    embedding = rows * columns * channels * config.patch_size**2 * D
+    embedding = config.num_patches * channels * config.patch_size**2 * D
     dense = N * (4 * D**2 + (3 if config.swiglu else 2) * D * M)  # q, k, v, out; MLP
     return stem + embedding + config.num_blocks * dense + attention_macs(config)
 

@@ -114,7 +114,7 @@ class Mae(Objective):
         vit = backbone.config
         check_mae_backbone(vit)
         assert isinstance(vit, ViTConfig), "check_mae_backbone refuses it"
-        self.num_patches = vit.grid[0] * vit.grid[1]
+        self.num_patches = vit.num_patches
         self.num_kept = int(self.num_patches * (1 - settings.mask_share))
         if self.num_kept < 1:
             raise UserError(
