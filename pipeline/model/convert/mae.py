@@ -16,7 +16,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import ADDITION, Entries, Weights
+from pipeline.model.convert.entries import Entries, Weights
 from pipeline.model.convert.names import HIDDEN_ACTS, NAMES, add_block, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json, PixelMean, PixelStd
@@ -69,9 +69,8 @@ def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> 
     found: _MaeConfig = json_record.convert(config, _MaeConfig, "config.json")
     facts = {"num_heads": found.decoder_num_attention_heads, "normalise": found.norm_pix_loss}
     note = "the decoder of MAE, which only train.loss=mae uses, is no part of the model"
-    added = {f"{ADDITION}{name}": part for name, part in read_decoder(decoder, weights.config).items()}
     return weights._replace(
-        state=weights.state | added,
+        added=read_decoder(decoder, weights.config),
         extra=weights.extra | {DECODER: facts | {"mean": weights.mean, "std": weights.std}},
         notes=[*weights.notes, note],
     )
