@@ -240,7 +240,7 @@ class Mae(Objective):
         """(B, 3, H, W) in [-1, 1] -> the same images with the mean and deviation of the pixels that are predicted."""
         if (self.mean, self.std) == (HALF, HALF):
             return images
-        mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (self.mean, self.std))
+        mean, std = (to_device(torch.tensor(v), images.device).view(1, 3, 1, 1) for v in (self.mean, self.std))
         return (images * 0.5 + 0.5 - mean) / std
 
     def predict(self, images: Tensor, kept: Tensor, places: Tensor) -> Tensor:
