@@ -169,7 +169,9 @@ def test_weights_and_images_whose_names_are_not_utf8(photos: Path, tmp_path: Pat
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     photos.rename(folder)
     weights, out = save(folder / "random.pt"), tmp_path / "table.parquet"
-    run(weights, folder / "bee", out)
+    like = folder / os.fsdecode(b"\xe9.png")
+    like.write_bytes((folder / "bee" / "1.png").read_bytes())
+    run(weights, folder / "bee", out, f"like={like}")
     table = pq.read_table(out)
     assert table.schema.metadata[b"weights"] == f"{tmp_path}/caf\\udce9/random.pt".encode()
     assert f"{tmp_path}/caf\\udce9/bee/1.png" in table["key"].to_pylist()
