@@ -108,6 +108,12 @@ def test_scaled_decoding_is_refused_as_images_are_kept(data: Dataset) -> None:
         config(data, "protocol.augment.scaled_decoding=true")
 
 
+@pytest.mark.parametrize("twice", ["lr=[0.1,1e-1]", "weight_decay=[0,0.0]", "length=[5 steps,5 steps]"])
+def test_a_setting_is_not_tried_twice(data: Dataset, twice: str) -> None:
+    with pytest.raises(UserError, match=rf"protocol\.{twice.partition('=')[0]}"):
+        config(data, f"protocol.{twice}")
+
+
 @pytest.mark.parametrize("resize_filter", ["linear", "antialias", "bilinear"])
 @pytest.mark.parametrize("crop", ["none", "resize_crop", "resize_small_crop", "inception"])
 def test_images_that_are_kept_make_the_same_views(data: Dataset, crop: str, resize_filter: str) -> None:
