@@ -366,8 +366,7 @@ class ViTConfig(Fields):
     @property
     def num_corrupted(self) -> int:
         """Number of patches that masked prediction corrupts: half of them (ViT paper, B.1.2)."""
-        rows, columns = self.grid
-        return (rows * columns + 1) // 2
+        return (self.num_patches + 1) // 2
 
     @property
     def patch_outputs(self) -> int:

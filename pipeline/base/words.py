@@ -37,5 +37,9 @@ def aligned(rows: Sequence[Sequence[str]], num_left: float = math.inf) -> list[s
 
 
 def shorten(name: str, most: int = 24) -> str:
-    """Shorten a name to `most` characters by cutting its middle, because long names differ at the ends."""
+    """Shorten a name to `most` characters by cutting its middle, because long names differ at the ends.
+
+    For figures, in which Matplotlib cannot draw what is not UTF-8: bytes of a path that are not become question marks.
+    """
+    name = name.encode(errors="replace").decode()
     return name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"

@@ -4,7 +4,7 @@ Shapes: B batch, H, W image height and width, D features, K classes.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,9 +145,7 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
     holds: what the folder is for. Prints of what the results are that will be replaced. Raises UserError when it cannot be
     written, holds results of another kind, or is runs/<kind>/<weights>-<name> with results of other weights of this name.
     """
-    path = Path(weights)
-    if path.name in FILES:
-        path = path.parent  # Such a name says nothing of the weights.
+    path = _named(weights)
     parent = path.absolute().parent
     parts = [path.resolve().stem, *([name] if name else [])]
     if out:
@@ -160,7 +158,7 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
         # In checkpoint.folder, the folder of a run's checkpoints has its name.
         of_run = [parent.name] if CHECKPOINT.fullmatch(path.name) else []
         folder = Path("runs") / kind / "-".join(of_run + parts)
-        if (earlier := _results_in(folder)) and _place(earlier.weights) != _place(weights):
+        if (earlier := _results_in(folder)) and _named(earlier.weights).resolve() != path.resolve():
             raise UserError(f"{folder} holds results of {earlier.weights}. Set out=FOLDER for those of {weights}.")
     try_output("out", folder, holds=holds)
     # A folder's name says neither the step of a run's newest checkpoint nor where the data are.
@@ -173,10 +171,10 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
     return folder
 
 
-def _place(weights: str) -> Path:
+def _named(weights: str) -> Path:
     """The path of weights, without a file name that says nothing of them."""
     path = Path(weights)
-    return (path.parent if path.name in FILES else path).resolve()
+    return path.parent if path.name in FILES else path
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,5 @@ class _Results:
 
 def _results_in(folder: Path) -> _Results | None:
     """What the results in a folder are of; None if there are none."""
-    for file in ("scores.json", "explain.json"):
-        with suppress(OSError, UserError):
-            return json_record.read(folder / file, _Results)
-    return None
+    found = (json_record.read_or_none(folder / file, _Results) for file in ("scores.json", "explain.json"))
+    return next(filter(None, found), None)

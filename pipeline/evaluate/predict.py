@@ -101,10 +101,13 @@ def read_class_names(config: LookConfig) -> list[str] | None:
     if not config.class_names:
         return None
     try:
-        return read_bytes(Path(config.class_names)).decode("utf-8-sig").splitlines()  # Notepad may write a mark.
+        names = read_bytes(Path(config.class_names)).decode("utf-8-sig").splitlines()  # Notepad may write a mark.
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"class_names = {config.class_names} cannot be read: {reason}.") from None
+    if not names:
+        raise UserError(f"class_names = {config.class_names} is empty. Write a name a line, or leave it out.")
+    return names
 
 
 def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: int) -> Predictions:

@@ -68,7 +68,7 @@ class _Summary:
     def __init__(self, model: VisionTransformer, images: Tensor):
         self.config, self.has_token = model.config, model.config.pool in ("token", "both")
         # The patches come last; before them the class token, and registers, which the head does not read.
-        self.first_patch = self.config.num_tokens - math.prod(self.config.grid)
+        self.first_patch = self.config.num_tokens - self.config.num_patches
         self.patch_distances = patch_distances(self.config).to(images.device)
         self.identity = torch.eye(self.config.num_tokens, device=images.device).expand(len(images), -1, -1)
         self.rollout = self.product = self.identity

@@ -3,7 +3,6 @@
 Shapes: B images, D width, h x w patches.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +32,8 @@ def patch_components(model: VisionTransformer, images: Tensor, batch: int) -> Pa
 
     The largest weight of a component is positive, so that the same weights and images give the same colours.
     """
-    grid = model.config.grid
-    tokens = [model.encode(model.embed(part))[:, -math.prod(grid) :].double().cpu() for part in images.split(batch)]
+    first = -model.config.num_patches
+    tokens = [model.encode(model.embed(part))[:, first:].double().cpu() for part in images.split(batch)]
     patches = torch.cat(tokens).flatten(0, 1)
     centred = patches - patches.mean(0)
     variances, vectors = torch.linalg.eigh(centred.T @ centred)  # Ascending; (D, D), however many patches there are.
@@ -46,4 +45,4 @@ def patch_components(model: VisionTransformer, images: Tensor, batch: int) -> Pa
     varies = high - low > 1e-9 * patches.abs().max()
     colours = torch.where(varies, (values - low) / torch.where(varies, high - low, 1), 0.5).clamp(0, 1)
     shares = variances / variances.sum().clamp(min=torch.finfo(torch.float64).tiny)
-    return PatchComponents(colours.float().unflatten(0, (len(images), *grid)), shares[:3].float())
+    return PatchComponents(colours.float().unflatten(0, (len(images), *model.config.grid)), shares[:3].float())

@@ -144,15 +144,15 @@ def _draw_weights(loaded: LoadedModel, drawings: set[str], results: ExplainResul
     model = loaded.model
     if "filters" in drawings:
         filters = principal_filters(model)
-        results.drawings["filters"] = figures.draw_filters(filters, "Filters of the first layer")
+        results.drawings["filters"] = figures.draw_filters(filters)
         results.numbers["filter_variance_shares"] = filters.shares.tolist()
     if not isinstance(model, VisionTransformer):
         return
     if "positions" in drawings and (similarity := position_similarity(model)) is not None:
-        results.drawings["positions"] = figures.draw_positions(similarity, "Similarity of position embeddings")
+        results.drawings["positions"] = figures.draw_positions(similarity)
     if "cost" in drawings:
         own, others = cost(model.config), costs(model.config)
-        results.drawings["cost"] = figures.draw_costs(others, own, "Cost for other sizes of image and patch")
+        results.drawings["cost"] = figures.draw_costs(others, own)
         results.tables["cost"] = [_cost_row(each) for each in others]
         results.numbers["cost"] = _cost_row(own)
         print(
@@ -183,7 +183,7 @@ def _draw_images(
 
     model = loaded.model
     if isinstance(model, VisionTransformer) and "patches" in drawings:
-        results.drawings["patches"] = figures.draw_patches(drawn[0].numpy(), model.config, "An image as tokens")
+        results.drawings["patches"] = figures.draw_patches(drawn[0].numpy(), model.config)
     if isinstance(model, VisionTransformer) and drawings & _ATTENTION_DRAWINGS:
         images = loaded.images(pixels)
         _draw_attention(config, model, drawings, images, drawn.numpy(), captions, results)

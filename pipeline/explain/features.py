@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import as_bytes
 from pipeline.base.gallery import DPI
 from pipeline.base.page import png
 from pipeline.base.words import counted
@@ -129,8 +130,9 @@ def _table(
     about = {"weights": config.weights, "image_size": str(loaded.image_size), "precision": config.precision}
     if note := checkpoint_note(loaded.extra):
         about["checkpoint"] = note
+    metadata = {name: as_bytes(text) for name, text in about.items()}
     columns = [images.split.keys(rows), images.labels(rows), vectors, [seen.problems.get(row) for row in rows.tolist()]]
-    return pa.table(columns, pa.schema(fields, metadata=about))
+    return pa.table(columns, pa.schema(fields, metadata=metadata))
 
 
 def _draw_neighbours(

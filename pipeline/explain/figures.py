@@ -72,7 +72,7 @@ def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
     return figure
 
 
-def draw_positions(similarity: Tensor, title: str) -> Figure:
+def draw_positions(similarity: Tensor) -> Figure:
     """Cosine similarity of position embeddings, (T, h, w, h, w): at the place of each patch, its similarity to all patches."""
     num_tables = len(similarity)
     columns = min(4, num_tables)
@@ -100,7 +100,7 @@ def draw_positions(similarity: Tensor, title: str) -> Figure:
     bar = figure.colorbar(image, ax=panels.tolist(), shrink=0.8)
     bar.set_label("cosine similarity", fontsize=TEXT)
     bar.ax.tick_params(labelsize=SMALL)
-    figure.suptitle(title, fontsize=TITLE, weight="bold")
+    figure.suptitle("Similarity of position embeddings", fontsize=TITLE, weight="bold")
     return figure
 
 
@@ -112,7 +112,7 @@ def _sheet(tiles: np.ndarray, gap: int, fill: float) -> np.ndarray:
     return sheet.swapaxes(1, 2).reshape(rows * (height + gap), columns * (width + gap), *channels)[:-gap, :-gap]
 
 
-def draw_filters(filters: Filters, title: str) -> Figure:
+def draw_filters(filters: Filters) -> Figure:
     """Principal components, each with its share of the variance; grey is zero, and each is scaled on its own."""
     tiles = []
     for number, (component, share) in enumerate(zip(filters.components, filters.shares.tolist(), strict=True), start=1):
@@ -121,10 +121,10 @@ def draw_filters(filters: Filters, title: str) -> Figure:
     count, of = len(tiles), f"{counted(filters.num_filters, 'filter')}"
     height, width = filters.components.shape[2:]
     note = f"{count} principal components of {of}, {height} × {width} px, and their shares of the variance ({filters.shares.sum():.1%} in all)"
-    return gallery([tiles[i : i + 7] for i in range(0, count, 7)], title, note)
+    return gallery([tiles[i : i + 7] for i in range(0, count, 7)], "Filters of the first layer", note)
 
 
-def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
+def draw_patches(pixels: np.ndarray, config: ViTConfig) -> Figure:
     """An image with the borders of its patches, and cut into them."""
     h, w = config.grid
     patch, step = config.patch_pixels, config.stride * config.reduction
@@ -154,11 +154,11 @@ def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
     )
     for axes in (whole, cut):
         axes.set_axis_off()
-    figure.suptitle(title, fontsize=TITLE, weight="bold", parse_math=False)
+    figure.suptitle("An image as tokens", fontsize=TITLE, weight="bold")
     return figure
 
 
-def draw_costs(costs: Sequence[Cost], own: Cost, title: str) -> Figure:
+def draw_costs(costs: Sequence[Cost], own: Cost) -> Figure:
     """Tokens, multiply-adds and attention's share of them against the side of the image, a line for each patch side."""
     figure = Figure(figsize=(9.6, 3.4), layout="constrained")
     panels: dict[str, Callable[[Cost], float]] = {
@@ -182,7 +182,7 @@ def draw_costs(costs: Sequence[Cost], own: Cost, title: str) -> Figure:
     macs.set_yscale("log")
     share.set_ylim(0)
     tokens.legend(fontsize=SMALL, frameon=False)
-    figure.suptitle(title, fontsize=TITLE, weight="bold")
+    figure.suptitle("Cost for other sizes of image and patch", fontsize=TITLE, weight="bold")
     return figure
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_bytes, replacing
+from pipeline.base.files import as_bytes, read_bytes, replacing
 from pipeline.base.npz import check_sizes
 from pipeline.model.convert.reading import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, checkpoints_of, newest_complete, repair_latest
@@ -269,7 +269,7 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], jsons: Mapping[str
     folder.mkdir(parents=True)
     write_safetensors(tensors, folder / "model.safetensors")
     for name, content in jsons.items():
-        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        (folder / name).write_bytes(as_bytes(json.dumps(content, indent=2, ensure_ascii=False) + "\n"))
 
 
 def optional(name: str, purpose: str) -> ModuleType:

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
 from pipeline.model.build import build
-from pipeline.model.resnet import unit_shapes
+from pipeline.model.resnet import STEM_WIDTH, stem_channels, unit_shapes
 
 
 @cache
@@ -31,13 +31,11 @@ def forward_macs(config: Config) -> int:
         return _resnet_macs(config.units, config.width, config.image_size)
     stem, channels = 0, 3
     if config.stem is not None:
-        stem = _resnet_macs(config.stem, 64, config.image_size)
-        channels = 64 * 2 ** (len(config.stem) + 1) if config.stem else 64
+        stem, channels = _resnet_macs(config.stem, STEM_WIDTH, config.image_size), stem_channels(config.stem)
     if config.small_stem is not None:
         stem, channels = _small_stem_macs(config.small_stem, config.image_size), config.small_stem[-1]
     N, D, M = config.num_tokens, config.width, config.mlp_width
-    rows, columns = config.grid
-    embedding = rows * columns * channels * config.patch_size**2 * D
+    embedding = config.num_patches * channels * config.patch_size**2 * D
     dense = N * (4 * D**2 + (3 if config.swiglu else 2) * D * M)  # q, k, v, out; MLP
     return stem + embedding + config.num_blocks * dense + attention_macs(config)
 

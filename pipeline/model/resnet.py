@@ -20,6 +20,7 @@ from pipeline.architecture.config import ResNetConfig
 from pipeline.model.layers import Dense, check_images, initialize_head, kernel_names, lecun_normal, run_block
 
 GROUPS = 32
+STEM_WIDTH = 64  # channels of the root of a hybrid's stem
 
 
 class StdConv(nn.Conv2d):
@@ -124,6 +125,11 @@ def unit_shapes(units: tuple[int, ...], width: int) -> list[tuple[int, int, int]
     return shapes
 
 
+def stem_channels(units: tuple[int, ...]) -> int:
+    """Number of channels that a hybrid's stem of these units returns."""
+    return 4 * STEM_WIDTH * 2 ** (len(units) - 1) if units else STEM_WIDTH
+
+
 class SameStdConv(StdConv):
     """StdConv as in the hybrid's code: padding "SAME", which may be asymmetric, and 1e-5 added to the deviation."""
 
@@ -166,12 +172,12 @@ class HybridStem(nn.Module):
     (B, 3, height, width) -> (B, num_channels, h, w).
     """
 
-    def __init__(self, units: tuple[int, ...], width: int = 64):
+    def __init__(self, units: tuple[int, ...]):
         super().__init__()
-        self.num_channels = 4 * width * 2 ** (len(units) - 1) if units else width
-        self.root = SameStdConv(3, width, 7, stride=2)
-        self.norm = nn.GroupNorm(GROUPS, width, eps=1e-6)
-        self.units = nn.Sequential(*(PostActivationUnit(*shape) for shape in unit_shapes(units, width)))
+        self.num_channels = stem_channels(units)
+        self.root = SameStdConv(3, STEM_WIDTH, 7, stride=2)
+        self.norm = nn.GroupNorm(GROUPS, STEM_WIDTH, eps=1e-6)
+        self.units = nn.Sequential(*(PostActivationUnit(*shape) for shape in unit_shapes(units, STEM_WIDTH)))
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.norm(self.root(images)))

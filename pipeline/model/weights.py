@@ -22,7 +22,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
-from pipeline.model.convert.entries import ADDITION, Weights, check_tensors
+from pipeline.model.convert.entries import Weights, check_tensors
 from pipeline.model.convert.mae import DECODER, DecoderFacts
 from pipeline.model.convert.official import read_npz
 from pipeline.model.convert.preprocessing import SavedPreprocessing
@@ -32,6 +32,8 @@ from pipeline.model.position import resample_state, resampling_note
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
+# Before the name of a tensor that is no part of the model, but of the objective that trained it.
+ADDITION = "objective."
 
 Say = Callable[[str], object]
 Content = tuple[Config, dict[str, Tensor], dict[str, Any]]
@@ -97,8 +99,7 @@ def read_weights(path: StrPath, say: Say = _silent) -> Content:
         notes = [*weights.notes, *_check_extra(weights.extra, weights.config)]
     for note in notes:
         say(note)
-    state = {name: tensor for name, tensor in weights.state.items() if not name.startswith(ADDITION)}
-    return weights.config, state, {name: value for name, value in weights.extra.items() if name != DECODER}
+    return weights.config, weights.state, {name: value for name, value in weights.extra.items() if name != DECODER}
 
 
 def checkpoint_note(extra: Mapping[str, Any]) -> str:
@@ -112,9 +113,8 @@ def checkpoint_note(extra: Mapping[str, Any]) -> str:
 def read_additions(path: StrPath) -> tuple[dict[str, Tensor], DecoderFacts]:
     """Returns what a training objective added to the model in these weights, fp32, {} for nothing; and facts of MAE's decoder."""
     weights = _read(files.find_file(Path(path)))
-    added = {n.removeprefix(ADDITION): tensor for n, tensor in weights.state.items() if n.startswith(ADDITION)}
     facts = json_record.convert(_as_json(weights.extra.get(DECODER, {})), DecoderFacts, f"extra.{DECODER}")
-    return added, facts
+    return dict(weights.added), facts
 
 
 def read_normalisation(path: StrPath) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -153,18 +153,21 @@ def _read_ours(content: dict[str, Any]) -> Weights:
         state = content.get("state")
         if not isinstance(state, Mapping):
             raise UserError("it holds no state.")
-        added = {name: tensor for name, tensor in state.items() if name.startswith(ADDITION)}
-        state = {name: tensor for name, tensor in state.items() if not name.startswith(ADDITION)}
+        added = {n: t for n, t in state.items() if isinstance(t, Tensor) and str(n).startswith(ADDITION)}
+        state = {name: tensor for name, tensor in state.items() if name not in added}
         with torch.device("meta"):
             expected = build(config).state_dict()
         check_tensors(state, {name: tuple(tensor.shape) for name, tensor in expected.items()})
     except UserError as error:
         raise UserError(f"{error} {ADVICE}") from error
-    weights = Weights(config, {name: tensor.float() for name, tensor in (state | added).items()}, dict(found.extra), [])
-    if added:
-        weights.notes.append(
-            f"{counted(len(added), 'tensor')} of the training objective, which are no part of the model"
-        )
+    notes = [f"{counted(len(added), 'tensor')} of the training objective, which are no part of the model"] * bool(added)
+    weights = Weights(
+        config,
+        {name: tensor.float() for name, tensor in state.items()},
+        dict(found.extra),
+        notes,
+        added={name.removeprefix(ADDITION): tensor.float() for name, tensor in added.items()},
+    )
     return _without_masking(weights, config) if isinstance(config, ViTConfig) and config.masked else weights
 
 

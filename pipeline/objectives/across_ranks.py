@@ -94,6 +94,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        distributed.all_reduce(total)
-        return total.chunk(distributed.get_world_size())[distributed.get_rank()]
+        return summed(gradient).chunk(distributed.get_world_size())[rank()]

@@ -144,14 +144,11 @@ class Dino(Objective):
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
         check_backbone(config, backbone.config)
         given: DinoSettings = cls.settings(config)
-        masks = cls._masks(config, backbone.config) if given.ibot_weight else None
+        masks = None
+        if given.ibot_weight:
+            assert isinstance(backbone.config, ViTConfig), "check_backbone refuses others"
+            masks = BlockMasks(backbone.config.grid, (given.ibot_share_min, given.ibot_share_max), config.seed)
         return cls(backbone, given, masks, _share(config, "temperature_warmup"), _share(config, "frozen"))
-
-    @staticmethod
-    def _masks(config: RunConfig, model: Config) -> BlockMasks:
-        assert isinstance(model, ViTConfig), "check_backbone refuses it"
-        given: DinoSettings = Dino.settings(config)
-        return BlockMasks(model.grid, (given.ibot_share_min, given.ibot_share_max), config.seed)
 
     def __init__(
         self,
@@ -308,17 +305,6 @@ class Dino(Objective):
 
 
 # ---------------------------------------------------------------------- the formulae
-def cross_entropy(
-    student: Tensor, teacher: Tensor, student_temperature: float, teacher_temperature: float, centre: Tensor
-) -> Tensor:
-    """The loss of one pair of views: the mean over B of the cross-entropy of softmax(student / temperature) to the teacher's.
-
-    student, teacher: outputs (B, K). centre: (K,), subtracted from the teacher's. Returns a scalar, float32.
-    """
-    targets = ((teacher.float() - centre) / teacher_temperature).softmax(1)
-    return _losses(student.float() / student_temperature, targets).mean()
-
-
 def pair_losses(student: Tensor, targets: Tensor) -> Tensor:
     """The loss of each image, (B,): the mean of the cross-entropy over pairs of a view of the teacher and another of the student.
 
@@ -335,16 +321,13 @@ def _losses(logits: Tensor, targets: Tensor, total: int = 1) -> Tensor:
     return total * logits.logsumexp(-1) - (targets * logits).sum(-1)
 
 
-def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, counted: Tensor | None = None) -> Tensor:
+def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, counted: Tensor) -> Tensor:
     """Sinkhorn-Knopp: assigns samples to prototypes so that all prototypes have the same share. Collective.
 
     exp(outputs / temperature) is scaled in turn to equal sums over samples and over prototypes. outputs: (B, K) of this rank; the sums
     are over all ranks. counted: bool (B,), which samples take part; the others get zeros. Returns probabilities, float32 (B, K).
     """
-    scaled = outputs.float() / temperature
-    if counted is None:
-        counted = torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
-    scaled = torch.where(counted[:, None], scaled, -torch.inf)
+    scaled = torch.where(counted[:, None], outputs.float() / temperature, -torch.inf)
     shares = (scaled - largest(scaled.max()).clamp(min=torch.finfo(torch.float32).min)).exp()
     num_samples, num_prototypes = summed(counted.float().sum()).clamp(min=1), outputs.shape[1]
     for _ in range(iterations):
@@ -353,14 +336,12 @@ def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, coun
     return shares * num_samples
 
 
-def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
+def koleo(features: Tensor, counted: Tensor) -> Tensor:
     """KoLeo (Sablayrolles et al., arXiv 1806.03198): the mean over B of -log(distance to the nearest other + 1e-8). Collective.
 
     features: (B, D) of this rank, L2-normalised here in float32; the nearest is sought on all ranks. counted: bool (B,), which samples
     take part. Returns a scalar.
     """
-    if counted is None:
-        counted = torch.ones(len(features), dtype=torch.bool, device=features.device)
     own = F.normalize(features.float(), dim=1)
     every, of_every = gathered(own), gathered(counted.float()) > 0
     column = torch.arange(len(every), device=own.device)

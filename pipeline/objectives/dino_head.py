@@ -37,11 +37,6 @@ class DinoHead(nn.Module):
                 nn.init.zeros_(layer.bias)
         self.last = Prototypes(bottleneck, prototypes)
 
-    @property
-    def macs(self) -> int:
-        """Multiply-adds for one vector."""
-        return sum(parameter.numel() for name, parameter in self.named_parameters() if name.endswith("weight"))
-
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.mlp(x))
 

@@ -24,7 +24,7 @@ from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import Model, ViTConfig, build, read_weights, rope
-from pipeline.model.convert.mae import DECODER, DecoderFacts, fold_pixels
+from pipeline.model.convert.mae import DECODER, DecoderFacts, decoder_depth, fold_pixels
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD
 from pipeline.model.layers import Dense, run_block, take_tokens
 from pipeline.model.position import sincos2d
@@ -114,7 +114,7 @@ class Mae(Objective):
         vit = backbone.config
         check_mae_backbone(vit)
         assert isinstance(vit, ViTConfig), "check_mae_backbone refuses it"
-        self.num_patches = vit.grid[0] * vit.grid[1]
+        self.num_patches = vit.num_patches
         self.num_kept = int(self.num_patches * (1 - settings.mask_share))
         if self.num_kept < 1:
             raise UserError(
@@ -154,7 +154,6 @@ class Mae(Objective):
 
         say: called with a line for what is assumed of the decoder. known: fields of `DecoderFacts` that are not taken from the weights.
         """
-        config, state, _ = read_weights(path)
         additions, facts = read_additions(path)
         embed, usual = additions.get("decoder_embed.weight"), MaeSettings()
         if embed is None:
@@ -169,9 +168,10 @@ class Mae(Objective):
             )
         heads, normalise = facts.num_heads or usual.decoder_heads, facts.normalise is not False
         facts = replace(facts, num_heads=heads, normalise=normalise)
-        depth = len({name.split(".")[1] for name in additions if name.startswith("decoder_blocks.")})
+        depth = decoder_depth(additions)
         settings = MaeSettings(decoder_width=len(embed), decoder_depth=depth, decoder_heads=heads, normalise=normalise)
         settings.check()
+        config, state, _ = read_weights(path)
         found = cls(build(config), settings)
         found.mean, found.std = facts.mean, facts.std
         found.backbone.load_state_dict(state)
@@ -240,7 +240,7 @@ class Mae(Objective):
         """(B, 3, H, W) in [-1, 1] -> the same images with the mean and deviation of the pixels that are predicted."""
         if (self.mean, self.std) == (HALF, HALF):
             return images
-        mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (self.mean, self.std))
+        mean, std = (to_device(torch.tensor(v), images.device).view(1, 3, 1, 1) for v in (self.mean, self.std))
         return (images * 0.5 + 0.5 - mean) / std
 
     def predict(self, images: Tensor, kept: Tensor, places: Tensor) -> Tensor:

@@ -101,8 +101,7 @@ class Masking:
 
     def inputs(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
         """The model's inputs in addition to the images: (sources int64 (B, N), corrupted int64 (B, C)); see MaskedViT."""
-        rows, columns = self.config.grid
-        N, C = rows * columns, self.config.num_corrupted
+        N, C = self.config.num_patches, self.config.num_corrupted
         sample = (batch.epochs[:, None], batch.rows[:, None], np.arange(N))
         corrupted = np.sort(
             np.argsort(random_numbers.bits(self.seed, Purpose.MASKED_PATCHES, *sample), axis=1, kind="stable")[:, :C],

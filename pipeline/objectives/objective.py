@@ -136,9 +136,12 @@ class Objective(nn.Module):
     @classmethod
     def training_flops(cls, config: RunConfig, model: Config) -> int:
         """Floating-point operations of training on one image: of all views, what is added and a teacher. model: the backbone's."""
-        if not cls.trains_backbone_alone or config.train.lora_rank:
-            return on_meta.training_flops(cls, config, model)
         parts = config.parts()
+        if not cls.trains_backbone_alone or config.train.lora_rank:
+            return sum(
+                on_meta.training_flops(cls, part, replace(model, image_size=ImageSize.parse(part.model.image_size)))
+                for part in parts
+            ) // len(parts)
         return sum(
             group.count
             * training_flops_per_image(replace(model, image_size=ImageSize.parse(group.size)), _trained(config, model))

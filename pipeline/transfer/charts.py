@@ -26,10 +26,8 @@ def draw_tasks(table: Sequence[Column]) -> bytes:
         axes.axvline(end - 0.5, color="0.6", linewidth=0.8)
     for first, end, group in zip([0, *ends[:-1]], ends, GROUPS, strict=True):
         axes.text((first + end - 1) / 2, 101, group, ha="center", va="bottom", color="0.35")
-    axes.tick_params(axis="x", rotation=45)
     for label in axes.get_xticklabels():
-        label.set_horizontalalignment("right")
-        label.set_rotation_mode("anchor")
+        label.set(rotation=45, horizontalalignment="right", rotation_mode="anchor")
     axes.set_title(f"VTAB-1k: top-1 accuracy on each test split{_caveat(table)}", pad=22)
     return png(figure)
 

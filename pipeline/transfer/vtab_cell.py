@@ -120,11 +120,7 @@ def finetune(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch
         drop_path=0.0, seed=cell.seed, kernel=config.kernel,
     ).to(device)  # fmt: skip
     steps, diverged = train_model(model, train, cell, config, device)
-    if diverged and cell.stage == "final":
-        raise UserError(f"{cell.task.name} diverged by step {diverged} with {cell.setting}, seed {cell.seed}.")
     outcome: dict[str, Any] = {"steps": steps, "num_images": len(tested), "accuracy": 0.0}
-    if diverged:
-        return {**outcome, "diverged": diverged}  # With accuracy 0 the setting is not chosen.
     read = reader(protocol, device)
 
     def logits(images: Tensor) -> Tensor:
@@ -132,9 +128,14 @@ def finetune(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch
             return model(read(images)).float()
 
     model.eval()
-    predictions = predict(logits, _reading(tested, size, augment, config, device), "softmax")
-    scores = score(predictions, tested)
-    return {**outcome, "accuracy": scores.top1, "loss": scores.loss}
+    if not diverged:
+        scores = score(predict(logits, _reading(tested, size, augment, config, device), "softmax"), tested)
+        if math.isfinite(scores.loss):
+            return {**outcome, "accuracy": scores.top1, "loss": scores.loss}
+        diverged = steps  # By the last update, after which no loss of the training is computed.
+    if cell.stage == "final":
+        raise UserError(f"{cell.task.name} diverged by step {diverged} with {cell.setting}, seed {cell.seed}.")
+    return {**outcome, "diverged": diverged}  # With accuracy 0 the setting is not chosen.
 
 
 def train_model(

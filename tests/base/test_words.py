@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.words import counted, plural
+from pipeline.base.words import counted, plural, shorten
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,3 +55,9 @@ def _is_count(value: ast.FormattedValue) -> bool:
     if isinstance(value.format_spec, ast.JoinedStr) and isinstance(value.format_spec.values[0], ast.Constant):
         is_whole = value.format_spec.values[0].value == ","
     return is_whole and not is_constant
+
+
+def test_names_are_cut_in_the_middle_and_can_be_drawn() -> None:
+    assert shorten("abcdefgh", 8) == "abcdefgh"
+    assert shorten("abcdefghi", 8) == "abcd…ghi"
+    assert shorten("caf\udce9") == "caf?"

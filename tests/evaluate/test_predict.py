@@ -200,6 +200,7 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
     (tmp_path / "cut.tar").write_bytes(Path(data.split("val").shard_paths[0]).read_bytes()[:700])
     (tmp_path / "bad.jpg").write_bytes(b"junk")
     (tmp_path / "names.txt").write_text("one\ntwo\n")
+    (tmp_path / "none.txt").write_text("")
     for said, images, *more in (
         ("nowhere: no such file or folder", "nowhere"),
         ("empty: no image in this folder", tmp_path / "empty"),
@@ -210,6 +211,7 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         ("none of the 1 image of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
         ("names.txt has 2 lines, .* 3 classes", data.path, f"class_names={tmp_path / 'names.txt'}"),
         ("missing.txt cannot be read: No such file", data.path, "class_names=missing.txt"),
+        ("none.txt is empty", data.path, f"class_names={tmp_path / 'none.txt'}"),
         ("top = 0 must be at least 1", data.path, "top=0"),
         ("must end with .csv or .parquet", data.path, "out=table.txt"),
     ):  # fmt: skip

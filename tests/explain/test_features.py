@@ -1,6 +1,7 @@
 """launch/features.py: the vectors are the model's own, for any place of images; similar images are those of numpy."""
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,18 @@ def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path, capsys)
     more = run(weights, photos, out, f"like={tmp_path / 'query.png'}", f"sheet={tmp_path / 'other.png'}")
     assert len(more) == NUM_IMAGES - 1
     assert np.asarray(Image.open(tmp_path / "other.png")).shape[1] > sheet.shape[1]
+
+
+def test_weights_and_images_whose_names_are_not_utf8(photos: Path, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    photos.rename(folder)
+    weights, out = save(folder / "random.pt"), tmp_path / "table.parquet"
+    like = folder / os.fsdecode(b"\xe9.png")
+    like.write_bytes((folder / "bee" / "1.png").read_bytes())
+    run(weights, folder / "bee", out, f"like={like}")
+    table = pq.read_table(out)
+    assert table.schema.metadata[b"weights"] == f"{tmp_path}/caf\\udce9/random.pt".encode()
+    assert f"{tmp_path}/caf\\udce9/bee/1.png" in table["key"].to_pylist()
 
 
 def test_mistakes_are_one_line_and_write_nothing(photos: Path, tmp_path: Path) -> None:

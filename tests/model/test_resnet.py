@@ -117,7 +117,7 @@ def test_the_roots():
     np.testing.assert_allclose(seen[0], pool(root, (1, 1)), rtol=1e-4, atol=1e-4)
     assert (pool(root, (1, 1)) == 0).any(), "the zeros count"
 
-    stem = filled(HybridStem((), width=32))
+    stem = filled(HybridStem(()))
     w = arrays(stem)
     root = convolve(x[0].double().numpy(), hybrid_kernel(w["root.weight"]), 2, 2, 3)
     root = np.maximum(group_norm(root, w["norm.weight"], w["norm.bias"], 1e-6), 0)

@@ -321,6 +321,13 @@ def test_a_flipped_bit_anywhere_in_a_tensor_is_refused(file):
             },
             '"norm.bias" should be a tensor (32,), but is a whole number',
         ),
+        *(
+            (
+                {"format": "vit-weights/1", "model": tiny().config.to_dict(), "state": tiny().state_dict() | odd},
+                "is not part of this model",
+            )
+            for odd in ({7: torch.ones(2)}, {"objective.centre": 3})
+        ),
         (torch.nn.Linear(2, 2), "not a readable weights file"),
     ],
 )

@@ -36,7 +36,7 @@ CASES = {
     "3-bf16-dinov2": ["train.loss=dino", "objective.local_views=2", "objective.local_size=8", "objective.prototypes=16", "objective.ibot_weight=1",
                       "objective.koleo_weight=0.1", "objective.centring=sinkhorn", *NOISE],
     "3-fp32-dino": ["train.loss=dino", "objective.local_views=2", "objective.local_size=8", "objective.prototypes=16", "objective.frozen=50%"],
-    "1-bf16-mae": ["train.loss=mae", "objective.decoder_width=32", "objective.decoder_depth=1", *CHECKPOINTING],
+    "1-bf16-mae": ["train.loss=mae", "objective.decoder_width=32", "objective.decoder_depth=1", "objective.pixels=imagenet", *CHECKPOINTING],
     "2-bf16-lejepa": ["train.loss=lejepa", "objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16", "train.micro_batch=4"],
 }  # fmt: skip
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}

@@ -76,6 +76,18 @@ def test_arithmetic_is_the_mean_over_the_parts() -> None:
     assert found == (training_flops_per_image(model) + training_flops_per_image(small)) // 2
 
 
+def test_arithmetic_of_each_part_is_known_with_lora() -> None:
+    """It is counted by a run of the loss, of a model that reads the part's images. A start asks for each part."""
+    given = ["name=x", "data.path=x", "init.weights=x", "model.image_size=32", "train.length=9 steps", "train.loss=softmax",
+             "train.freeze=backbone", "train.lora_rank=2"]  # fmt: skip
+    model, small = (configure("ViT-Ti/8", size, 4) for size in (32, 16))
+    config = schema.load(RunConfig, None, [*given, "train.image_sizes=16"])
+    first, last = (objectives.training_flops(part, model) for part in config.parts())
+    assert first == objectives.training_flops(schema.load(RunConfig, None, [*given, "model.image_size=16"]), small)
+    assert first < last / 3
+    assert objectives.training_flops(config, model) == (first + last) // 2
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -322,3 +322,19 @@ def test_a_sweep_finds_the_run_that_keeps_its_checkpoints_elsewhere(
     # A run of this name that keeps its checkpoints in another place is another run.
     (run / "config.json").write_text(json.dumps({"name": "vit", "checkpoint": {"folder": f"{place}/2"}}))
     assert run_of_weights(str(checkpoint)) is None
+
+
+def test_a_sweep_is_below_the_run_of_its_weights_in_the_same_store(
+    prepared: list[str], uri: str, tmp_path: Path
+) -> None:
+    """The run was sent to another store later, where it has another ID."""
+    run = tmp_path / "runs" / "vit"
+    checkpoint = run / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    shutil.copy(prepared[0].removeprefix("weights="), checkpoint / "model.pt")
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    write_states(run / "mlflow.json", {uri: SyncState("here"), "http://team:5000": SyncState("there")})
+    config = schema.load(VtabConfig, None, [*prepared, f"weights={run}", "protocol.lr=[0.01]", "tasks=[dtd]"])
+    vtab.run(config, tmp_path / "out", in_turn(made_up), uri, FAST)
+    parent, _ = parent_and_children(uri)
+    assert parent.data.tags["mlflow.parentRunId"] == "here"

@@ -108,6 +108,12 @@ def test_scaled_decoding_is_refused_as_images_are_kept(data: Dataset) -> None:
         config(data, "protocol.augment.scaled_decoding=true")
 
 
+@pytest.mark.parametrize("twice", ["lr=[0.1,1e-1]", "weight_decay=[0,0.0]", "length=[5 steps,5 steps]"])
+def test_a_setting_is_not_tried_twice(data: Dataset, twice: str) -> None:
+    with pytest.raises(UserError, match=rf"protocol\.{twice.partition('=')[0]}"):
+        config(data, f"protocol.{twice}")
+
+
 @pytest.mark.parametrize("resize_filter", ["linear", "antialias", "bilinear"])
 @pytest.mark.parametrize("crop", ["none", "resize_crop", "resize_small_crop", "inception"])
 def test_images_that_are_kept_make_the_same_views(data: Dataset, crop: str, resize_filter: str) -> None:
@@ -174,6 +180,17 @@ def test_a_setting_that_diverges_is_not_chosen_and_no_score(data: Dataset) -> No
         "steps": 5, "num_images": 16, "accuracy": 0.0, "diverged": 5, "seconds": 0, "device": "cpu"
     }  # fmt: skip
     with pytest.raises(UserError, match=r"dtd diverged by step 5 with lr 1e\+30, .*5 steps, seed 0"):
+        run_cell(SweepJob(cell_of(data, settings), settings))
+
+
+def test_a_setting_that_diverges_by_its_last_update_is_not_chosen(data: Dataset) -> None:
+    """The training's own losses are finite: the first step has a rate of 0, the second is the last."""
+    settings = config(data, "protocol.length=[2 steps]", "protocol.schedule.warmup=1 steps", "protocol.lr=[1e30]",
+                      "protocol.weight_decay=[1e20]", "protocol.clip=0")  # fmt: skip
+    outcome = run_cell(SweepJob(cell_of(data, settings, "search"), settings))
+    assert (outcome["accuracy"], outcome["diverged"]) == (0.0, 2)
+    assert "loss" not in outcome, "results are JSON, which has no NaN"
+    with pytest.raises(UserError, match=r"dtd diverged by step 2 with lr 1e\+30"):
         run_cell(SweepJob(cell_of(data, settings), settings))
 
 

@@ -7,9 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-# DINO: arXiv 2104.14294, section 4.1 (20 neighbours), and dino/eval_knn.py (0.07).
-NEIGHBOURS, TEMPERATURE = 20, 0.07
-
 
 @torch.no_grad()
 def knn_predict(
@@ -17,12 +14,13 @@ def knn_predict(
     train_labels: Tensor,
     test_features: Tensor,
     num_classes: int,
-    k: int = NEIGHBOURS,
-    temperature: float = TEMPERATURE,
+    k: int,
+    temperature: float,
     chunks: tuple[int, int] = (1024, 16_384),
 ) -> Tensor:
     """Votes for each class, float32 (m, K): each of the k most similar training samples votes with exp(cosine / temperature).
 
+    DINO has k = 20 (arXiv 2104.14294, section 4.1) and a temperature of 0.07 (dino/eval_knn.py).
     train_features: float (n, D); train_labels: int64 (n,), 0 to K - 1; test_features: float (m, D); all on one device.
     Features are normalised here. With fewer than k training samples all of them vote. The votes of a row are divided by its
     largest single vote, which keeps their order and prevents an overflow at low temperatures.

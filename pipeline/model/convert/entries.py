@@ -8,6 +8,7 @@ entries of one name are the parts of one parameter, and several of one key those
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,6 @@ from pipeline.base.errors import UserError
 from pipeline.model.convert.preprocessing import HALF
 
 Tensors = Mapping[str, Tensor]
-# Before the name of a tensor that is no part of the model, but of the objective that trained it.
-ADDITION = "objective."
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -28,11 +27,12 @@ class Weights(NamedTuple):
     """A weights file in our terms."""
 
     config: Config
-    state: dict[str, Tensor]  # fp32, on the CPU; what a training objective added has ADDITION before its name
+    state: dict[str, Tensor]  # fp32, on the CPU
     extra: dict[str, Any]  # plain data that belongs to the weights, such as "classes" and "preprocessing"
     notes: list[str]  # what was assumed, converted and left out, a line each
     mean: tuple[float, ...] = HALF  # of the images that the file's model reads, folded into the patch embedding here
     std: tuple[float, ...] = HALF
+    added: Tensors = MappingProxyType({})  # by the objective that trained the model, of which it is no part; fp32
 
 
 class Entry(NamedTuple):

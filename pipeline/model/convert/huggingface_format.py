@@ -57,7 +57,6 @@ _KINDS = {
 class _HuggingFaceConfig:
     """The fields of Hugging Face's config.json that are read."""
 
-    model_type: str | None = None
     num_attention_heads: int | None = None
     hidden_act: str | None = None
     layer_norm_eps: float | None = None

@@ -16,8 +16,8 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import ADDITION, Entries, Weights
-from pipeline.model.convert.names import HIDDEN_ACTS, NAMES, vit_entries
+from pipeline.model.convert.entries import Entries, Weights
+from pipeline.model.convert.names import HIDDEN_ACTS, NAMES, add_block, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json, PixelMean, PixelStd
 from pipeline.model.position import sincos2d
@@ -69,9 +69,8 @@ def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> 
     found: _MaeConfig = json_record.convert(config, _MaeConfig, "config.json")
     facts = {"num_heads": found.decoder_num_attention_heads, "normalise": found.norm_pix_loss}
     note = "the decoder of MAE, which only train.loss=mae uses, is no part of the model"
-    added = {f"{ADDITION}{name}": part for name, part in read_decoder(decoder, weights.config).items()}
     return weights._replace(
-        state=weights.state | added,
+        added=read_decoder(decoder, weights.config),
         extra=weights.extra | {DECODER: facts | {"mean": weights.mean, "std": weights.std}},
         notes=[*weights.notes, note],
     )
@@ -95,14 +94,15 @@ def read_decoder(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, 
     embed = tensors.get("decoder_embed.weight")
     if embed is None or embed.ndim != 2 or not depth:
         raise UserError('its decoder has no "decoder_embed.weight" (E, D) or no blocks; is this a whole MAE?')
-    up = NAMES[kind].up
-    mlp = tensors.get(f"{_BLOCKS[kind]}0.{up}.weight")
-    return decoder_entries(config, len(embed), depth, 0 if mlp is None else len(mlp), kind).read(tensors)
+    mlp = tensors.get(f"{_BLOCKS[kind]}0.{NAMES[kind].up}.weight")
+    # Where it is missing or odd, any width will do: reading the entries says so.
+    mlp_width = 1 if mlp is None or not mlp.ndim else len(mlp)
+    return decoder_entries(config, len(embed), depth, mlp_width, kind).read(tensors)
 
 
 def write_decoder(state: Mapping[str, Tensor], config: ViTConfig, kind: str) -> dict[str, Tensor]:
     """The decoder of our objective in the names of kind "timm" (facebookresearch/mae) or "huggingface" (without "decoder.")."""
-    sizes = len(state["decoder_embed.weight"]), _depth(state), len(state["decoder_blocks.0.mlp.up.weight"])
+    sizes = len(state["decoder_embed.weight"]), decoder_depth(state), len(state["decoder_blocks.0.mlp.up.weight"])
     return decoder_entries(config, *sizes, kind).write(dict(state))
 
 
@@ -138,7 +138,7 @@ def to_huggingface(
         "hidden_act": HIDDEN_ACTS[config.gelu], "layer_norm_eps": config.layer_norm_eps,
         "image_size": config.image_size[0], "patch_size": config.patch_size, "num_channels": 3, "qkv_bias": True,
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "mask_ratio": 0.75,
-        "decoder_hidden_size": len(decoder["decoder_embed.weight"]), "decoder_num_hidden_layers": _depth(decoder),
+        "decoder_hidden_size": len(decoder["decoder_embed.weight"]), "decoder_num_hidden_layers": decoder_depth(decoder),
         "decoder_num_attention_heads": facts.num_heads, "decoder_intermediate_size": len(decoder["decoder_blocks.0.mlp.up.weight"]),
         "norm_pix_loss": facts.normalise,
     }  # fmt: skip
@@ -179,25 +179,21 @@ def fold_pixels(
     return dict(decoder) | {f"decoder_pred.{part}": tensor.float() for part, tensor in folded.items()}
 
 
-def _depth(decoder: Mapping[str, Tensor]) -> int:
+def decoder_depth(decoder: Mapping[str, Tensor]) -> int:
+    """Number of blocks of a decoder with our objective's names."""
     return len({name.split(".")[1] for name in decoder if name.startswith("decoder_blocks.")})
 
 
 def decoder_entries(config: ViTConfig, width: int, depth: int, mlp_width: int, kind: str) -> Entries:
     """Every tensor of a decoder of this width, in a file with the names of `kind`."""
-    entries, names, E, M = Entries(flax=False), NAMES[kind], (width,), (mlp_width,)
+    entries, E, P = Entries(flax=False), (width,), config.patch_size
+    # The paper's blocks; tensors tell neither the heads nor the image size.
+    blocks = ViTConfig(width, depth, mlp_width, num_heads=1, patch_size=P, image_size=(P, P), num_classes=0)
     entries.dense("decoder_embed", "decoder_embed", (config.width,), E)
     entries.table("mask_token", "mask_token", 1, 1, *E)
     entries.table("decoder_pos_embed", "decoder_positions", 1, config.num_positions, *E)
     for i in range(depth):
-        key, name = f"{_BLOCKS[kind]}{i}.", f"decoder_blocks.{i}"
-        entries.norm(key + names.attention_norm, f"{name}.attention_norm", width)
-        for part in names.qkv:
-            entries.dense(key + part, f"{name}.attention.qkv", E, (3 * width,) if len(names.qkv) == 1 else E)
-        entries.dense(key + names.out, f"{name}.attention.out", E, E)
-        entries.norm(key + names.mlp_norm, f"{name}.mlp_norm", width)
-        entries.dense(key + names.up, f"{name}.mlp.up", E, M)
-        entries.dense(key + names.down, f"{name}.mlp.down", M, E)
+        add_block(entries, blocks, NAMES[kind], f"{_BLOCKS[kind]}{i}.", f"decoder_blocks.{i}")
     entries.norm("decoder_norm", "decoder_norm", width)
-    entries.dense("decoder_pred", "decoder_pred", E, (3 * config.patch_size**2,))
+    entries.dense("decoder_pred", "decoder_pred", E, (3 * P**2,))
     return entries

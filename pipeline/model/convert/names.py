@@ -172,7 +172,7 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
         entries.norm(names.embedding_norm, "embedding_norm", config.width)
 
     for i in range(config.depth):
-        _add_block(entries, config, names, names.block.format(i), f"blocks.{i}")
+        add_block(entries, config, names, names.block.format(i), f"blocks.{i}")
 
     assert names.pool_norm is not None or not config.pool_norm
     entries.norm((config.pool_norm and names.pool_norm) or names.norm, "norm", config.width)
@@ -198,7 +198,7 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
     return entries
 
 
-def _add_block(entries: Entries, config: ViTConfig, names: Names, key: str, name: str) -> None:
+def add_block(entries: Entries, config: ViTConfig, names: Names, key: str, name: str) -> None:
     """One block. key: in front of the names in the file; name: in our state dict."""
     D, M = (config.width,), (config.mlp_width,)
     heads = (config.num_heads, config.head_dim) if names.flax else D

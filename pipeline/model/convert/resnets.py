@@ -11,9 +11,7 @@ from typing import NamedTuple
 from pipeline.architecture.config import ResNetConfig
 from pipeline.base.errors import UserError
 from pipeline.model.convert.entries import Entries, Entry, Tensors, key_pattern
-from pipeline.model.resnet import unit_shapes
-
-STEM_WIDTH = 64
+from pipeline.model.resnet import STEM_WIDTH, stem_channels, unit_shapes
 
 
 class UnitNames(NamedTuple):
@@ -91,7 +89,7 @@ def add_stem(entries: Entries, units: tuple[int, ...]) -> int:
     entries.conv("conv_root" if flax else f"{root}.conv", "stem.root", 3, STEM_WIDTH, 7)
     entries.norm("gn_root" if flax else f"{root}.norm", "stem.norm", STEM_WIDTH)
     _add_units(entries, _STEM[flax], "stem.units", units, STEM_WIDTH)
-    return 4 * STEM_WIDTH * 2 ** (len(units) - 1) if units else STEM_WIDTH
+    return stem_channels(units)
 
 
 def _add_units(entries: Entries, names: UnitNames, prefix: str, units: tuple[int, ...], width: int) -> None:

@@ -34,13 +34,19 @@ class ProtocolConfig:
     augment: AugmentConfig = setting(AugmentConfig, "")
     batch: int = batch_size(REQUIRED, "Samples per optimizer step")
     length: list[Length] = setting(
-        REQUIRED, "Training lengths to try, as [2500 steps, 10000 steps]", above=0, min_items=1
+        REQUIRED, "Training lengths to try, as [2500 steps, 10000 steps]", above=0, min_items=1, distinct=True
     )
     optimizer: Literal["sgd", "adam"] = setting("sgd", "SGD with momentum, or Adam with decoupled weight decay.")
-    lr: list[float] = setting(REQUIRED, "Peak learning rates to try, as [0.1, 0.01]", above=0, min_items=1)
+    lr: list[float] = setting(
+        REQUIRED, "Peak learning rates to try, as [0.1, 0.01]", above=0, min_items=1, distinct=True
+    )
     momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1)
     weight_decay: list[float] = setting(
-        [0.0], "Weight decays of dense kernels to try; each is multiplied by the learning rate.", min=0, min_items=1
+        [0.0],
+        "Weight decays of dense kernels to try; each is multiplied by the learning rate.",
+        min=0,
+        min_items=1,
+        distinct=True,
     )
     clip: float = setting(0.0, "Clip gradients to this global norm; 0 is no clipping.", min=0)
     dropout: float = setting(0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", min=0, below=1)

@@ -39,7 +39,6 @@ Draw = Callable[[], dict[str, bytes]]
 @dataclass(frozen=True)
 class Pace:
     """requests: at most so many a second. redraw: least time between two drawings. finish: how long the end waits for a store
-
     that does not answer; while it answers, the end waits until all is sent. All in seconds.
     """
 

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.base.words import counted
-from pipeline.monitor.mlflow.state import STATE_FILE, read_states, tracked_folder_of
+from pipeline.monitor.mlflow.state import STATE_FILE, read_states, sent_to, tracked_folder_of
 from pipeline.monitor.origin import find_origin
-from pipeline.monitor.run_page import RunFacts, hide_passwords, source_tags, split_facts
+from pipeline.monitor.run_page import RunFacts, source_tags, split_facts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
@@ -206,10 +206,8 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
     run = tracked_folder_of(sweep.named)
     parent = header["checkpoint"]["run_id"]
     tags = {**tags_of(header), "dataset": "VTAB-1k", "run_folder_path": str(sweep.folder.resolve())}
-    if (
-        run and hide_passwords(uri) in read_states(run / STATE_FILE)[0]
-    ):  # The same store: MLflow shows a link to the run of the weights.
-        tags["mlflow.parentRunId"] = str(parent)
+    if run and (beside := sent_to(run, uri).run_id):  # The same store: MLflow shows a link to the run of the weights.
+        tags["mlflow.parentRunId"] = beside
     datasets = []
     for task, dataset in sweep.datasets.items():
         copies = (header["contamination"] or {}).get(task)
