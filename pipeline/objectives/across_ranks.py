@@ -94,4 +94,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return summed(gradient).chunk(distributed.get_world_size())[rank()]
+        total = gradient.clone()
+        distributed.all_reduce(total)
+        return total.chunk(distributed.get_world_size())[distributed.get_rank()]

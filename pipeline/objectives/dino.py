@@ -144,11 +144,14 @@ class Dino(Objective):
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
         check_backbone(config, backbone.config)
         given: DinoSettings = cls.settings(config)
-        masks = None
-        if given.ibot_weight:
-            assert isinstance(backbone.config, ViTConfig), "check_backbone refuses others"
-            masks = BlockMasks(backbone.config.grid, (given.ibot_share_min, given.ibot_share_max), config.seed)
+        masks = cls._masks(config, backbone.config) if given.ibot_weight else None
         return cls(backbone, given, masks, _share(config, "temperature_warmup"), _share(config, "frozen"))
+
+    @staticmethod
+    def _masks(config: RunConfig, model: Config) -> BlockMasks:
+        assert isinstance(model, ViTConfig), "check_backbone refuses it"
+        given: DinoSettings = Dino.settings(config)
+        return BlockMasks(model.grid, (given.ibot_share_min, given.ibot_share_max), config.seed)
 
     def __init__(
         self,
@@ -304,7 +307,18 @@ class Dino(Objective):
         return ("centre", "patch_centre") if self.masks else ("centre",)
 
 
-# ---------------------------------------------------------------------- the formulae
+# ---------------------------------------------------------------------- the formulae, as functions of tensors (public: names and arguments stay)
+def cross_entropy(
+    student: Tensor, teacher: Tensor, student_temperature: float, teacher_temperature: float, centre: Tensor
+) -> Tensor:
+    """The loss of one pair of views: the mean over B of the cross-entropy of softmax(student / temperature) to the teacher's.
+
+    student, teacher: outputs (B, K). centre: (K,), subtracted from the teacher's. Returns a scalar, float32.
+    """
+    targets = ((teacher.float() - centre) / teacher_temperature).softmax(1)
+    return _losses(student.float() / student_temperature, targets).mean()
+
+
 def pair_losses(student: Tensor, targets: Tensor) -> Tensor:
     """The loss of each image, (B,): the mean of the cross-entropy over pairs of a view of the teacher and another of the student.
 
@@ -321,13 +335,16 @@ def _losses(logits: Tensor, targets: Tensor, total: int = 1) -> Tensor:
     return total * logits.logsumexp(-1) - (targets * logits).sum(-1)
 
 
-def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, counted: Tensor) -> Tensor:
+def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, counted: Tensor | None = None) -> Tensor:
     """Sinkhorn-Knopp: assigns samples to prototypes so that all prototypes have the same share. Collective.
 
     exp(outputs / temperature) is scaled in turn to equal sums over samples and over prototypes. outputs: (B, K) of this rank; the sums
     are over all ranks. counted: bool (B,), which samples take part; the others get zeros. Returns probabilities, float32 (B, K).
     """
-    scaled = torch.where(counted[:, None], outputs.float() / temperature, -torch.inf)
+    scaled = outputs.float() / temperature
+    if counted is None:
+        counted = torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
+    scaled = torch.where(counted[:, None], scaled, -torch.inf)
     shares = (scaled - largest(scaled.max()).clamp(min=torch.finfo(torch.float32).min)).exp()
     num_samples, num_prototypes = summed(counted.float().sum()).clamp(min=1), outputs.shape[1]
     for _ in range(iterations):
@@ -336,12 +353,14 @@ def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, coun
     return shares * num_samples
 
 
-def koleo(features: Tensor, counted: Tensor) -> Tensor:
+def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
     """KoLeo (Sablayrolles et al., arXiv 1806.03198): the mean over B of -log(distance to the nearest other + 1e-8). Collective.
 
     features: (B, D) of this rank, L2-normalised here in float32; the nearest is sought on all ranks. counted: bool (B,), which samples
     take part. Returns a scalar.
     """
+    if counted is None:
+        counted = torch.ones(len(features), dtype=torch.bool, device=features.device)
     own = F.normalize(features.float(), dim=1)
     every, of_every = gathered(own), gathered(counted.float()) > 0
     column = torch.arange(len(every), device=own.device)

@@ -128,7 +128,7 @@ class Lejepa(Objective):
         projections = self.projector(features, counted).float()  # (V * B, D)
         errors = prediction_losses(projections.view(V, len(valid), -1), self.given.global_views)
         prediction = mean_of_valid(errors, valid)
-        normality = sigreg(projections, self.directions, counted)
+        normality = sigreg(projections, self.directions, counted=counted)
         values = {
             "prediction": prediction.detach(),
             "sigreg": normality.detach(),
@@ -182,8 +182,10 @@ class StepNorm(nn.Module):
         return (centred * (variance + _EPS).rsqrt()).to(x.dtype) * self.weight + self.bias
 
 
-# ---------------------------------------------------------------------- the formulae
-def sigreg(projections: Tensor, directions: Tensor, counted: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
+# ---------------------------------------------------------------------- the formulae, as functions of tensors (public: names and arguments stay)
+def sigreg(
+    projections: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0, counted: Tensor | None = None
+) -> Tensor:
     """How far projections are from a standard normal distribution: the mean over directions of the Epps-Pulley statistic. Collective.
 
     For each direction, N times the integral over t of |phi(t) - exp(-t^2 / 2)|^2 exp(-t^2 / 2), where phi(t) = mean exp(i t x) of the
@@ -191,6 +193,8 @@ def sigreg(projections: Tensor, directions: Tensor, counted: Tensor, knots: int 
     projections: (N, D) of this rank; N and the means are over all ranks. directions: (D, M), unit columns, the same on all ranks.
     counted: bool (N,), which rows take part. Returns a scalar, float32.
     """
+    if counted is None:
+        counted = torch.ones(len(projections), dtype=torch.bool, device=projections.device)
     kept = counted.float()
     number = summed(kept.sum())
     along = projections.float() @ directions.float()  # (N, M)

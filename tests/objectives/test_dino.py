@@ -15,7 +15,7 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure, create, forward_macs, save
-from pipeline.objectives.dino import Dino, DinoSettings, koleo, sinkhorn
+from pipeline.objectives.dino import Dino, DinoSettings, cross_entropy, koleo, sinkhorn
 from pipeline.objectives.ibot import BlockMasks
 from pipeline.objectives.objective import embedding_std
 from pipeline.settings import schema
@@ -34,16 +34,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def everyone(number: int) -> Tensor:
-    return torch.ones(number, dtype=torch.bool)
-
-
-def cross_entropy(
-    student: Tensor, teacher: Tensor, student_temperature: float, teacher_temperature: float, centre: Tensor
-) -> Tensor:
-    """DINO's loss of one pair of views, H(P_t, P_s), mean over B (arXiv 2104.14294, equation 2 and algorithm 1)."""
-    targets = ((teacher - centre) / teacher_temperature).softmax(1)
-    return -(targets * (student / student_temperature).log_softmax(1)).sum(1).mean()
+def softmax(logits: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
 
 
 def dino(given: DinoSettings = GIVEN, **changes) -> Dino:
@@ -77,6 +70,15 @@ def read(objective: Dino, batch: Batch):
 
 
 # ---------------------------------------------------------------------- the formulae
+def test_the_cross_entropy_is_the_papers() -> None:
+    student, teacher, centre = normal(5, 7, seed=1), normal(5, 7, seed=2), normal(7, seed=3)
+    found = cross_entropy(student, teacher, 0.1, 0.04, centre)
+    targets = softmax((teacher.double().numpy() - centre.double().numpy()) / 0.04)
+    expected = -(targets * np.log(softmax(student.double().numpy() / 0.1))).sum(1).mean()
+    assert found.shape == ()
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_sinkhorn_is_that_of_dinov2(iterations: int) -> None:
     outputs = normal(6, 4).double().numpy()
@@ -85,39 +87,39 @@ def test_sinkhorn_is_that_of_dinov2(iterations: int) -> None:
     for _ in range(iterations):
         expected /= expected.sum(1, keepdims=True) * 4
         expected /= expected.sum(0, keepdims=True) * 6
-    found = sinkhorn(torch.from_numpy(outputs).float(), 0.5, iterations, everyone(6))
+    found = sinkhorn(torch.from_numpy(outputs).float(), 0.5, iterations)
     np.testing.assert_allclose(found, 6 * expected.T, rtol=1e-5)
 
 
 def test_sinkhorn_gives_each_prototype_the_same_share() -> None:
-    found = sinkhorn(normal(8, 4), 1.0, 50, everyone(8))
+    found = sinkhorn(normal(8, 4), 1.0, 50)
     np.testing.assert_allclose(found.sum(1), 1, rtol=1e-5)
     np.testing.assert_allclose(found.sum(0), 2, rtol=1e-4)
 
 
 def test_sinkhorn_reads_large_outputs() -> None:
-    assert sinkhorn(1000 * normal(4, 3), 0.04, 3, everyone(4)).isfinite().all()
+    assert sinkhorn(1000 * normal(4, 3), 0.04, 3).isfinite().all()
 
 
 def test_koleo_is_the_distance_to_the_nearest() -> None:
     features = normal(6, 5)
     units = features.double().numpy() / np.linalg.norm(features.double().numpy(), axis=1, keepdims=True)
     nearest = [min(np.linalg.norm(a - b) for j, b in enumerate(units) if j != i) for i, a in enumerate(units)]
-    found = koleo(features, everyone(6))
+    found = koleo(features)
     assert float(found) == pytest.approx(-np.log(np.array(nearest) + 1e-8).mean(), rel=1e-5)
 
 
 def test_koleo_of_equal_features_has_a_finite_gradient() -> None:
     features = normal(1, 5).repeat(3, 1).requires_grad_()
-    koleo(features, everyone(3)).backward()
+    koleo(features).backward()
     assert features.grad is not None
     assert features.grad.isfinite().all()
 
 
 def test_the_std_of_embeddings_tells_collapse() -> None:
     everywhere, same = normal(4000, 8), normal(1, 8).repeat(5, 1)
-    assert float(embedding_std(everywhere, everyone(4000))) == pytest.approx(1, abs=0.01)
-    assert float(embedding_std(same, everyone(5))) == pytest.approx(0, abs=1e-3)
+    assert float(embedding_std(everywhere, torch.ones(4000, dtype=torch.bool))) == pytest.approx(1, abs=0.01)
+    assert float(embedding_std(same, torch.ones(5, dtype=torch.bool))) == pytest.approx(0, abs=1e-3)
 
 
 # ---------------------------------------------------------------------- the objective
@@ -219,7 +221,7 @@ def test_dinov2_adds_masked_patches_and_koleo() -> None:
     assert len(found) == 3
     torch.testing.assert_close(values["ibot_loss"], sum(found) / 6)
     first, second = student.chunk(2)
-    torch.testing.assert_close(values["koleo_loss"], koleo(first, everyone(3)) + koleo(second, everyone(3)))
+    torch.testing.assert_close(values["koleo_loss"], koleo(first) + koleo(second))
     local = [objective.backbone(views[2], any_size=True)]
     outputs = objective.head(torch.cat([student, *local])).chunk(4)
     teacher = objective.teacher["head"](objective.teacher["backbone"](whole)).chunk(2)

@@ -20,10 +20,6 @@ def config(*settings: str) -> RunConfig:
     return schema.load(RunConfig, None, [*NEEDED, *settings])
 
 
-def everyone(number: int) -> Tensor:
-    return torch.ones(number, dtype=torch.bool)
-
-
 def epps_pulley(projections: np.ndarray, directions: np.ndarray, knots: int, t_max: float) -> float:
     """N times the integral over [-t_max, t_max], with numpy's complex exponential and trapezoid; mean over directions."""
     t = np.linspace(-t_max, t_max, 2 * knots - 1)
@@ -38,7 +34,7 @@ def epps_pulley(projections: np.ndarray, directions: np.ndarray, knots: int, t_m
 @pytest.mark.parametrize(("knots", "t_max"), [(17, 3.0), (5, 2.0)])
 def test_sigreg_is_the_statistic_of_epps_and_pulley(knots: int, t_max: float) -> None:
     projections, directions = torch.randn(20, 6) * 1.5 + 0.2, random_directions(6, 9, seed=1)
-    found = sigreg(projections, directions, everyone(20), knots, t_max)
+    found = sigreg(projections, directions, knots, t_max)
     assert found.shape == ()
     expected = epps_pulley(projections.double().numpy(), directions.double().numpy(), knots, t_max)
     assert float(found) == pytest.approx(expected, rel=1e-4)
@@ -48,7 +44,7 @@ def test_the_gradient_of_sigreg_is_that_of_the_formula() -> None:
     generator = torch.Generator().manual_seed(0)
     projections = torch.randn(7, 3, generator=generator).requires_grad_()
     directions = random_directions(3, 4, seed=2)
-    sigreg(projections, directions, everyone(7)).backward()
+    sigreg(projections, directions).backward()
     points, along, step = projections.detach().double().numpy(), directions.double().numpy(), 1e-5
     for place in ((0, 0), (3, 2), (6, 1)):
         above, below = points.copy(), points.copy()
@@ -60,8 +56,7 @@ def test_the_gradient_of_sigreg_is_that_of_the_formula() -> None:
 
 def test_sigreg_tells_a_normal_distribution_from_a_collapsed_one() -> None:
     normal, directions = torch.randn(4000, 8, generator=torch.Generator().manual_seed(0)), random_directions(8, 64, 0)
-    near, collapsed = (sigreg(scale * normal, directions, everyone(4000)) for scale in (1, 0.1))
-    assert near < 2 < 100 < collapsed
+    assert sigreg(normal, directions) < 2 < 100 < sigreg(0.1 * normal, directions)
 
 
 def test_directions_are_units_and_those_of_the_step() -> None:
