@@ -9,6 +9,7 @@ Not counted: the CUDA context, NCCL's buffers, fragmentation of the allocator, w
 Letters: P trained parameters (the model's, and those that the objective adds), p = P / ranks, e bytes of a parameter (fp32 4, bf16 2), T tokens of a micro-batch.
 """
 
+import bisect
 import math
 from dataclasses import dataclass, replace
 
@@ -116,6 +117,17 @@ def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size
         if rank_memory(model, config, micro_batch, accumulation, world_size).total <= limit:
             return micro_batch
     return 0
+
+
+def most_images(
+    config: RunConfig, model: Config, accumulation: int, world_size: int, limit: float, most: int = 10**6
+) -> int:
+    """Returns the largest micro-batch of any size, below `most`, that fits `limit` bytes; 0 if none."""
+
+    def too_many(images: int) -> bool:
+        return rank_memory(model, config, images, accumulation, world_size).total > limit
+
+    return bisect.bisect_left(range(1, most), True, key=too_many)
 
 
 def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> list[Memory]:

@@ -5,8 +5,8 @@ from typing import Literal
 
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, whole_number
-from pipeline.settings.schema import TRACKING_URI, setting
-from pipeline.settings.shared import batch_size, cpu_threads, pixels
+from pipeline.settings.schema import setting
+from pipeline.settings.shared import batch_size, cpu_threads, mlflow_uri, pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class RecordConfig:
     """Where a benchmark's results go besides the terminal."""
 
     json: str = setting("", "File for the results as JSON, replaced after each result; empty is none.", output="file")
-    mlflow: str = setting("", "MLflow tracking URI for the results; empty sends nothing.", form=TRACKING_URI)
+    mlflow: str = mlflow_uri("MLflow tracking URI for the results; empty sends nothing.")
     experiment: str = setting("bench", "MLflow experiment, with mlflow.")
 
 
