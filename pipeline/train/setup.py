@@ -73,7 +73,7 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     """Lock the run folder, start the ranks, and compare their settings and data."""
     config, data, plan, ranks = prepared.config, prepared.data, prepared.plan, from_environment()
     use_exact_arithmetic(ranks.device, config.engine.deterministic)
-    identity = resume.identity(config, data.dataset, plan, data.split, data.evaluation)
+    identity = resume.identity(config, plan, data)
     identity["fused_optimizer"] = optimizers.is_fused(config.engine, ranks.device)
     folder = stop.folder.path
     before = last_end_in_words(folder) if ranks.is_main else ""
@@ -215,8 +215,7 @@ def _start_tracker(context: RunContext, start: _StartingPoint, training: Trainin
         saved = page.read_facts().facts
     # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
     origin = start.origin if start.resumed is None else saved.origin if saved else None
-    evaluated = [*data.evaluated.values()]
-    facts = run_facts(start.config, plan, model, data.dataset, data.split, evaluated, ranks.device, origin)
+    facts = run_facts(start.config, plan, model, data, ranks.device, origin)
     facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
