@@ -233,6 +233,7 @@ def test_mistakes(tmp_path: Path) -> None:
     assert fails() == "error: torch sees no GPU here. device=cpu runs the same code on tiny models, as a test of it.\n"
     assert "there is no folder" in fails("device=cpu", f"json={tmp_path}/missing/found.json")
     assert "models: ViT-L/16 is not NAME@PIXELS" in fails("models=[ViT-L/16]")
+    assert "only = prodct must be one of product, step" in fails("device=cpu", "only=[prodct]")
     config = GpuBenchConfig(device="cpu", models=["BiT-R50x1@224"])
     with pytest.raises(UserError, match="BiT-R50x1 is not a Vision Transformer"):
         gpu.GpuBench(config, BenchRecord("gpu", config))
