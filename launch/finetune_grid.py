@@ -21,7 +21,6 @@ guard(__name__)
 
 from pipeline.settings.command import main
 from pipeline.settings.commands.reports import GridConfig
-from pipeline.transfer.grid import run
 
 if __name__ == "__main__":
-    main(GridConfig, run, __doc__)
+    main(GridConfig, "pipeline.transfer.grid", __doc__)

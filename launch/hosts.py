@@ -19,9 +19,8 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
-from pipeline.lifecycle import host_check
 from pipeline.settings.command import main
 from pipeline.settings.commands.operate import HostsConfig
 
 if __name__ == "__main__":
-    main(HostsConfig, host_check.run, __doc__)
+    main(HostsConfig, "pipeline.lifecycle.host_check", __doc__)

@@ -21,9 +21,8 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
-from pipeline.lifecycle.samples import run
 from pipeline.settings.command import main
 from pipeline.settings.commands.operate import SamplesConfig
 
 if __name__ == "__main__":
-    main(SamplesConfig, run, __doc__)
+    main(SamplesConfig, "pipeline.lifecycle.samples", __doc__)

@@ -82,5 +82,5 @@ def _jpegs(source: Path) -> Iterator[bytes]:
                     content = tar.extractfile(member)
                     assert content is not None
                     yield content.read()
-    except tarfile.TarError:
-        raise UserError(f"source = {source} is neither a folder nor a tar.") from None
+    except (tarfile.TarError, EOFError):  # The second: of a compressed tar that is cut short.
+        raise UserError(f"source = {source} is neither a folder nor an intact tar.") from None

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -48,15 +48,6 @@ main()
 _LAST_WAIT_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class _Given:
-    """A request without a reply yet. step: the step being saved, None for other requests. again: a writer died during it."""
-
-    request: Request
-    step: int | None
-    again: bool = False
-
-
 class Saver:
     """Saves checkpoints in the background. All methods but mark_best, check_writer and close are collective.
 
@@ -78,7 +69,7 @@ class Saver:
         # Step of the last committed checkpoint, and the longest time that writing one took (0 before the first).
         self.committed_step, self.longest = committed_step, 0.0
         # Requests without a reply yet, oldest first.
-        self._in_flight: deque[_Given] = deque()
+        self._in_flight: deque[Request] = deque()
         self._error: UserError | CrashError | None = None  # This rank's, until `_conclude` shares it.
         self._notes: list[str] = []
         self._memory = os.memfd_create(f"checkpoint-{ranks.rank}")
@@ -108,14 +99,14 @@ class Saver:
             self.folder, self.retry, step, self.ranks.agree(uuid.uuid4().hex[:8]), self.ranks.rank,
             self.ranks.world_size, list(part.tensors), part.ranges, commit, constants=part.constant_ranges,
         )  # fmt: skip
-        self._send(_Given(Request(job=job), step))
+        self._send(Request(job=job))
         self.blocked += time.perf_counter() - begin
 
     def mark_best(self, step: int, metric: str, value: float, lower_is_better: bool = False) -> None:
         """Retain the checkpoint of `step` until one with a better `metric` exists. Queued behind the save in flight."""
         if self.ranks.is_main and math.isfinite(value):
             best = Best(self.folder, self.retry, step, metric, value, lower_is_better)
-            self._send(_Given(Request(best=best), None))
+            self._send(Request(best=best))
 
     def read(self) -> dict[str, float]:
         """Metrics since the last call, maximum over ranks: seconds training waited for saving, and seconds writers worked."""
@@ -180,17 +171,17 @@ class Saver:
                     f"{failure}). Free memory of the host, or allow more to be locked (ulimit -l unlimited)."
                 )
 
-    def _send(self, given: _Given) -> None:
-        self._in_flight.append(given)
+    def _send(self, request: Request) -> None:
+        self._in_flight.append(request)
         with contextlib.suppress(BrokenPipeError):  # It died; the next `_hear` notices.
-            self._to.write(json.dumps(asdict(given.request)).encode() + b"\n")
+            self._to.write(json.dumps(asdict(request)).encode() + b"\n")
             self._to.flush()
 
     def _hear_all(self) -> None:
         """Wait for the writer's replies to all requests."""
         if not self._in_flight:
             return
-        saving = next((f"of step {given.step:,} " for given in self._in_flight if given.step is not None), "")
+        saving = next((f"of step {request.job.step:,} " for request in self._in_flight if request.job), "")
         with waiting(f"the checkpoint {saving}to be committed", self.wait_seconds, "checkpoint.wait_minutes"):
             while self._in_flight and self._error is None:
                 self._hear(None)
@@ -205,27 +196,27 @@ class Saver:
                 if self._error is not None:
                     return
                 continue
-            given, reply = self._in_flight.popleft(), json_record.parse(line, Reply, "the checkpoint writer's reply")
+            request, reply = self._in_flight.popleft(), json_record.parse(line, Reply, "the checkpoint writer's reply")
             self.written += reply.seconds
             self.longest = max(self.longest, reply.seconds)
             if reply.error is not None and self._error is None:
                 kind = CrashError if reply.crash else UserError
                 self._error = kind(f"the checkpoint was not saved: {reply.error}")
-            if given.step is not None and self._error is None:
-                self.committed_step = given.step
+            if request.job and self._error is None:
+                self.committed_step = request.job.step
 
     def _replace_writer(self) -> None:
         """Start another writer and resend the requests that have no reply."""
         what = f"the checkpoint writer of rank {self.ranks.rank} died ({self._last_words()})"
         unanswered = list(self._in_flight)
         self._in_flight.clear()
-        saving = next((given.step for given in unanswered if given.step is not None), None)
+        saving = next((request.job.step for request in unanswered if request.job), None)
         if saving is None:
             note = f"{what} between two saves: a new one is started"
         else:
             before = f"{counted(saving - self.committed_step, 'step')} before" if self.committed_step else "none before"
             note = f"{what} while it saved step {saving:,} (the last checkpoint: {before}): a new one does it again"
-        if any(given.again for given in unanswered):
+        if any(request.again for request in unanswered):
             self._error = CrashError(
                 f"{what}, the second one at the same save; the last checkpoint is of step {self.committed_step:,}. If the "
                 "kernel killed it, the host needs more memory: the same command resumes from there."
@@ -234,11 +225,8 @@ class Saver:
         self._notes.append(note)
         self._close_pipes()
         self._start_writer()
-        for given in unanswered:
-            request = given.request
-            if request.job is not None:
-                request = Request(job=replace(request.job, again=True))
-            self._send(replace(given, request=request, again=True))
+        for request in unanswered:
+            self._send(replace(request, again=True))
 
     def _close_pipes(self) -> None:
         for stream in (self._to, self._from):

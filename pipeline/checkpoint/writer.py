@@ -92,7 +92,7 @@ class SaveJob:
     """One rank's part of one save. folder: of all checkpoints. ranges: (name, start, length) within each state, in order.
 
     constants: ranges of tensors without states, which follow.
-    retry: seconds for which object store requests are retried. commit: rank 0 only. again: a previous writer died during it.
+    retry: seconds for which object store requests are retried. commit: rank 0 only.
     """
 
     folder: str
@@ -104,7 +104,6 @@ class SaveJob:
     states: list[str]
     ranges: list[tuple[str, int, int]]
     commit: Commit | None
-    again: bool = False
     constants: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property
@@ -127,10 +126,11 @@ class Best:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to the writer, one line of JSON; one of the two is set."""
+    """A request to the writer, one line of JSON: job or best. again: a previous writer died during it."""
 
     job: SaveJob | None = None
     best: Best | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,22 +142,22 @@ class Reply:
     seconds: float
 
 
-def save(job: SaveJob, memory: int, give_up: float = GIVE_UP_SECONDS) -> None:
+def save(job: SaveJob, memory: int, give_up: float = GIVE_UP_SECONDS, again: bool = False) -> None:
     """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises WriterError.
 
-    give_up: timeout in seconds for another rank's writer without a heartbeat.
+    give_up: timeout in seconds for another rank's writer without a heartbeat. again: see `Request`.
     """
     checkpoints = Checkpoints(to_path(job.folder, Retry(job.retry, "data.retry_minutes")))
     path: AnyPath | None = None
     committed = False
     try:
-        if job.again and (final := checkpoints.committed_by(job.step, job.token)) is not None:
+        if again and (final := checkpoints.committed_by(job.step, job.token)) is not None:
             if job.commit is not None:  # The previous writer died after the commit.
                 checkpoints.point_at(final)
                 _retain(checkpoints, final, job.commit.retention)
             return
         path = checkpoints.begin(job.step, job.token)
-        if job.again and job.commit is None and read_status(path, job.rank, job.token).part is not None:
+        if again and job.commit is None and read_status(path, job.rank, job.token).part is not None:
             return  # Rank 0's writer may be reading it.
         with _beating(path, job) as reach:
             part = _write_part(path, job, memory)
@@ -322,7 +322,7 @@ def answer(line: str, memory: int) -> Reply:
         if request.best is not None:
             mark_best(request.best)
         if request.job is not None:
-            save(request.job, memory)
+            save(request.job, memory, again=request.again)
     except WriterError as failed:
         error, crash = str(failed), isinstance(failed, LostWriterError)
     except UserError as failed:  # A damaged kept.json.

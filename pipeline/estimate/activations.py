@@ -118,6 +118,16 @@ def of_many(count: Callable[[int], Saved], images: int) -> Saved:
     return Saved.through(_COUNTED, [count(number) for number in _COUNTED], images)
 
 
+@on_meta.remembered
+def _gathers(cls: type[Objective], config: RunConfig, model: Config) -> bool:
+    """Whether an objective's loss gathers what other ranks computed: otherwise their number changes nothing."""
+    objective = on_meta.make(cls, config, (shallow(model) or [model])[0], torch.float32)
+    with across_ranks.on_meta(1) as others, on_meta.QuickNorms():
+        on_meta.loss(objective, on_meta.inputs(objective, config, 2, torch.float32))
+    return others.are_asked
+
+
+@on_meta.remembered
 def saved_by_loss(
     cls: type[Objective],
     config: RunConfig,
@@ -131,29 +141,9 @@ def saved_by_loss(
 
     model: the backbone's.
     """
-    ranks = ranks if _gathers(cls, config, model) else 1  # A plan asks for up to nine numbers of ranks.
-    return _saved_by_loss(cls, config, model, images, dtype, checkpointing, ranks)
+    if ranks > 1 and not _gathers(cls, config, model):  # A plan asks for up to nine numbers of ranks.
+        return saved_by_loss(cls, config, model, images, dtype, checkpointing, 1)
 
-
-@on_meta.remembered
-def _gathers(cls: type[Objective], config: RunConfig, model: Config) -> bool:
-    """Whether an objective's loss gathers what other ranks computed: otherwise their number changes nothing."""
-    objective = on_meta.make(cls, config, (shallow(model) or [model])[0], torch.float32)
-    with across_ranks.on_meta(1) as others, on_meta.QuickNorms():
-        on_meta.loss(objective, on_meta.inputs(objective, config, 2, torch.float32))
-    return others.are_asked
-
-
-@on_meta.remembered
-def _saved_by_loss(
-    cls: type[Objective],
-    config: RunConfig,
-    model: Config,
-    images: int,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    ranks: int,
-) -> Saved:
     def count(one: Config) -> Saved:
         objective = on_meta.make(cls, config, one, dtype)
         objective.backbone.activation_checkpointing = checkpointing
@@ -167,7 +157,7 @@ def _saved_by_loss(
         found = _of_depth(model, count)
     if not checkpointing:
         return found
-    plain = _saved_by_loss(cls, config, model, images, dtype, False, ranks)
+    plain = saved_by_loss(cls, config, model, images, dtype, False, ranks)
     uses = (replace(use, until=kept.until) for use, kept in zip(plain.uses, found.uses, strict=True))
     return Saved(found.total, plain.outside, found.until_added, tuple(uses))
 

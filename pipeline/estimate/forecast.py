@@ -3,7 +3,6 @@
 Everything is computed from the settings and the manifest; nothing is measured, and no GPU is needed.
 """
 
-import bisect
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
-from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory
+from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, most_images, rank_memory
 from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.plan import CHECKPOINT, Plan, make_plan
 from pipeline.estimate.scaling import ScalingRow, scaling
@@ -27,9 +26,6 @@ from pipeline.model import Config
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.objective_checks import refuse_without_labels
-from pipeline.settings.run import RunConfig
-
-_MAX_IMAGES = 10**6
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
         for stage in config.zero_stages:
             trial = lay_out(config, stage, checkpointing)
             memory = rank_memory(model, trial, plan.micro_batch, plan.accumulation, num_gpus)
-            largest = _most_images(trial, model, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
+            largest = most_images(trial, model, 2, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
             layouts.append(LayoutMemory(stage, checkpointing, plan.micro_batch, memory, largest))
     choice = choose(config, model, cluster) if cluster else None
     planned = config
@@ -172,15 +168,6 @@ def make_forecast(config: PlanConfig) -> Forecast:
         time = step_time(planned, model, cluster, network, advised.micro_batch, advised.accumulation)
         rows = scaling(config, model, cluster, network)
     return Forecast(config, cluster, data, model, plan, layouts, choice, planned, network, time, rows, measured)
-
-
-def _most_images(config: RunConfig, model: Config, world_size: int, limit: float) -> int:
-    """Returns the largest micro-batch of any size that fits `limit` bytes with gradient accumulation."""
-
-    def too_many(images: int) -> bool:
-        return rank_memory(model, config, images, 2, world_size).total > limit
-
-    return bisect.bisect_left(range(1, _MAX_IMAGES), True, key=too_many)
 
 
 def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:

@@ -9,6 +9,7 @@ Not counted: the CUDA context, NCCL's buffers, fragmentation of the allocator, w
 Letters: P trained parameters (the model's, and those that the objective adds), p = P / ranks, e bytes of a parameter (fp32 4, bf16 2), T tokens of a micro-batch.
 """
 
+import bisect
 import math
 from dataclasses import dataclass, replace
 
@@ -118,10 +119,21 @@ def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size
     return 0
 
 
+def most_images(
+    config: RunConfig, model: Config, accumulation: int, world_size: int, limit: float, most: int = 10**6
+) -> int:
+    """Returns the largest micro-batch of any size, below `most`, that fits `limit` bytes; 0 if none."""
+
+    def too_many(images: int) -> bool:
+        return rank_memory(model, config, images, accumulation, world_size).total > limit
+
+    return bisect.bisect_left(range(1, most), True, key=too_many)
+
+
 def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> list[Memory]:
     """Returns a rank's memory in the backward pass, the reduction of gradients and the optimizer step."""
     engine = config.engine
-    e = element_bytes(engine.precision)
+    e = dtype_of(engine.precision).itemsize
     found = parameters(config, model)
     P = found.trained
     p = math.ceil(P / world_size)
@@ -155,7 +167,7 @@ def _gradients_and_buffers(
     model: Config, config: RunConfig, accumulates: bool, world_size: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Returns (gradients, buffers) in bytes, each for the backward pass, the reduction and the optimizer step."""
-    stage, e = config.engine.zero_stage, element_bytes(config.engine.precision)
+    stage, e = config.engine.zero_stage, dtype_of(config.engine.precision).itemsize
     found = parameters(config, model)
     P = found.trained
     p = math.ceil(P / world_size)
@@ -204,7 +216,8 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
     part.
     """
     engine, cls = config.engine, kind(config.train.loss)
-    dtype, e = dtype_of(engine.precision), element_bytes(engine.precision)
+    dtype = dtype_of(engine.precision)
+    e = dtype.itemsize
     found = parameters(config, model)
     if cls.trains_backbone_alone and not config.train.lora_rank:
         saved = saved_bytes(model, micro_batch, dtype, engine.activation_checkpointing, config.train.freeze)
@@ -246,7 +259,7 @@ def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
 def input_bytes(model: Config, micro_batch: int, precision: TrainPrecision) -> int:
     """Bytes of a micro-batch's images: normalised in fp32, and the 16-bit copy that the model reads."""
     height, width = model.image_size
-    return micro_batch * 3 * height * width * (4 if precision == "fp32" else 4 + element_bytes(precision))
+    return micro_batch * 3 * height * width * (4 if precision == "fp32" else 4 + dtype_of(precision).itemsize)
 
 
 def checkpoint_bytes(model: Config, config: RunConfig) -> int:
@@ -264,13 +277,8 @@ def _state_bytes(model: Config, config: RunConfig) -> int:
     return found.trained * (4 + _moments_bytes(config.optimizer) + found.average_bytes) + 4 * found.frozen
 
 
-def element_bytes(precision: TrainPrecision) -> int:
-    """Bytes of a parameter as the model computes with it."""
-    return 4 if precision == "fp32" else 2
-
-
 def dtype_of(precision: TrainPrecision) -> torch.dtype:
-    """The type of parameters and activations."""
+    """The type of parameters and activations, as the model computes with them."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 

@@ -120,7 +120,7 @@ def is_predictable(config: PlanConfig) -> bool:
 
 def collectives(config: RunConfig, model: Config, accumulation: int) -> list[Collective]:
     """Collectives of a step, without the few bytes of norms and flags. The moving average of the weights needs none."""
-    stage, e = config.engine.zero_stage, memory.element_bytes(config.engine.precision)
+    stage, e = config.engine.zero_stage, memory.dtype_of(config.engine.precision).itemsize
     found = memory.parameters(config, model)
     P = found.trained
     bucket = memory.reduce_bucket(P)
@@ -153,7 +153,7 @@ def collectives(config: RunConfig, model: Config, accumulation: int) -> list[Col
 
 def optimizer_bytes(config: RunConfig, model: Config, world_size: int, accumulation: int) -> int:
     """Memory traffic of a rank's optimizer step, each tensor read and written once: a fused optimizer (engine.fused)."""
-    stage, e = config.engine.zero_stage, memory.element_bytes(config.engine.precision)
+    stage, e = config.engine.zero_stage, memory.dtype_of(config.engine.precision).itemsize
     P = memory.parameters(config, model).trained
     p = P if stage == 0 else math.ceil(P / world_size)
     # fp32 gradients of the whole model stay on every rank at stage 0, and at stage 1 in bf16.

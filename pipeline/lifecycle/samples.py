@@ -25,7 +25,7 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.lifecycle.run_folder import read_settings
 from pipeline.process.committed import read_checksums
 from pipeline.settings import schema
-from pipeline.settings.changes import Fact, differences
+from pipeline.settings.changes import Fact, differences, fact_of, facts_of
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import DataConfig
@@ -100,19 +100,13 @@ def _settings(path: Path, state: State | None) -> RunConfig:
     """Return a run's settings: from its newest checkpoint, else the run folder, else a YAML file."""
     if state:
         tree: dict[str, Any] = {}
-        for name, *_ in schema.leaves(RunConfig):
-            # Of a mapping, such as the section `objective`, each entry has a name of its own.
-            entries = {
-                key.removeprefix(f"{name}."): value
-                for key, value in state.identity.items()
-                if key.startswith(f"{name}.")
-            }
-            if name in state.identity or entries:
+        for name, value in state.identity.items():
+            if fact_of(name, facts_of(RunConfig)):  # Else it is none of the settings.
                 *sections, field = name.split(".")
                 section = tree
                 for part in sections:
                     section = section.setdefault(part, {})
-                section[field] = state.identity.get(name, entries)
+                section[field] = value
         return schema.build(RunConfig, tree, str(path))
     if path.is_dir():
         try:

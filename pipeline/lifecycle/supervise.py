@@ -34,7 +34,7 @@ from pipeline.lifecycle.run_folder import (
 from pipeline.lifecycle.stop import BY_FILE, BY_LAUNCHER, BY_LIMIT
 from pipeline.process.outputs import try_outputs
 from pipeline.process.running_time import running_time
-from pipeline.process.start import check_program
+from pipeline.process.start import check_program, silence_broken_output
 from pipeline.settings.command import read_settings
 from pipeline.settings.commands.operate import SuperviseConfig
 from pipeline.settings.run import RunConfig
@@ -165,7 +165,7 @@ class Supervisor:
         if not dropped or not left:
             return
         first = next(iter(self.hosts))
-        chosen = largest_fitting(left, self._fits)
+        chosen = largest_fitting(left, lambda num_ranks: not self._why_not(num_ranks))
         if not chosen:
             if dropped != self.needed_hosts:  # Otherwise each restart would repeat it.
                 self.needed_hosts = dropped
@@ -192,9 +192,6 @@ class Supervisor:
             self.host_failures[name] += 1
             self.say("host failed", f"host {name} failed ({self.host_failures[name]}): {why}", host=name)
 
-    def _fits(self, num_ranks: int) -> bool:
-        return not self._why_not(num_ranks)
-
     def _why_not(self, num_ranks: int) -> str:
         """Why the run cannot train on this number of ranks; empty if it can."""
         try:
@@ -206,7 +203,11 @@ class Supervisor:
     def say(self, event: str, line: str, **facts: Any) -> None:
         """Print a line and append it to supervise.log, and with `facts` to supervise.jsonl."""
         moment = time.strftime("%Y-%m-%d %H:%M:%S")
-        print(f"supervise: {line}", flush=True)
+        try:
+            print(f"supervise: {line}", flush=True)
+        except OSError:
+            # Its reader or its terminal is gone. The run, which has a session of its own, goes on without it.
+            silence_broken_output()
         with open(self.folder / "supervise.log", "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{moment} {line}\n")
         with open(self.folder / "supervise.jsonl", "a") as file:
@@ -290,7 +291,7 @@ def _hostfile_of(command: list[str]) -> Path | None:
     """Return the hostfile of a deepspeed command, None if it has none. Raises UserError."""
     given = _option(command, "--hostfile") or _option(command, "-H")
     path = Path(given) if given else _DEFAULT_HOSTFILE
-    if Path(command[0]).name != "deepspeed" or not (given or path.exists()):
+    if Path(command[0]).name not in ("deepspeed", "ds") or not (given or path.exists()):
         return None
     for name in ("--include", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators", "-i", "-e"):
         if _option(command, name):

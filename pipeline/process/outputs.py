@@ -140,8 +140,9 @@ def _problem(path: Path, output: Output) -> str:
         return _cannot_create_in(path)
     if os.path.isdir(path):
         return "it is a folder, not a file" if output == "file" else "this folder exists already"
-    if os.path.exists(path) and not os.path.isfile(path):
-        return ""  # A device, such as /dev/stdout.
+    if os.path.exists(path) and (not os.path.isfile(path) or path.parent == Path("/dev")):
+        # Root would replace the device, or the link /dev/stdout, for all programs of the machine.
+        return "it is not a regular file"
     problem = _cannot_create_in(path.parent)
     if not problem and output == "file" and not os.path.isdir(path.parent):
         problem = f"there is no folder {_shown(path.parent)}"

@@ -3,7 +3,6 @@
 Called by ray_tasks/, where an actor on each node holds one rank.
 """
 
-import contextlib
 import math
 import os
 import queue
@@ -109,11 +108,7 @@ class RankProcess:
         if code is not None:
             # For its last lines. With a timeout, because a process that it left behind may hold the pipe open.
             self.reader.join(timeout=1)
-        lines = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                lines.append(self.lines.get_nowait())
-        return lines, code
+        return [self.lines.get() for _ in range(self.lines.qsize())], code
 
     def terminate(self) -> None:
         self.process.terminate()

@@ -88,7 +88,7 @@ def differences(
     """
     found = []
     for name in {**now, **then}:
-        fact = _fact(name, known) or (Fact() if name in now else None)
+        fact = fact_of(name, known) or (Fact() if name in now else None)
         if fact and fact.means(least):
             change = Change(name, fact.of(then, name), fact.of(now, name), fact)
             # As text too: image sizes used to be numbers, before 224x384 was possible.
@@ -99,10 +99,10 @@ def differences(
 
 def decisive(values: Mapping[str, Any], known: Mapping[str, Fact], least: OnChange) -> dict[str, Any]:
     """The values, by dotted name, of which another one would mean `least` or more."""
-    return {name: value for name, value in values.items() if (_fact(name, known) or Fact()).means(least)}
+    return {name: value for name, value in values.items() if (fact_of(name, known) or Fact()).means(least)}
 
 
-def _fact(name: str, known: Mapping[str, Fact]) -> Fact | None:
+def fact_of(name: str, known: Mapping[str, Fact]) -> Fact | None:
     """What is known of a name, else of the mapping that it is an entry of."""
     while name and name not in known:
         name = name.rpartition(".")[0]

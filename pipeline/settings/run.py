@@ -39,12 +39,8 @@ from pipeline.settings.shared import result_name
 
 # Settings of each training crop; they are ignored, and so refused, with another one.
 _CROP_SETTINGS = {
-    "area_min": ("inception", "random_resized"),
-    "area_max": ("inception", "random_resized"),
-    "aspect_min": ("inception", "random_resized"),
-    "aspect_max": ("inception", "random_resized"),
-    "resize_to": ("resize_crop", "resize_small_crop"),
-    "padding": ("resize_crop", "resize_small_crop"),
+    **dict.fromkeys(("area_min", "area_max", "aspect_min", "aspect_max"), ("inception", "random_resized")),
+    **dict.fromkeys(("resize_to", "padding"), ("resize_crop", "resize_small_crop")),
 }
 
 

@@ -39,19 +39,20 @@ def room_for_training(config: RunConfig, plan: Plan, model: Config, stop: Stop) 
         yield
 
 
-def dry_run_on_all_ranks(config: RunConfig, plan: Plan, engine: Engine, prepared: Prepared, stop: Stop) -> None:
+def dry_run_on_all_ranks(engine: Engine, prepared: Prepared, stop: Stop) -> None:
     """Run one training step and one batch of each evaluator, of the largest shapes; leaves no trace in model or optimizer.
 
     Call it before a checkpoint is loaded. Out of memory on any rank ends all ranks, with settings that need less.
     """
+    config, data, plan = prepared.config, prepared.data, prepared.plan
     views = engine.objective.views(config)
-    batch = _blank(plan.micro_batch, views, prepared.split.max_labels)
+    batch = _blank(plan.micro_batch, views, data.split.max_labels)
     micro_batches = [batch] * min(2, plan.accumulation)  # The second has gradients and activations in memory.
     mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
     with engine.untouched(len(micro_batches)):
         training_step(engine, micro_batches, step=0, lr=0.0, mixing=mixing)
     if objectives.metrics(config)["scores"]:
-        most = max(len(split) for _, split in prepared.evaluated.values())
+        most = max(len(split) for _, split in data.evaluated.values())
         with _trial("evaluation", config, -(-most // plan.world_size), stop) as count:
             if engine.objective.predicts_classes:
                 engine.forward(_images(count, config))

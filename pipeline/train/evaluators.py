@@ -81,7 +81,7 @@ class Evaluator:
             self.monitoring.tracker.log(step, found.metrics)
             write_text(self.context.folder / self.file, json.dumps({"step": step, **found.content}))
         if self.monitoring.drawing:
-            self.monitoring.drawing.begin(found.predictions, self.context.prepared.evaluation)
+            self.monitoring.drawing.begin(found.predictions, self.context.prepared.data.evaluation)
 
 
 class SplitEvaluator(Evaluator):
@@ -91,7 +91,7 @@ class SplitEvaluator(Evaluator):
     file = "scores.json"
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
-        evaluated = self.context.prepared.evaluated.items()
+        evaluated = self.context.prepared.data.evaluated.items()
         found = {name: self._scores_on_all_ranks(step, split) for name, (_, split) in evaluated}
         scores, predictions = next(iter(found.values()))  # Without a split, objectives.metrics has no scores.
         metrics = {f"{of}_{metric}": value for of, (its, _) in found.items() for metric, value in its.to_dict().items()}

@@ -10,9 +10,10 @@ from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import LATEST, Checkpoints, State, read_state, step_of, verify
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
+from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.data.loading.order import batches_before
 from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
+from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.estimate.plan import Plan
@@ -120,8 +121,9 @@ def go_back_on_all_ranks(
     return None
 
 
-def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split | None) -> dict[str, Any]:
+def identity(config: RunConfig, plan: Plan, data: RunData) -> dict[str, Any]:
     """Settings by dotted name, data and number of ranks, which identify a run. Saved with each checkpoint."""
+    dataset, split, evaluation = data.dataset, data.split, data.evaluation
     splits = [split, evaluation] if evaluation else [split]
     return {
         **objectives.flat_settings(config),

@@ -23,7 +23,7 @@ def train_prepared(stop: Stop, prepared: Prepared) -> None:
 
     A run that is asked to stop commits a checkpoint and ends the process with exit code 75.
     """
-    run = set_up(prepared.config, stop, prepared)
+    run = set_up(stop, prepared)
     progress, console, meter = run.progress, run.context.console, run.monitoring.meter
     if reason := _train(run):
         console.say(

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pipeline.base.words import counted, of_classes
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
+from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.retry import StorageError
 from pipeline.estimate.memory import rank_memory
@@ -34,13 +35,10 @@ ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.j
 
 
 def run_facts(
-    config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluated: Sequence[tuple[Dataset, Split]],
-    device: torch.device, origin: WeightsOrigin | None,
-) -> RunFacts:  # fmt: skip
-    """The facts of a run whose model is built and whose data is open.
-
-    evaluated: the splits that are. origin: None for new weights, and where it was not recorded.
-    """
+    config: RunConfig, plan: Plan, model: Model, data: RunData, device: torch.device, origin: WeightsOrigin | None
+) -> RunFacts:
+    """The facts of a run whose model is built. origin: None for new weights, and where it was not recorded."""
+    dataset, split = data.dataset, data.split
     flops = objectives.training_flops(config, model.config)
     exaflops = plan.steps * plan.global_batch * flops / 1e18
     kind = "finetune" if config.init.weights else "pretrain"
@@ -79,7 +77,7 @@ def run_facts(
     if config.track.parent_run:
         parents["group"] = tags["mlflow.parentRunId"] = config.track.parent_run
     datasets = list(_training_data(dataset, split))
-    datasets += [_data_facts(one, its, "evaluation", {}) for one, its in evaluated]
+    datasets += [_data_facts(one, its, "evaluation", {}) for one, its in data.evaluated.values()]
     of_steps = objectives.kind(config.train.loss).values(config)
     measured = {name: metric for of in objectives.metrics(config).values() for name, metric in of.items()}
     measured |= {name: replace(metric, group="train") for name, metric in of_steps.items()}

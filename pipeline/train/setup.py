@@ -55,9 +55,9 @@ from pipeline.train.training_run import Monitoring, Progress, RunContext, Saving
 from pipeline.train.zero.engine import Engine, limit_collectives, start_ranks
 
 
-def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
+def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     """Prepare a run, up to the step where it starts. Collective. Raises UserError for a user's mistake."""
-    context = _connect_on_all_ranks(config, stop, prepared)
+    context = _connect_on_all_ranks(stop, prepared)
     start = _find_start_on_all_ranks(context)
     training = _build_training_on_all_ranks(context, start)
     monitoring = _begin_monitoring_on_all_ranks(context, start, training)
@@ -69,11 +69,11 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
 
 
 # ---------------------------------------------------------------------- plan, run folder's lock, ranks
-def _connect_on_all_ranks(config: RunConfig, stop: Stop, prepared: Prepared) -> RunContext:
+def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     """Lock the run folder, start the ranks, and compare their settings and data."""
-    ranks, plan = from_environment(), prepared.plan
+    config, data, plan, ranks = prepared.config, prepared.data, prepared.plan, from_environment()
     use_exact_arithmetic(ranks.device, config.engine.deterministic)
-    identity = resume.identity(config, prepared.dataset, plan, prepared.split, prepared.evaluation)
+    identity = resume.identity(config, plan, data)
     identity["fused_optimizer"] = optimizers.is_fused(config.engine, ranks.device)
     folder = stop.folder.path
     before = last_end_in_words(folder) if ranks.is_main else ""
@@ -83,8 +83,8 @@ def _connect_on_all_ranks(config: RunConfig, stop: Stop, prepared: Prepared) -> 
     console.say(f"{config.name}: {plan.describe()}")
     if not stop.folder.is_locked:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
-    held_out = prepared.evaluation.notes() if prepared.evaluation else []
-    for line in plan.notes(config) + prepared.split.notes() + held_out:
+    held_out = data.evaluation.notes() if data.evaluation else []
+    for line in plan.notes(config) + data.split.notes() + held_out:
         console.say(line)
     start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config))
     ranks.agree(in_use)
@@ -118,7 +118,7 @@ class _StartingPoint:
 
 def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
     config, plan, ranks, console = context.config, context.plan, context.ranks, context.console
-    dataset = context.prepared.dataset
+    dataset = context.prepared.data.dataset
     gpu_memory = device_memory(ranks.device)
     least = min(ranks.gather(gpu_memory or host_memory()))  # Hosts may have other GPUs.
     if config.model.name:  # Checked before the model is built, which takes long if it is too large.
@@ -149,7 +149,7 @@ def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
 # ---------------------------------------------------------------------- what trains
 def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> Training:
     """Build the engine, try out one step, and load the checkpoint."""
-    config, prepared, plan, ranks = context.config, context.prepared, context.plan, context.ranks
+    config, plan, ranks = context.config, context.plan, context.ranks
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)
     if start.resumed is None and start.origin is not None and objective.continues_additions:
@@ -161,21 +161,21 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
     with room_for_training(config, plan, start.model.config, context.stop):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))
-        dry_run_on_all_ranks(config, plan, engine, prepared, context.stop)
+        dry_run_on_all_ranks(engine, context.prepared, context.stop)
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)
         context.stop.step = start.state.step
         context.console.say(f"resumed from {start.resumed} at step {start.state.step:,} of {plan.steps:,}")
     elif start.origin is not None:
         context.console.say(f"started from the weights in {config.init.weights}: {start.origin.details}")
-    feed = Feed(config, plan, prepared.split, ranks, context.stop, clock)
+    feed = Feed(config, plan, context.prepared.data.split, ranks, context.stop, clock)
     return Training(engine, feed, peak_rate(config.optimizer, plan.global_batch))
 
 
 # ---------------------------------------------------------------------- what measures
 def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, training: Training) -> Monitoring:
     config, ranks, folder, console = context.config, context.ranks, context.folder, context.console
-    dataset, state, engine = context.prepared.dataset, start.state, training.engine
+    dataset, state, engine = context.prepared.data.dataset, start.state, training.engine
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     model = start.model.config
     flops: list[int] = ranks.on_main(lambda: [objectives.training_flops(part, model) for part in config.parts()])
@@ -209,14 +209,13 @@ def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, t
 def _start_tracker(context: RunContext, start: _StartingPoint, training: Training, hosts: list[str]) -> Tracker:
     """Write what the run folder shows beside the metrics, and begin to record. Rank 0 only."""
     config, plan, ranks, folder = context.config, context.plan, context.ranks, context.folder
-    prepared, model = context.prepared, start.model
+    data, model = context.prepared.data, start.model
     page, saved = PageFolder(folder), None
     with contextlib.suppress(UserError):  # There are none before the first start.
         saved = page.read_facts().facts
     # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
     origin = start.origin if start.resumed is None else saved.origin if saved else None
-    evaluated = [*prepared.evaluated.values()]
-    facts = run_facts(start.config, plan, model, prepared.dataset, prepared.split, evaluated, ranks.device, origin)
+    facts = run_facts(start.config, plan, model, data, ranks.device, origin)
     facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:

@@ -21,27 +21,19 @@ from pipeline.settings.objective_checks import check_weights, refuse_without_lab
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:
-    from pipeline.data.dataset.manifest import Dataset
-    from pipeline.data.dataset.split import Split
+    from pipeline.data.mixture.run_data import RunData
     from pipeline.evaluate.probes.probe import RunProbe
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data and plan of a run, checked. dataset, split, evaluated: see `RunData`. config: with an empty data.eval_split if there is no held-out split. draw: see `prepare`."""
+    """Data and plan of a run, checked. config: with an empty data.eval_split if there is no held-out split. draw: see `prepare`."""
 
     config: RunConfig
-    dataset: "Dataset"
-    split: "Split"
-    evaluated: "dict[str, tuple[Dataset, Split]]"
+    data: "RunData"
     run_probe: "RunProbe | None"
     plan: Plan
     draw: str | None = None
-
-    @property
-    def evaluation(self) -> "Split | None":
-        """The first split that is evaluated, None without one."""
-        return next((split for _, split in self.evaluated.values()), None)
 
 
 def run(config: RunConfig, draw: str) -> None:
@@ -82,8 +74,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     world_size = check_environment()
     storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
     data = open_run_data(config.data, config.seed, config.train.global_batch, storage, config.reads_labels)
-    dataset, split = data.dataset, data.split
-    refuse_without_labels(config, dataset.num_classes)
+    refuse_without_labels(config, data.dataset.num_classes)
     config = replace(config, data=replace(config.data, eval_split=data.eval_split))
     probed = data.own
     if config.probe.every.amount and config.probe.reads_labels:
@@ -102,7 +93,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
     objectives.check(config)
-    balance = describe_balance(split.parts[0], data.own.classes, config.data.balance)
+    balance = describe_balance(data.split.parts[0], data.own.classes, config.data.balance)
     measured = objectives.metrics(config)  # An objective may measure nothing on held-out images.
     plan = replace(
         plan,
@@ -114,10 +105,10 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
 
-        run_probe = open_run_probe(config, data.own, split.parts[0], probed)
+        run_probe = open_run_probe(config, data.own, data.split.parts[0], probed)
     if config.init.weights:
         _find_weights(config, config.init.weights)
-    return Prepared(config, dataset, split, data.evaluated, run_probe, plan, draw)
+    return Prepared(config, data, run_probe, plan, draw)
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ class TrainingRun:
         """Content of a checkpoint other than tensors; None except on rank 0."""
         if not self.context.ranks.is_main:
             return None
-        config, dataset, progress = self.context.config, self.context.prepared.dataset, self.progress
+        config, dataset, progress = self.context.config, self.context.prepared.data.dataset, self.progress
         engine, spikes = self.training.engine, self.monitoring.spikes
         model = engine.objective.backbone.config
         state = {
@@ -278,7 +278,7 @@ class TrainingRun:
         """Print a line for each sample that could not be read on any rank since the run's first start."""
         self.monitoring.counts.gather_on_all_ranks()
         bad = self.monitoring.counts.unreadable
-        for row, key in zip(sorted(bad), self.context.prepared.split.keys(sorted(bad)), strict=True):
+        for row, key in zip(sorted(bad), self.context.prepared.data.split.keys(sorted(bad)), strict=True):
             self.context.console.say(f"left out {key}: {bad[row]}")
 
     def close(self, status: str, outcome: str, in_a_hurry: bool) -> None:

@@ -115,7 +115,7 @@ def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
         saver.save(step, *real_part(step))
         saver.mark_best(step, "val_top1", step / 100)
         if step == 30:  # As far as a writer comes that is killed before its last words.
-            given = saver._in_flight[0].request.job
+            given = saver._in_flight[0].job
             assert given is not None
             writer.save(given, saver._memory)
             (tmp_path / "latest").write_text("step-00000020")

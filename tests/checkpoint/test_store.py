@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -283,10 +283,10 @@ def test_a_part_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     save(part, memory)
     (file,) = Checkpoints(tmp_path).begin(10, "t").glob("rank-0001*")
     before = file.stat().st_ino, file.stat().st_mtime_ns
-    save(replace(part, again=True), memory)
+    save(part, memory, again=True)
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == before
     save(*job(tmp_path, 10, 0, 2))
-    save(replace(part, again=True), memory)
+    save(part, memory, again=True)
     assert names(tmp_path) == ["latest", "step-00000010"]
     assert newest_complete(tmp_path) == "step-00000010"
 

@@ -191,6 +191,7 @@ def test_training_refuses_what_the_plan_refuses(
         (["cluster=8x8xTPU"], "'TPU' is not a known GPU. Known: B300, GB300"),
         (["cluster=6x8xH100"], "train.global_batch = 4096 is not divisible by 48 ranks"),
         (["samples=0"], "samples = 0, classes = 21841: set both, or neither"),
+        (["classes=0"], "samples = 14200000, classes = 0: set both, or neither"),
         (["samples=0", "classes=0", "data.path=nowhere"], "Or plan without it: samples=14.2e6 classes=21841."),
         (["mfu=40"], "mfu = 40 must be from 0 to 1"),
         (

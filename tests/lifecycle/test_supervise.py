@@ -13,7 +13,7 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.lifecycle.hosts import largest_fitting, read_hostfile, to_blame
 from pipeline.lifecycle.run_folder import Failure
-from pipeline.lifecycle.supervise import Supervisor, _option, _settings_of, _with_options
+from pipeline.lifecycle.supervise import Supervisor, _hostfile_of, _option, _settings_of, _with_options
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SuperviseConfig
 from pipeline.settings.run import RunConfig
@@ -102,6 +102,14 @@ def test_crashes_and_preemption_are_followed_by_a_start_until_it_is_finished(tmp
     assert "start 1 failed at step 0: killed; the launcher ended with 247" in output
     assert "start 3 failed at step 5: RuntimeError: no" in output
     assert "start 4 finished at step 99" in (case.run / "supervise.log").read_text()
+
+
+def test_it_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    case = Case(tmp_path, [KILLED, FINISHED])
+    assert case.process.stdout is not None
+    case.process.stdout.close()
+    assert case.process.wait(timeout=500) == 0
+    assert case.events() == ["start", "failed", "wait", "start", "finished"]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +242,11 @@ def test_options_of_the_launcher() -> None:
         "--hostfile",
         "mine",
     ]
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "/venv/bin/ds"])
+def test_hosts_are_chosen_for_both_names_of_the_launcher(launcher: str) -> None:
+    assert _hostfile_of([launcher, "--hostfile", "mine", "launch/pretrain.py"]) == Path("mine")
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,8 @@ def test_folders_that_cannot_be(path: str, said: str, place: Path) -> None:
         ("n" * 250, "the name is too long", "file"),  # That of the unfinished file is longer than its own.
         ("/proc/x.csv", "nothing can be created there", "file"),
         ("nowhere/x.csv", "nothing can be created there", "file"),
+        ("/dev/stdout", "it is not a regular file", "file"),
+        ("/dev/null", "it is not a regular file", "file"),
         ("folder", "this folder exists already", "new"),
         ("file/x.npz", "/file is a file, not a folder", "new"),
     ],
@@ -107,7 +109,6 @@ def test_files_that_cannot_be(path: str, said: str, output: Output, place: Path)
         ("file", "file"),
         ("folder/x.csv", "file"),
         ("n" * 230, "file"),
-        ("/dev/stdout", "file"),
         ("new/deep/x.npz", "new"),
     ],
 )

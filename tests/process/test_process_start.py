@@ -24,6 +24,23 @@ def test_every_command_is_guarded_before_it_imports_anything(path: Path) -> None
     ]
 
 
+def test_help_waits_for_no_library() -> None:
+    """But for the demo, which draws, for pretrain.py, which also lists the objectives' settings, and for Ray's launcher."""
+    script = (
+        "import runpy, sys\n"
+        "for path in sys.argv[1:]:\n"
+        "    sys.argv = [path, '--help']\n"
+        "    try: runpy.run_path(path, run_name='__main__')\n"
+        "    except SystemExit: print('done', path)\n"
+        "print(sorted({'torch', 'numpy', 'pyarrow', 'matplotlib', 'cv2', 'ray', 'mlflow'} & sys.modules.keys()))\n"
+    )
+    paths = [str(path) for path in COMMANDS if path.name not in ("demo.py", "pretrain.py", "ray_run.py")]
+    said = subprocess.run([sys.executable, "-c", script, *paths], capture_output=True, text=True, check=True, cwd=ROOT)
+    lines = said.stdout.splitlines()
+    assert [f"done {path}" for path in paths] == [line for line in lines if line.startswith("done ")]
+    assert lines[-1] == "[]"
+
+
 def interrupt(script: str, when: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
     """Run a script in Python, send SIGINT once it prints `when`; (exit code, what it said besides)."""
     process = subprocess.Popen(

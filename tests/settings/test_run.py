@@ -43,7 +43,7 @@ CLASSES = {
 # Classes that hold settings: class -> (where, which).
 HOLDERS = {
     "Study": ("config", study_settings.StudyConfig), "StudyJob": ("config", study_settings.StudyConfig),
-    "RunContext": ("config", RunConfig), "TrainingRun": ("context.config", RunConfig),
+    "Prepared": ("config", RunConfig), "RunContext": ("config", RunConfig), "TrainingRun": ("context.config", RunConfig),
 }  # fmt: skip
 TREES = [
     c for c in CLASSES.values()

@@ -30,12 +30,15 @@ def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: t
         SimpleNamespace(choice=SimpleNamespace(rows=range(7)), test=range(30)) if config.probe.reads_labels else None
     )
     prepared: Any = SimpleNamespace(
-        split=SimpleNamespace(max_labels=1),
-        evaluated={str(count): (None, range(count)) for count in splits},
+        config=config,
+        data=SimpleNamespace(
+            split=SimpleNamespace(max_labels=1), evaluated={str(count): (None, range(count)) for count in splits}
+        ),
+        plan=make_plan(config, 500, 4),
         run_probe=SimpleNamespace(labelled=labelled, own=range(500)) if config.probe.every.amount else None,
     )
     monkeypatch.setattr(dry_run, "training_step", lambda *arguments, **more: None)
-    dry_run.dry_run_on_all_ranks(config, make_plan(config, 500, 4), engine, prepared, SimpleNamespace())  # type: ignore[arg-type]
+    dry_run.dry_run_on_all_ranks(engine, prepared, SimpleNamespace())  # type: ignore[arg-type]
     return found
 
 

@@ -134,7 +134,7 @@ def test_the_plan_says_it(photos: Path) -> None:
     assert "no evaluation" in said
     assert make_forecast(schema.load(PlanConfig, None, [*run, "samples=1e6"])).data.classes == 0
     with pytest.raises(UserError, match="softmax learns labels, and this data set has none"):
-        make_forecast(schema.load(PlanConfig, None, [*settings(photos, photos.parent, "x"), "samples=1e6"]))
+        make_forecast(schema.load(PlanConfig, None, settings(photos, photos.parent, "x")))
 
 
 @pytest.mark.ranks

@@ -4,7 +4,6 @@ Each measurement (`gpu_step.py`) is a process of its own with a time limit: runn
 takes too long is a row of the result. What is worth most comes first, and every row is written at once.
 """
 
-import bisect
 import math
 import os
 import tempfile
@@ -24,7 +23,7 @@ from data_tools.bench.gpu.gpu_step import ATTENTIONS, Case, Setup
 from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.estimate.memory import rank_memory
+from pipeline.estimate.memory import most_images
 from pipeline.settings.commands.bench import GpuBenchConfig
 from pipeline.settings.commands.operate import TrainBenchConfig
 from pipeline.settings.quantities import Length
@@ -179,12 +178,7 @@ class GpuBench:
         """The largest micro-batch that `pipeline/estimate` expects to fit this GPU."""
         if self.device_memory is None:
             return None
-        limit, config = self.device_memory, _run_of(case.model)
-
-        def is_too_large(size: int) -> bool:
-            return rank_memory(case.config, config, size, 1, 1).total > limit
-
-        return max(1, bisect.bisect_left(range(1, _MAX_BATCH), True, key=is_too_large))
+        return max(1, most_images(_run_of(case.model), case.config, 1, 1, self.device_memory, _MAX_BATCH))
 
     # ------------------------------------------------------------------ one process
     def _apart(

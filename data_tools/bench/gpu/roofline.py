@@ -15,7 +15,7 @@ import torch
 from pipeline.model import ViTConfig, num_parameters
 from pipeline.monitor.gpus import Gpu, find_gpu
 
-_BF16, _FP32 = 2, 4
+_BF16 = 2  # bytes
 
 
 # Exponentials of the special function units in T/s: 16 per clock of each multiprocessor (CUDA programming guide, table of arithmetic throughput) x

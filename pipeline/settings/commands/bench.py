@@ -5,8 +5,8 @@ from typing import Literal
 
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, whole_number
-from pipeline.settings.schema import TRACKING_URI, setting
-from pipeline.settings.shared import batch_size, cpu_threads, pixels
+from pipeline.settings.schema import setting
+from pipeline.settings.shared import batch_size, cpu_threads, mlflow_uri, pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class RecordConfig:
     """Where a benchmark's results go besides the terminal."""
 
     json: str = setting("", "File for the results as JSON, replaced after each result; empty is none.", output="file")
-    mlflow: str = setting("", "MLflow tracking URI for the results; empty sends nothing.", form=TRACKING_URI)
+    mlflow: str = mlflow_uri("MLflow tracking URI for the results; empty sends nothing.")
     experiment: str = setting("bench", "MLflow experiment, with mlflow.")
 
 
@@ -34,7 +34,9 @@ class GpuBenchConfig(RecordConfig):
         540.0, "Time for everything; what is left out for lack of time is listed.", above=0, max=86400
     )
     candidate_seconds: float = setting(2.0, "Time in which each configuration's steps are timed.", above=0, max=600)
-    only: list[str] = setting([], "Parts to measure, by the first word of their names; empty measures all.")
+    only: list[Literal["product", "step", "others", "operations", "shards", "fit"]] = setting(
+        [], "Parts to measure, by the first word of their names; empty measures all."
+    )
     batch: int = setting(0, "Images per step; 0 is the power of two with at most 32,768 tokens.", min=0, max=MAX_BATCH)
     tolerance: float = setting(
         0.005,

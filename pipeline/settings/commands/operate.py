@@ -50,7 +50,7 @@ class PlanConfig(RunConfig):
     def check(self) -> None:
         """Check the run as training would, then the assumptions. Raises UserError."""
         super().check()
-        if self.classes and not self.samples:
+        if bool(self.classes) != bool(self.samples) and (self.classes or self.reads_labels):
             raise UserError(f"samples = {self.samples}, classes = {self.classes}: set both, or neither.")
         if self.variant and not self.init.weights:
             raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
@@ -150,3 +150,11 @@ class TrainBenchConfig(RecordConfig):
     log_every: int = setting(0, "With data: steps between log lines; 0 is one in each round.", min=0)
     compile: bool = setting(False, "With data: torch.compile the model, as engine.compile.")
     deterministic: bool = setting(True, "With data: as engine.deterministic.")
+
+    def check(self) -> None:
+        """Refuse what a run refuses, too. Raises UserError."""
+        if self.precision != "fp32" and not self.zero_stage:
+            raise UserError(
+                f"precision = {self.precision} with zero_stage = 0 takes a wrong first Adam step in DeepSpeed. Use zero_stage=1 or "
+                "precision=fp32."
+            )

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -135,6 +136,16 @@ def test_only_as_many_images_are_read_as_are_measured(source: Path) -> None:
     (source / "9.jpg").symlink_to(source / "missing.jpg")
     files = read_raw(source, 3)
     assert files == [path.read_bytes() for path in sorted(source.glob("[0-2].jpg"))]
+
+
+@pytest.mark.parametrize("is_tar", [True, False])
+def test_what_is_no_tar_or_cut_short_is_one_line(source: Path, tmp_path: Path, is_tar: bool) -> None:
+    with tarfile.open(file := tmp_path / "photos.tar.gz", "w:gz") as tar:
+        tar.add(source)
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2] if is_tar else b"text")
+    with pytest.raises(UserError, match="is neither a folder nor an intact tar"):
+        read_raw(file, 9)
 
 
 def test_cost_of_augmentation(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from data_tools.bench.gpu.gpu_report import Exactness, predictions, write_report
 from data_tools.bench.gpu.gpu_step import Case, Setup
 from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
+from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, OTHER, traffic
 from pipeline.model import ViTConfig, configure, training_flops_per_image
 from pipeline.settings.commands.bench import GpuBenchConfig, RecordConfig
@@ -191,7 +192,7 @@ def test_predicted_micro_batch() -> None:
     found = bench._predicted_batch(bench.cases[0])
     assert found is not None
     run = gpu._run_of("ViT-L/16")
-    needs = [gpu.rank_memory(bench.cases[0].config, run, size, 1, 1).total for size in (found, found + 1)]
+    needs = [rank_memory(bench.cases[0].config, run, size, 1, 1).total for size in (found, found + 1)]
     assert needs[0] <= 80e9 < needs[1]
     assert gpu._grown(96, (0.7, 1.0, 1.01)) == [64, 96]
 
@@ -232,6 +233,7 @@ def test_mistakes(tmp_path: Path) -> None:
     assert fails() == "error: torch sees no GPU here. device=cpu runs the same code on tiny models, as a test of it.\n"
     assert "there is no folder" in fails("device=cpu", f"json={tmp_path}/missing/found.json")
     assert "models: ViT-L/16 is not NAME@PIXELS" in fails("models=[ViT-L/16]")
+    assert "only = prodct must be one of product, step" in fails("device=cpu", "only=[prodct]")
     config = GpuBenchConfig(device="cpu", models=["BiT-R50x1@224"])
     with pytest.raises(UserError, match="BiT-R50x1 is not a Vision Transformer"):
         gpu.GpuBench(config, BenchRecord("gpu", config))

@@ -52,6 +52,11 @@ def test_a_short_run_from_shards(forge: Forge, tmp_path: Path, monkeypatch: pyte
 
 
 def test_mistakes() -> None:
-    command = [sys.executable, "launch/bench.py", "train", "rounds=0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: the command line: rounds = 0 must be at least 1.\n")
+    command = [sys.executable, "launch/bench.py", "train"]
+    for mistake, said in {
+        "rounds=0": "the command line: rounds = 0 must be at least 1.",
+        "precision=bf16 zero_stage=0": "precision = bf16 with zero_stage = 0 takes a wrong first Adam step in DeepSpeed. Use "
+        "zero_stage=1 or precision=fp32.",
+    }.items():
+        done = subprocess.run([*command, *mistake.split()], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
