@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import path_inside
+from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_settings, read_status
@@ -27,10 +28,11 @@ def run(config: SyncConfig) -> list[str]:
     """Send each run folder; prints a line for each, and returns the IDs of the MLflow runs.
 
     A folder that another process uses or sends at this moment is left to it, with a line. What the store refuses is named, and the
-    rest is sent. Raises UserError for a folder without runs, and for a store that cannot be reached; what was sent until then stays.
+    rest is sent, as are the others of a damaged run. Raises UserError for a folder without runs, for a store that cannot be reached
+    (what was sent until then stays), and, at the end, for damaged runs.
     """
     folders = [folder for given in config.runs for folder in find_runs(Path(given))]
-    sent = []
+    sent, num_damaged = [], 0
     for folder in folders:
         if who := holder(folder):
             print(f"{folder}: in use by {who}, which sends it")
@@ -39,7 +41,18 @@ def run(config: SyncConfig) -> list[str]:
             sent.append(send(folder, config.uri))
         except FolderInUseError as error:
             print(f"{folder}: not sent, because MLflow {error}")
+        except _DamagedRunError as error:
+            if len(folders) == 1:
+                raise
+            print(f"{folder}: not sent: {error}")
+            num_damaged += 1
+    if num_damaged:
+        raise UserError(f"{num_damaged:,} of {counted(len(folders), 'run')} could not be read and sent, see above.")
     return sent
+
+
+class _DamagedRunError(UserError):
+    """What a run folder has for MLflow cannot be read."""
 
 
 def find_runs(path: Path) -> list[Path]:
@@ -58,8 +71,10 @@ def send(folder: Path, uri: str = "") -> str:
     Raises FolderInUseError while another process sends it, and UserError as `run`.
     """
     page = PageFolder(folder)
-    saved = page.read_facts()
-    settings = _settings(folder)
+    try:
+        saved, settings = page.read_facts(), _settings(folder)
+    except UserError as error:
+        raise _DamagedRunError(str(error)) from error
     for refused in page.refused(saved.facts.artifacts):
         print(f"{folder}: not sent: {refused}")
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or next(reversed(read_states(folder / STATE_FILE)[0]), "")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import asdict
@@ -88,6 +89,19 @@ def test_the_rest_of_a_run_whose_server_was_away(tmp_path: Path, capfd: pytest.C
     assert run(SyncConfig(runs=[str(tmp_path / "run")], uri=uri)) == first  # Sending twice changes nothing.
     assert len(page(uri, "run")["points"]) == 20
     assert page(uri, "run")["status"] == "FINISHED"
+
+
+def test_a_damaged_run_does_not_keep_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b", "c"):
+        trained(tmp_path, name, enabled=False)
+    damaged = tmp_path / "b" / "page" / "facts.json"
+    damaged.write_text(damaged.read_text()[:-10])
+    with pytest.raises(UserError, match=r"^1 of 3 runs could not be read and sent, see above"):
+        run(SyncConfig(runs=[str(tmp_path)]))
+    assert f"{tmp_path / 'b'}: not sent: {damaged}" in capfd.readouterr().out
+    assert [len(page(default_uri(tmp_path), name)["points"]) for name in ("a", "c")] == [20, 20]
+    with pytest.raises(UserError, match=re.escape(str(damaged))):
+        run(SyncConfig(runs=[str(tmp_path / "b")]))
 
 
 def test_a_killed_run_is_said_to_be_killed(tmp_path: Path) -> None:
