@@ -43,7 +43,8 @@ CLASSES = {
 # Classes that hold settings: class -> (where, which).
 HOLDERS = {
     "Study": ("config", study_settings.StudyConfig), "StudyJob": ("config", study_settings.StudyConfig),
-    "Prepared": ("config", RunConfig), "RunContext": ("config", RunConfig), "TrainingRun": ("context.config", RunConfig),
+    "ShardingJob": ("config", ShardConfig), "Prepared": ("config", RunConfig), "RunContext": ("config", RunConfig),
+    "TrainingRun": ("context.config", RunConfig),
 }  # fmt: skip
 TREES = [
     c for c in CLASSES.values()

@@ -59,4 +59,9 @@ def _add(
 
 
 def _details(entry: MixedSet) -> Mapping[str, object]:
-    return {name: getattr(entry, name) for name in ("exclude", "limit", "class_map", "eval_split")}
+    return {
+        "exclude": entry.exclude,
+        "limit": entry.limit,
+        "class_map": entry.class_map,
+        "eval_split": entry.eval_split,
+    }
