@@ -1,5 +1,6 @@
 """Finds the committed and complete checkpoints of a local folder, for readers of weights. Standard library only."""
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ def run_of_checkpoint(path: Path) -> Path | None:
     path: the checkpoint or a file in it. None if its run is not where its settings say, which may be relative to the current
     folder: a run of the same name that keeps its checkpoints elsewhere is another one.
     """
-    folder = path if path.is_dir() else path.parent
+    folder = path if os.path.isdir(path) else path.parent  # Path.is_dir raises for a name that is too long.
     state = json_record.read_or_none(folder / "state.json", _RecordedIdentity) or _RecordedIdentity()
     name, out, elsewhere = (state.identity.get(key) for key in ("name", "out", "checkpoint.folder"))
     if not (isinstance(name, str) and isinstance(out, str) and isinstance(elsewhere, str) and elsewhere):

@@ -144,6 +144,7 @@ def test_lineage_through_folders(tmp_path: Path, checkpoints: str) -> None:
     weights = checkpoint(base, 20)
     tuned = write_run(tmp_path / "tuned", place, f"init.weights={weights}", evaluations={20: 0.9}, digest="bbbb")
     write_run(tmp_path / "other", "init.weights=elsewhere.npz", evaluations={20: 0.9})
+    odd = write_run(tmp_path / "odd", "init.weights=" + "x" * 300, evaluations={20: 0.9})
     sweep = tuned / "vtab" / "paper"
     sweep.mkdir(parents=True)
     origin = {"path": str(checkpoint(tuned, 20)), "sha256": "c", "run_id": None}
@@ -162,6 +163,7 @@ def test_lineage_through_folders(tmp_path: Path, checkpoints: str) -> None:
         assert (depths["base"], depths["tuned"], depths["paper"]) == (1, 2, 3)
     other = lineage.lineage_of(from_folder(tmp_path / "other"), reader(tmp_path))
     assert "elsewhere.npz -> other" in other.lines()
+    assert lineage.lineage_of(from_folder(odd), reader(tmp_path)).lines()  # No system has so long a name.
     page = markdown("sweep", list(report.page(from_folder(sweep), reader(tmp_path))))
     assert "paper is not complete: 1 of 19 tasks have a score" in page
 

@@ -353,6 +353,8 @@ def _alone_in_postgresql(uri: str) -> Iterator[None]:
     from sqlalchemy.pool import NullPool
 
     with create_engine(uri, poolclass=NullPool).connect() as connection:
+        # Longer than making the tables takes: a process that stands still there is not waited for without an end.
+        connection.execute(text("SET LOCAL lock_timeout = '100s'"))
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _OPENING})
         yield
 
