@@ -8,10 +8,12 @@ import errno
 import functools
 import os
 import re
+import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -29,6 +31,8 @@ _CONNECT_SECONDS = 5.0
 _PART_ATTEMPTS = 5
 # A whole object is downloaded in pieces, because one connection carries only some 50-100 MB/s.
 _PIECE, _CONNECTIONS = 8 * 2**20, 4
+_NO_MACHINE = "AWS_EC2_METADATA_DISABLED"
+_connecting = threading.Lock()
 # How a URL holds a question mark of a key, and with further 25s what looks like one: see `key_in_url`.
 _ESCAPED = re.compile("%((?:25)*)3F")
 
@@ -205,24 +209,40 @@ def _connect(scheme: str, bucket: str, query: str, stall_seconds: float, writing
     endpoint = (
         options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     )
-    if endpoint and "amazonaws.com" not in endpoint:
-        # Without credentials, AWS's library asks the metadata service of the machine's cloud: where none answers, that
-        # takes 14 s at the start and 2 s for each request. Its credentials would not fit another endpoint anyway.
-        os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
     region = options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return fs.S3FileSystem(
-        anonymous=anonymous,
-        region=region or ("us-east-1" if endpoint else fs.resolve_s3_region(bucket)),
-        endpoint_override=endpoint,
-        scheme=transport,
-        proxy_options=_proxy(endpoint or "https://s3.amazonaws.com"),
-        request_timeout=stall_seconds,
-        connect_timeout=_CONNECT_SECONDS,
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_PART_ATTEMPTS if writing else 1),
-        # With other values, a failed part or first request of an upload leaves a truncated or empty object (pyarrow 25).
-        background_writes=True,
-        allow_delayed_open=False,
-    )
+    region = region or ("us-east-1" if endpoint else fs.resolve_s3_region(bucket))
+    with _credentials_of_the_machine(not endpoint or "amazonaws.com" in endpoint):
+        return fs.S3FileSystem(
+            anonymous=anonymous,
+            region=region,
+            endpoint_override=endpoint,
+            scheme=transport,
+            proxy_options=_proxy(endpoint or "https://s3.amazonaws.com"),
+            request_timeout=stall_seconds,
+            connect_timeout=_CONNECT_SECONDS,
+            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_PART_ATTEMPTS if writing else 1),
+            # With other values, a failed part or first request of an upload leaves a truncated or empty object (pyarrow 25).
+            background_writes=True,
+            allow_delayed_open=False,
+        )
+
+
+@contextmanager
+def _credentials_of_the_machine(wanted: bool) -> Iterator[None]:
+    """What is connected within looks for the credentials of the machine's cloud, or does not.
+
+    Without others, AWS's library asks the metadata service of the cloud, at another endpoint as well, where its credentials do not
+    fit: where no service answers, that takes 14 s at the start and 2 s for each request.
+    """
+    with _connecting:  # One at a time, because the library takes this from the environment of the process.
+        if wanted or _NO_MACHINE in os.environ:
+            yield
+            return
+        os.environ[_NO_MACHINE] = "true"
+        try:
+            yield
+        finally:
+            del os.environ[_NO_MACHINE]
 
 
 def _proxy(endpoint: str) -> str | None:

@@ -343,7 +343,10 @@ def test_a_forked_process_reads_on(s3: Server) -> None:
 def test_without_credentials_nobody_waits_for_the_cloud(s3: Server) -> None:
     """On a machine outside of any cloud, the metadata service does not answer."""
     put(bucket_path(f"{s3[1]}/file"), b"content")
-    code = f"from pipeline.data.storage.bucket import to_path; print(to_path({f'{s3[1]}/file'!r}).read_text())"
+    code = (
+        f"import os; from pipeline.data.storage.bucket import to_path; print(to_path({f'{s3[1]}/file'!r}).read_text());"
+        "print([name for name in os.environ if 'DISABLED' in name])"
+    )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environment["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = f"http://127.0.0.1:{silent.getsockname()[1]}/"
@@ -352,7 +355,9 @@ def test_without_credentials_nobody_waits_for_the_cloud(s3: Server) -> None:
         silent.setblocking(False)
         with pytest.raises(BlockingIOError):
             silent.accept()
-    assert done.stdout == "content\n", done.stderr
+    assert done.stdout == "content\n[]\n", (
+        "and a bucket of the cloud itself is still read by its credentials: " + done.stderr
+    )
 
 
 def test_the_environment_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
