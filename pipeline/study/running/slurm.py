@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from pipeline.base.files import write_text
+from pipeline.base.files import as_bytes, replacing
 from pipeline.study.running.cells import Study
 from pipeline.study.running.cost import CostEstimate
 
@@ -64,5 +64,6 @@ def write_script(study: Study, estimated: CostEstimate, file: str) -> None:
     if file == "-":
         print(text, end="")
     else:
-        write_text(Path(file), text)
+        with replacing(Path(file), mode=0o600) as script:  # The command may hold a password, as in track.uri.
+            script.write(as_bytes(text))
         print(f"{file}: {len(jobs)} array tasks. Submit it with: sbatch {file}")

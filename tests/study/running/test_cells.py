@@ -325,6 +325,7 @@ def test_a_slurm_script_has_a_task_for_each_job(
     assert "12 array tasks" in capsys.readouterr().out
     text = file.read_text()
     assert subprocess.run(["bash", "-n", str(file)]).returncode == 0
+    assert file.stat().st_mode & 0o777 == 0o600, "it repeats the command, which may hold a password"
     for line in (
         "#SBATCH --array=0-11\n",
         "#SBATCH --gpus-per-node=8\n",
