@@ -263,6 +263,7 @@ def _serve(listener: socket.socket) -> None:
     """Serve one connection of `_measure`."""
     connection, _ = listener.accept()
     with connection:
+        connection.settimeout(_START_SECONDS)  # The host that asks may die.
         for _ in range(5):
             connection.recv(1)
             connection.sendall(f"{time.time()}\n".encode())
