@@ -50,7 +50,7 @@ def draw_attention(
         galleries[-1] += [[None if j else Tile(image, [caption]), *line] for j, line in enumerate(lines)]
     common = ", ".join(names[0] for names in (layers, heads) if len(names) == 1)
     note = f"{common[:1].upper()}{common[1:]}. {_OWN_SCALE}" if common else _OWN_SCALE
-    title = "Attention of the class token" if config.pool in ("token", "both") else "Attention, mean of all tokens"
+    title = "Attention of the class token" if config.pool in ("token", "both") else "Attention, mean of all patches"
     figures = [gallery(rows, title, note, bar="attention") for rows in galleries]
     names = [f"attention-{number}" for number in range(1, len(figures) + 1)] if is_matrix else ["attention"]
     return dict(zip(names, figures, strict=True))
