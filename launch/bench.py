@@ -114,8 +114,8 @@ elif __name__ == "__main__":
         bench,
         """
         Measure the data loader (data; views: with 10 views of an image) or sharding (shard) and those of other projects,
-        alternately, on the same images; or the cost of augmentation (augment). For the training step, see `bench.py train --help`, for the model on
-        a CPU `bench.py model --help`, for MLflow `bench.py tracking --help`.
+        alternately, on the same images; or the cost of augmentation (augment). For the training step, see `bench.py train --help`, for a
+        GPU `bench.py gpu --help`, for the model on a CPU `bench.py model --help`, for MLflow `bench.py tracking --help`.
 
           python launch/bench.py data source=photos
           python launch/bench.py views source=photos images=1000
