@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pipeline.base.words import on_one_line
 from pipeline.process.start import dying_with_parent
 
 Row = dict[str, Any]
@@ -68,5 +69,5 @@ def _child(work: Work, arguments: tuple[Any, ...], sender: Connection) -> None:
 
 def reason(error: BaseException) -> str:
     """The error in one line, for a table."""
-    text = " ".join(str(error).split())
+    text = on_one_line(error)
     return f"{type(error).__name__}: {text}"[:_MAX_ERROR]

@@ -28,7 +28,7 @@ from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
-from pipeline.base.words import counted
+from pipeline.base.words import counted, on_one_line
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, Dataset, Shard, open_dataset
 from pipeline.data.storage.atomic import replacing, write_files
@@ -334,4 +334,4 @@ def _remedy(dataset: Dataset) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    return on_one_line(error)[:200]

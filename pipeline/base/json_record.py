@@ -28,6 +28,7 @@ from typing import Annotated, Any, TypeVar
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import MAX_BYTES, read_bytes
+from pipeline.base.words import on_one_line
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ def parse(text: str | bytes, kind: type[T], where: str) -> T:
             # Half of a pair is no character. Python uses some of them for bytes of a path that are not UTF-8: see `readable`.
             json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
     except (ValueError, RecursionError) as error:  # Also UnicodeDecodeError and integers of over 4,300 digits.
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else on_one_line(error)
         raise UserError(f"{where} is not valid JSON ({reason[:MAX_QUOTED]}): the file is damaged.") from None
     return convert(value, kind, where)
 

@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
 from pipeline.base.json_record import quoted
-from pipeline.base.words import counted
+from pipeline.base.words import counted, on_one_line
 
 _MAX_REASON = 300
 
@@ -43,7 +43,7 @@ def read_arrays(
     # A damaged zip or header can raise nearly anything: zlib.error, EOFError, NotImplementedError, RuntimeError, struct.error,
     # SyntaxError, MemoryError, ... An array of objects raises ValueError.
     except Exception as error:
-        reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
+        reason = on_one_line(error)[:_MAX_REASON] or type(error).__name__
         if "allow_pickle" in reason or "pickled" in reason:
             reason = "it holds Python objects, which are never loaded because that can run code"
         printable = "".join(letter if letter.isprintable() else "?" for letter in reason)

@@ -1,4 +1,4 @@
-"""Counts in sentences: "1 rank", "2 ranks". Standard library only; every message that counts something uses it."""
+"""Counts, errors and names in sentences: "1 rank", "2 ranks". Standard library only; every message that counts something uses it."""
 
 import math
 from collections.abc import Sequence
@@ -36,10 +36,16 @@ def aligned(rows: Sequence[Sequence[str]], num_left: float = math.inf) -> list[s
     ]
 
 
+def on_one_line(message: object) -> str:
+    """The text of a message, often an error's, with a single space for each line break and run of spaces."""
+    return " ".join(str(message).split())
+
+
 def shorten(name: str, most: int = 24) -> str:
     """Shorten a name to `most` characters by cutting its middle, because long names differ at the ends.
 
     For figures, in which Matplotlib cannot draw what is not UTF-8: bytes of a path that are not become question marks.
     """
     name = name.encode(errors="replace").decode()
-    return name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"
+    right = (most - 1) // 2
+    return name if len(name) <= most else f"{name[: most - 1 - right]}…{name[len(name) - right :]}"

@@ -25,6 +25,7 @@ import numpy as np
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.words import on_one_line
 from pipeline.checkpoint.sharded_tensors import (
     BYTES,
     EMA,
@@ -303,7 +304,7 @@ def _beating(path: AnyPath, job: SaveJob) -> Iterator[Reach]:
 def _one_line(error: Exception, folder: AnyPath) -> str:
     if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
         return f"{folder}: {_FULL}"
-    text = " ".join(str(error).split())
+    text = on_one_line(error)
     return text if isinstance(error, (WriterError, StorageError)) else f"{folder}: {type(error).__name__}: {text}"
 
 

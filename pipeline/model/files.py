@@ -22,6 +22,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, read_bytes, replacing
 from pipeline.base.npz import check_sizes
+from pipeline.base.words import on_one_line
 from pipeline.model.convert.reading import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, checkpoints_of, newest_complete, repair_latest
 from pipeline.process.start import rank
@@ -292,6 +293,6 @@ def naming(path: StrPath) -> Iterator[None]:
 
 def one_line(error: Exception | str) -> str:
     """A message shortened to one printable line: tensor names and libraries' messages may hold any characters."""
-    words = " ".join(str(error).split()) or type(error).__name__
+    words = on_one_line(error) or type(error).__name__
     text = "".join(letter if letter.isprintable() else "?" for letter in words)
     return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."

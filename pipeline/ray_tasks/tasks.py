@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, on_one_line
 from pipeline.ray_tasks.cluster import first_line
 
 A = TypeVar("A")
@@ -201,5 +201,5 @@ def _cannot_run(error: Exception) -> UserError:
 
 def _in_one_line(error: Exception) -> str:
     """An error's message, after its type unless it is one of ours."""
-    message = " ".join(str(error).split())
+    message = on_one_line(error)
     return message if isinstance(error, (UserError, LostError)) else f"{type(error).__name__}: {message}"

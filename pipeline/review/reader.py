@@ -20,7 +20,7 @@ from pipeline.base.files import path_inside, read_bytes
 from pipeline.base.json_record import Count, Share
 from pipeline.base.metric import Metric, from_tag, metric_of
 from pipeline.base.tracking_uri import sqlite_file
-from pipeline.base.words import counted
+from pipeline.base.words import counted, on_one_line
 from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import holder, read_status
@@ -324,7 +324,7 @@ def _config(files: RunFiles) -> RunConfig | None:
         try:
             tree = json_record.convert(parse_yaml(content.decode()), dict[str, Any], files.where("config.yaml"))
         except ValueError as error:
-            raise UserError(f"{files.where('config.yaml')} is damaged: {' '.join(str(error).split())[:200]}") from None
+            raise UserError(f"{files.where('config.yaml')} is damaged: {on_one_line(error)[:200]}") from None
         return schema.build(RunConfig, tree, files.where("config.yaml"))
     return None
 
@@ -345,7 +345,7 @@ def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
             raise ValueError(f"{flops:.3g} FLOPs for one image")
         return architecture.as_settings(config), flops
     except (UserError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
-        reason = " ".join(str(error).split())
+        reason = on_one_line(error)
         raise UserError(f"{where} is damaged ({reason}). Remove it if the run has a checkpoint.") from None
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, get_type_hints
 
 from pipeline.base.errors import CrashError, UserError
+from pipeline.base.words import on_one_line
 from pipeline.process.outputs import try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
 from pipeline.settings import schema
@@ -118,7 +119,7 @@ def mistakes_in_one_line() -> Iterator[None]:
         sys.exit(130)
     except CrashError as error:
         if rank() == 0 or error.on_one_rank:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            print(f"error: {on_one_line(error)}", file=sys.stderr, flush=True)
         sys.exit(1)
     except (UserError, OSError) as error:
         if isinstance(error, UserError):

@@ -12,6 +12,7 @@ import yaml
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
 from pipeline.base.json_record import MAX_QUOTED, convert, quoted, shortened
+from pipeline.base.words import on_one_line
 from pipeline.process.installed import shipped
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ def parse_yaml(text: str) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # "\\UFFFFFFFF" and `%YAML 99...9` raise no YAMLError.
-        raise ValueError(shortened(" ".join(str(error).split()), 2 * MAX_QUOTED)) from None
+        raise ValueError(shortened(on_one_line(error), 2 * MAX_QUOTED)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, on_one_line
 from pipeline.data.dataset.split import SampleTable
 from pipeline.data.storage.bucket import AnyPath, locate, open_file
 from pipeline.data.storage.cache import Storage
@@ -261,5 +261,5 @@ def reading(path: AnyPath, remedy: str = REMEDY) -> Iterator[None]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing. {remedy}") from None
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        message = " ".join(str(error).split())[:200]
+        message = on_one_line(error)[:200]
         raise UserError(f"{path} is damaged ({message}). {remedy}") from None

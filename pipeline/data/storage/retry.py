@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipeline.base.errors import OneRankError
+from pipeline.base.words import on_one_line
 from pipeline.process.running_time import running_time
 from pipeline.process.waits import Wait, waiting
 
@@ -74,7 +75,7 @@ class Retry:
             except (FileNotFoundError, StorageError):
                 raise
             except OSError as error:
-                reason = " ".join(str(error).split())
+                reason = on_one_line(error)
                 # The end of pyarrow's message says what happened; the rest names the object again.
                 short = reason.rpartition("AWS Error ")[2].rstrip(". ")
                 for pattern, advice in _PERMANENT.items():

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from pipeline.base.words import on_one_line
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
 from pipeline.monitor.run_page import hide_passwords
 
@@ -59,7 +60,7 @@ class Refusals:
 
 def one_line(error: Exception) -> str:
     """What an exception says, on one line without passwords."""
-    return hide_passwords(" ".join(str(error).split()))[:300]
+    return hide_passwords(on_one_line(error))[:300]
 
 
 def warn(line: str) -> None:
