@@ -27,6 +27,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.gallery import Tile
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import aligned, counted
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
@@ -171,7 +172,7 @@ def _run_tasks(
 def _check_readable(parts: Sequence[ComparedSplit], states: Sequence[np.ndarray], max_bad_share: float) -> None:
     for part, of_part in zip(parts, states, strict=True):
         bad = np.flatnonzero(of_part == BAD)
-        if len(bad) > max_bad_share * len(part):
+        if len(bad) > BadBudget(max_bad_share).allowed(len(part)):
             keys = ", ".join(part.keys(bad[:3]))
             raise UserError(
                 f"{len(bad):,} of the {counted(len(part), 'image')} of {part.name} cannot be decoded, more than max_bad_share = "

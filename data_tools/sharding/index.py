@@ -31,6 +31,7 @@ from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import (
     INFO,
     ROWS,
@@ -253,7 +254,7 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
         ordered = [_without_unlabelled(done, job) for done, job in zip(ordered, jobs, strict=True)]
     skipped = [row for done in ordered for row in done.skipped]
     num_samples = sum(done.shard.samples for done in ordered) + len(skipped)
-    if len(skipped) > max(1, config.max_bad_share * num_samples) * bool(config.max_bad_share):
+    if len(skipped) > BadBudget(config.max_bad_share).allowed(num_samples):
         raise UserError(
             f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than max_bad_share = {config.max_bad_share} "
             f"allows: {reasons(skipped)}"

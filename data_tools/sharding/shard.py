@@ -34,6 +34,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.atomic import read_bytes, replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, name_inside, remove_tree
@@ -195,7 +196,7 @@ def _run_jobs(
 
 def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig, num_read: int) -> None:
     """Raises UserError when too many images are bad. num_read: images read so far."""
-    budget = max(1, math.floor(config.max_bad_share * len(listing))) if config.max_bad_share else 0
+    budget = BadBudget(config.max_bad_share).allowed(len(listing))
     if len(skipped) > budget:
         of = (
             f"of the {counted(num_read, 'image')} read so far are bad"

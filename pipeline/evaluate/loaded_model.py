@@ -18,8 +18,9 @@ from pipeline import model as models
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.loader import BadBudget, normalise
+from pipeline.data.loading.loader import normalise
 from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.split_reader import SplitReader

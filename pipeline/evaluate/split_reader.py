@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.base.errors import OneRankError, UserError
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.loading.loader import BadBudget, Batch, Loader
+from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.views import Views, eval_view, train_views
 from pipeline.process.distributed import Ranks, StopRequest
 from pipeline.settings.quantities import ImageSize

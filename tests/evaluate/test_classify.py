@@ -11,9 +11,9 @@ from sklearn import metrics
 from torch import Tensor
 
 from pipeline.base.errors import OneRankError, UserError
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.dataset.mapped_index import ManifestIndex
-from pipeline.data.loading.loader import BadBudget
 from pipeline.evaluate.classify import Predictions, confusion, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.process.distributed import Ranks

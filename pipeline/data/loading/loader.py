@@ -7,7 +7,7 @@ False, so that it changes no other sample; it is counted, and too many of them s
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.base.errors import Interrupted, OneRankError
-from pipeline.base.words import counted
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.order import Order
@@ -47,43 +47,6 @@ class Batch:
     def images(self) -> Tensor:
         """View 0, uint8 (B, H, W, 3); shares the memory of `views`."""
         return self.views[0][0]
-
-
-@dataclass(frozen=True)
-class BadBudget:
-    """How many distinct samples may be unreadable: a share of all that are read, and at least one unless the share is 0.
-
-    setting: the setting that gave `share`; empty if none did. remedy: the last sentence of the error.
-    """
-
-    share: float
-    setting: str = "data.max_bad_share"
-    remedy: str = "Check the shards, or raise data.max_bad_share."
-
-    def allowed(self, num_samples: int) -> int:
-        """The largest number of unreadable samples of `num_samples`."""
-        return max(1, int(self.share * num_samples)) if self.share else 0
-
-    def excess(self, bad: Mapping[int, str], split: Split, num_samples: int) -> str:
-        """An error message if these samples of the split, row -> reason, are more than allowed of `num_samples`; else empty."""
-        if len(bad) <= self.allowed(num_samples):
-            return ""
-        row = min(bad)
-        limit = f", more than {self.setting} = {self.share} allows ({self.allowed(num_samples)})" * bool(self.setting)
-        return (
-            f"{counted(len(bad), 'sample')} of {num_samples} cannot be read{limit}; the first is {split.keys([row])[0]}: {bad[row]}. "
-            f"{self.remedy}"
-        )
-
-    def excess_of_any_set(self, bad: Mapping[int, str], split: Split) -> str:
-        """The error message if these rows of a training split are more than allowed of one of its sets; else empty."""
-        first = 0
-        for part in split.parts:
-            own = {row - first: reason for row, reason in bad.items() if first <= row < first + len(part)}
-            if text := self.excess(own, part, len(part)):
-                return text
-            first += len(part)
-        return ""
 
 
 class Loader:

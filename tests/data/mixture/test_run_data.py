@@ -11,8 +11,9 @@ from tiny import make_dataset
 
 from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.loading.loader import BadBudget, Loader
+from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.views import train_view
 from pipeline.data.mixture.order import train_order

@@ -317,13 +317,15 @@ def test_damage_stops_the_job_with_its_name(sets: tuple[Dataset, Dataset], tmp_p
     train, tests = copy(sets[0], tmp_path), sets[1]
     files = {f"x/{i}.jpg": jpeg(picture(i)) for i in range(5)}
     # Cut, but with an end: only decoding finds it.
-    files["x/broken.jpg"] = files["x/0.jpg"][:1500] + b"\xff\xd9"
+    files["x/broken.jpg"] = files["x/damaged.jpg"] = files["x/0.jpg"][:1500] + b"\xff\xd9"
     source = write_folder(files, tmp_path / "raw")
     broken = shard.run(settings(source, tmp_path / "broken", inspect="header", max_bad_share=1))
-    with pytest.raises(UserError, match=r"1 of the 6 images of broken:train cannot be decoded.*: x/broken"):
+    with pytest.raises(
+        UserError, match=r"2 of the 7 images of broken:train cannot be decoded.*: x/broken, x/damaged\."
+    ):
         dedup.run(config(train, broken.path))
     report = dedup.run(config(train, broken.path, max_bad_share=0.5))
-    assert report["against"][0]["unreadable"] == 1
+    assert report["against"][0]["unreadable"] == 2
 
     thumbnails = sorted((train.path / "dedup/thumbnails").iterdir())
     thumbnails[0].write_bytes(thumbnails[0].read_bytes()[:-100])
