@@ -292,6 +292,15 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def without_nan(value: Any) -> Any:
+    """A value for `json.dumps` in which None replaces each NaN and infinity: JSON has neither, and `read` refuses them."""
+    if isinstance(value, dict):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(part) for part in value]
+    return finite(value) if isinstance(value, float) else value
+
+
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text[:20]} is too large a number")

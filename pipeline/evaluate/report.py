@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.words import counted
@@ -96,7 +97,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         "per_class.csv": table_csv(scores["per_class"]) if predictions else None,
         "confusion.png": picture,
         "report.md": render.page(scores, picture),
-        "scores.json": json.dumps(scores, indent=1, ensure_ascii=False),
+        "scores.json": json.dumps(json_record.without_nan(scores), indent=1, ensure_ascii=False),
     }
     write_files(folder, files, mark="scores.json")
     for name, value in render.summary(scores):

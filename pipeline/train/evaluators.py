@@ -16,8 +16,9 @@ from pipeline.base import json_record
 from pipeline.base.files import write_text
 from pipeline.base.metric import SPREAD
 from pipeline.checkpoint.saver import Saver
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.loader import BadBudget, Batch
+from pipeline.data.loading.loader import Batch
 from pipeline.evaluate.classify import ClassificationScores, Predictions, predict, score
 from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import probe_metrics
@@ -79,7 +80,9 @@ class Evaluator:
             self.context.console.say(line)
         if self.monitoring.tracker:
             self.monitoring.tracker.log(step, found.metrics)
-            write_text(self.context.folder / self.file, json.dumps({"step": step, **found.content}))
+            write_text(
+                self.context.folder / self.file, json.dumps(json_record.without_nan({"step": step, **found.content}))
+            )
         if self.monitoring.drawing:
             self.monitoring.drawing.begin(found.predictions, self.context.prepared.data.evaluation)
 

@@ -47,9 +47,12 @@ class FinetuneScores:
 
 @dataclass(frozen=True)
 class ScoresFile:
-    """The fields of a run's scores.json that are checked. Only a run that predicts masked patches has no top1."""
+    """The fields of a run's scores.json that are checked. Only a run that predicts masked patches has no top1.
 
-    loss: float
+    loss: None where it is no finite number.
+    """
+
+    loss: float | None
     num_samples: int
     top1: float | None = None
     top5: float | None = None
@@ -156,7 +159,11 @@ def read_outcome(run: ChildRun) -> FinetuneScores | str | None:
         found = read_evaluation(run)
     except (FileNotFoundError, UserError):
         return None
-    return None if found.top1 is None else FinetuneScores(found.top1, found.loss, found.num_samples)
+    if found.top1 is None:
+        return None
+    if found.loss is None:
+        return f"{run.name} has no finite loss on the images it was scored on"
+    return FinetuneScores(found.top1, found.loss, found.num_samples)
 
 
 def _look(run: ChildRun) -> tuple[Status | None, str]:

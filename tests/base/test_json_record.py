@@ -1,6 +1,7 @@
 """JSON of others: either the typed content, or one UserError that names file and field."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -95,3 +96,16 @@ def test_files(tmp_path: Path) -> None:
         json_record.read(tmp_path, Inner)
     with pytest.raises(UserError, match="has 8 bytes"):
         json_record.read(tmp_path / "x.json", Inner, max_bytes=3)
+
+
+def test_what_is_no_number_can_be_read_again() -> None:
+    scores = {
+        "top1": 0.5,
+        "loss": math.nan,
+        "fewshot": [{"top1": math.inf, "shots": 5}],
+        "name": "nan",
+        "std": None,
+        "ok": True,
+    }
+    expected = {**scores, "loss": None, "fewshot": [{"top1": None, "shots": 5}]}
+    assert json_record.parse(json.dumps(json_record.without_nan(scores)), dict, "scores.json") == expected

@@ -1,18 +1,25 @@
 """Which evaluators a run has, and which of their metrics can choose its best checkpoint."""
 
+import contextlib
 import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline import objectives
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.estimate.plan import make_plan
+from pipeline.evaluate.classify import ClassificationScores
 from pipeline.objectives.classification import Classification
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
-from pipeline.train.evaluators import EVALUATORS, evaluators_of
+from pipeline.train.evaluators import EVALUATORS, Evaluation, SplitEvaluator, evaluators_of
+from pipeline.transfer.child_run import ScoresFile
 
 RUN = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=100 steps", "evaluate.every=50 steps"]
 PROBE = ["probe.every=20 steps", "probe.neighbours=10", "probe.data=s3://bucket/pets/"]
@@ -76,3 +83,27 @@ def test_an_objective_without_a_held_out_metric_has_no_evaluator_of_the_split(mo
     assert names(load(*PROBE)) == ["probe"]
     with pytest.raises(UserError, match="must be empty: nothing is measured"):
         objectives.check(load("checkpoint.best=val_loss"))
+
+
+def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None:
+    """As of a split of which no image can be read."""
+    context: Any = SimpleNamespace(
+        folder=tmp_path,
+        config=load(),
+        plan=SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)), best_from=""),
+        console=SimpleNamespace(say=lambda line: None),
+    )
+    monitoring: Any = SimpleNamespace(
+        collapses=SimpleNamespace(changed=lambda *found: []),
+        tracker=SimpleNamespace(log=lambda step, metrics: None),
+        drawing=None,
+    )
+    engine: Any = SimpleNamespace(averaged=contextlib.nullcontext)
+    evaluator = SplitEvaluator(context, engine, monitoring, saver=engine)
+    scores = ClassificationScores(0.0, 0.0, math.nan, 37, 37)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SplitEvaluator, "measure_on_all_ranks", lambda self, step: Evaluation({}, scores.to_dict(), ""))
+        assert evaluator.is_missing(50)
+        evaluator.evaluate_on_all_ranks(50)
+    assert not evaluator.is_missing(50)
+    assert json_record.read(tmp_path / "scores.json", ScoresFile) == ScoresFile(None, 37, 0.0, 0.0)

@@ -294,6 +294,9 @@ def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_p
     ):
         (cell.folder / "config.json").write_text(content)
         assert (read_outcome(cell) is not None) == is_found
+    (cell.folder / "config.json").write_text(written)
+    (cell.folder / "scores.json").write_text('{"step": 12, "top1": 0.0, "loss": null, "num_samples": 37}')
+    assert "no finite loss" in str(read_outcome(cell)), "it counts as diverged, instead of being run again without end"
 
 
 def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(

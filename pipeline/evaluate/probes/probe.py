@@ -16,8 +16,8 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD
 from pipeline.base.random_numbers import Purpose
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset, Split
-from pipeline.data.loading.loader import BadBudget
 from pipeline.evaluate.classify import is_any, label_table
 from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.probes import fewshot
@@ -129,15 +129,15 @@ def probe_metrics(scores: dict[str, Any], prefix: str) -> dict[str, float]:
     """Metrics of a probe's scores: <prefix>_5shot, _5shot_std, _20nn; with several strengths _5shot_l2_1024; rankme, feature_std."""
     rows = scores.get("fewshot", [])
     several = len({row["l2"] for row in rows}) > 1
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
     for row in rows:
         name = f"{prefix}_{row['shots']}shot" + (f"_l2_{row['l2']:g}" if several else "")
-        metrics[name] = row["top1"]
-        if row["std"] is not None:
-            metrics[f"{name}_std"] = row["std"]
+        metrics |= {name: row["top1"], f"{name}_std": row["std"]}
     if "knn" in scores:
         metrics[f"{prefix}_{scores['knn']['neighbours']}nn"] = scores["knn"]["top1"]
-    return metrics | {name: value for name, value in scores.get("spread", {}).items() if name in SPREAD}
+    metrics |= {name: value for name, value in scores.get("spread", {}).items() if name in SPREAD}
+    # A file has None where there is no number.
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def spread_rows(config: ProbeConfig, num_samples: int) -> np.ndarray:
