@@ -18,7 +18,7 @@ demo: install
 # start in 30 s, so these come first) and of hosts, both of which mostly wait, and then lint; the tests of ranks, one at a time; the plain tests.
 test: install
 	@{ bad=0; for row in ray hosts; do $(PY) -m pytest -m $$row || bad=1; done; nice -n 10 $(MAKE) --no-print-directory lint && exit $$bad; } >.pytest_ray.log 2>&1 & ray=$$!; \
-	nice -n 10 $(PY) -m pytest -n 2 --dist loadfile -m "$(PLAIN)" >.pytest_plain.log 2>&1 & plain=$$!; \
+	nice -n 10 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(PLAIN)" >.pytest_plain.log 2>&1 & plain=$$!; \
 	trap "pkill -INT -P $$ray,$$plain; kill $$ray $$plain" INT TERM; \
 	nice -n 5 $(PY) -m pytest -m ranks; ranks=$$?; \
 	wait $$ray; ray=$$?; cat .pytest_ray.log; wait $$plain; plain=$$?; cat .pytest_plain.log; [ $$ranks$$ray$$plain = 000 ]

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,3 +201,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 raise pytest.UsageError(
                     f"{item.nodeid} is a test of {row}, and its file does not say how: name the fixture"
                 )
+    if (
+        "PYTEST_XDIST_WORKER" in os.environ
+    ):  # A worker without a file waits for the other: the last ones have to be short.
+        num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -num_slow[item.path])

@@ -20,6 +20,7 @@ EXAMPLES = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_worked_example(name: str, tmp_path: Path) -> None:
     diff, check = EXAMPLES[name]

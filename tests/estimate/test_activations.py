@@ -67,6 +67,7 @@ def test_saved_bytes(name: str, size: int, dtype: torch.dtype, changes: dict[str
     assert 0 < found.uses[0].largest <= found.uses[0].block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -52,6 +52,7 @@ def run_of(loss: str, *more: str) -> tuple[RunConfig, Config]:
     return config, objectives.new_backbone(config, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("loss", "more"),

@@ -190,6 +190,7 @@ def damaged(content: bytes, name: str, rng: random.Random, mutate: Callable[[byt
     return b"".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_of_a_run(
     name: str, run: Path, pages: Pages, mutate: Callable[[bytes, random.Random], bytes]
@@ -248,6 +249,7 @@ ODD_FILES: dict[str, Callable[[Path, Path], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ODD_FILES)
 def test_what_is_no_file_inside_of_the_folder(kind: str, run: Path, tmp_path: Path, pages: Pages) -> None:
     secret = tmp_path / "secret.txt"

@@ -30,6 +30,7 @@ from pipeline.lifecycle.run_folder import RESUME
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
+pytestmark = pytest.mark.slow
 HAS_GPU = torch.cuda.is_available()
 # ZeRO stage and precision. On a CPU only the code of the test is of interest: tests/multiprocess has the rest.
 EXACT = [

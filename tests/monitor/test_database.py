@@ -29,6 +29,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> float:
     return time.perf_counter() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [0.1, 0.3, 0.5, 0.7, 0.9])
 def test_a_process_killed_while_it_creates_the_database_leaves_a_whole_one_or_none(
     tmp_path: Path, imported: float, moment: float

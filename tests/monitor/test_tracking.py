@@ -588,6 +588,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_the_mlflow_run_is_found_again_when_its_file_is_damaged(
     out: Path, capfd: pytest.CaptureFixture[str], damage: str

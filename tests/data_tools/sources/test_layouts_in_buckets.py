@@ -58,6 +58,7 @@ IN_BUCKET: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", IN_BUCKET)
 def test_a_source_in_a_bucket_gives_the_same_samples(layout: str, tmp_path: Path, s3: tuple[S3, str]) -> None:
     source = IN_BUCKET[layout](tmp_path)
