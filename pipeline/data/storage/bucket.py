@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pyarrow import fs
-
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
-from pipeline.data.storage.object_store import ObjectReader, Store, key_of_url
 from pipeline.data.storage.retry import Retry
+
+if typing.TYPE_CHECKING:  # It imports pyarrow, which takes a tenth of a second; local files need none.
+    from pipeline.data.storage.object_store import ObjectReader, Store
 
 _READ_AHEAD = 2**20
 # Of a URL, each with its values in lower case; none is any text.
@@ -79,20 +79,22 @@ class BucketPath:
         return "." + self.name.rpartition(".")[2] if "." in self.name else ""
 
     @property
-    def store(self) -> Store:
+    def store(self) -> "Store":
         """The bucket; equal for all its objects."""
+        from pipeline.data.storage.object_store import Store
+
         return Store(self.scheme, self.key.partition("/")[0], self.query, self.retry)
 
     # ---------------------------------------------------------------- listing
     def exists(self) -> bool:
         """Whether there is such an object or folder; an empty bucket is a folder."""
-        return self.store.info(self.key).type != fs.FileType.NotFound
+        return self.store.info(self.key).type.name != "NotFound"
 
     def is_dir(self) -> bool:
-        return self.store.info(self.key).type == fs.FileType.Directory
+        return self.store.info(self.key).type.name == "Directory"
 
     def is_file(self) -> bool:
-        return self.store.info(self.key).type == fs.FileType.File
+        return self.store.info(self.key).type.name == "File"
 
     def sizes(self) -> dict[str, int]:
         """Name -> bytes of the objects directly in this folder, from one listing."""
@@ -117,7 +119,9 @@ class BucketPath:
         return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
     # ---------------------------------------------------------------- reading
-    def reader(self) -> ObjectReader:
+    def reader(self) -> "ObjectReader":
+        from pipeline.data.storage.object_store import ObjectReader
+
         return ObjectReader(self.store, self.key)
 
     def open(self, mode: str = "rb", buffering: int = _READ_AHEAD) -> BinaryIO:
@@ -161,7 +165,7 @@ AnyPath = Path | BucketPath
 class _ObjectFile(io.RawIOBase):
     """An object as a raw stream, for io.BufferedReader. Raises FileNotFoundError."""
 
-    def __init__(self, reader: ObjectReader) -> None:
+    def __init__(self, reader: "ObjectReader") -> None:
         self._reader, self._size, self._position = reader, reader.size(), 0
 
     def readable(self) -> bool:
@@ -191,6 +195,8 @@ def to_path(location: str | Path | BucketPath, retry: Retry | None = None) -> An
         return Path(location)
     if scheme not in ("s3", "gs"):
         raise UserError(f"{location}: {scheme}:// is not supported. Use a local folder, s3://... or gs://...")
+    from pipeline.data.storage.object_store import key_of_url
+
     key, _, query = rest.partition("?")
     key = key_of_url("/".join(part for part in key.split("/") if part))
     options = urllib.parse.parse_qs(query, keep_blank_values=True)
