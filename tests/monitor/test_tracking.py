@@ -25,6 +25,7 @@ from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts, metric_name
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
+from pipeline.process import waits
 from pipeline.settings.run import TrackConfig
 
 FAST = SenderTimeouts(poll=0.05, retry=(0.05,), finish=300)
@@ -194,6 +195,20 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
     over.set()
     assert "has not received all of" in capfd.readouterr().err
     assert len(written(out)) == 1
+
+
+def test_the_wait_for_the_last_metrics_is_announced(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def late(*_: object) -> None:
+        until(waits.in_progress)
+        seen.extend(map(str, waits.in_progress()))
+
+    monkeypatch.setattr(MlflowStore, "log_metrics", late)
+    tracker = start(out, timing=SenderTimeouts(poll=0.05, finish=300))
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish("FINISHED")
+    assert f"MLflow at {default_uri(out)} to receive the rest of the run, at most 5 min" in seen
 
 
 def test_a_store_on_a_full_disk_gets_the_rest_when_there_is_room(

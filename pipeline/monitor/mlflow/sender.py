@@ -25,6 +25,7 @@ from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, wr
 from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords
+from pipeline.process.waits import waiting
 from pipeline.settings.run import TrackConfig
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
@@ -109,7 +110,9 @@ class MlflowSender:
         """Send the rest, and end the MLflow run, all within the time limit."""
         self._end = end
         self._stop.set()
-        self._thread.join(self.timing.finish_in_a_hurry if in_a_hurry else self.timing.finish)
+        seconds = self.timing.finish_in_a_hurry if in_a_hurry else self.timing.finish
+        with waiting(f"MLflow at {self.shown_uri} to receive the rest of the run", seconds):
+            self._thread.join(seconds)
         if not self._all_sent:
             warn(
                 f"MLflow at {self.shown_uri} has not received all of {self.path.parent}: the next start sends the rest, and so "
