@@ -210,12 +210,12 @@ def _is_chosen(key: str, share: float) -> bool:
 def _listed(dataset: Dataset) -> set[tuple[str, str]]:
     """(split, key) of samples listed by the last run: always decoded, or a partial run would drop them from the list."""
     try:
-        table = exclusion.read_lists(dataset).get(LIST)
+        table = exclusion.read_lists(dataset, LIST)[LIST]
     except StorageError:
         raise
     except UserError:
-        return set()  # Of other data, or damaged: it will be replaced.
-    return set(zip(table["split"].to_pylist(), table["key"].to_pylist(), strict=True)) if table else set()
+        return set()  # Missing, of other data, or damaged: it will be replaced.
+    return set(zip(table["split"].to_pylist(), table["key"].to_pylist(), strict=True))
 
 
 class _Keys:

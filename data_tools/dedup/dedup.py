@@ -28,15 +28,17 @@ from pipeline.base.gallery import Tile
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.dedup_report import read_dedup_report
-from pipeline.data.dataset.exclusion import EXCLUDED, write_list
+from pipeline.data.dataset.exclusion import EXCLUDED, read_lists, write_list
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
+from pipeline.data.storage.retry import StorageError
 from pipeline.settings.commands.data import DedupConfig
 
 LIST, FOLDER, REPORT, SHEET = "test_copies", "dedup", "report.json", "pairs.png"
 THUMBNAILS, SEARCH, TESTS = "thumbnails", "search", "tests.npz"
+# How the reason of a marked image begins; then come the test set, "/" and the key of the test image.
+_COPY_OF = "copy of "
 _HISTOGRAM_BINS = 10
 _MAX_PICTURED = 96
 
@@ -229,7 +231,7 @@ def _describe(
         "row": nearest.rows.tolist(),
         "key": own,
         "reason": [
-            f"copy of {other}, distance {distance:.3f}"
+            f"{_COPY_OF}{other}, distance {distance:.3f}"
             for other, distance in zip(theirs, nearest.distances.tolist(), strict=True)
         ],
     }
@@ -292,12 +294,14 @@ def _report(
 
 def _tell_unmarked(data: Dataset, tests: Sequence[ComparedSplit]) -> None:
     """Print which test images' copies an earlier search marked, whose list that of this search will replace."""
-    try:
-        before = read_dedup_report(data.path)
-    except (FileNotFoundError, UserError):
+    try:  # Not the report, which a dry run has replaced, too.
+        reasons = read_lists(data, LIST)[LIST]["reason"].to_pylist()
+    except StorageError:
+        raise
+    except UserError:  # There is none, or it is of other data.
         return
-    others = [part.name for part in before.against if part.copies and part.name not in {test.name for test in tests}]
-    if before.marked and others:
+    marked = sorted({reason.removeprefix(_COPY_OF).partition("/")[0] for reason in reasons})
+    if others := [name for name in marked if name not in {test.name for test in tests}]:
         print(
             f"note: an earlier search marked copies of {', '.join(others)}; the list is now of this search alone. To mark both, name all test "
             "images in one command: against=[...]"

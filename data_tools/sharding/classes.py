@@ -20,7 +20,7 @@ def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
     A sample that loses its last label is excluded, and counted in the notes. Raises UserError for a file that cannot be read
     or names unknown classes, and when no sample is left.
     """
-    chosen = ("class_map", "class_list", "min_images", "holdout_per_class", "synset_names")
+    chosen = ("class_map", "class_list", "min_images", "holdout_per_class", "synset_names", "label_names")
     if not listing.classes and (given := [name for name in chosen if getattr(config, name)]):
         raise UserError(
             f"{given[0]} = {getattr(config, given[0])} needs classes, but the images of {listing.source} have no labels."

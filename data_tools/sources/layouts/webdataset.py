@@ -34,7 +34,8 @@ _MAX_LABEL_BYTES = 2**24
 class TarSample:
     """A sample of a tar: key, image (name, offset and size in the tar), and labels or the reason why there are none.
 
-    labels: ascending and distinct. has_label_file: False without .cls and with a .json that names no labels, as of captions.
+    labels: ascending and distinct. has_label_file: False without .cls and with a .json that names no labels, as of captions, or cannot be
+    parsed.
     """
 
     key: str
@@ -152,7 +153,7 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
     parts = (part for part in named if part[0] and not part[0].endswith("/"))
     for key, group in itertools.groupby(parts, key=lambda part: part[0]):
         image: Member | None = None
-        labels, fault = [], NO_LABEL
+        labels, fault, has_label_file = [], NO_LABEL, False
         for _, ext, member in group:
             if f".{ext}" in EXTENSIONS:
                 image = image or member
@@ -160,10 +161,12 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
                 try:
                     found = _read_labels(ext, member, read)
                     labels, fault = found or [], "" if found is not None else _NO_LABEL_IN_JSON
+                    has_label_file = has_label_file or found is not None
                 except ValueError as error:
                     fault = f".{ext}: {error}"
+                    # A damaged .json names no label: among those of captions it is one bad sample.
+                    has_label_file = has_label_file or not isinstance(error, UserError)
         if image is not None:
-            has_label_file = fault not in (NO_LABEL, _NO_LABEL_IN_JSON)
             fault = image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
             yield TarSample(key, image.name, image.offset, image.size, labels, fault, has_label_file)
 

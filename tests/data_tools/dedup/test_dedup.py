@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import cv2
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from raw_images import encoded, settings, write_folder
@@ -22,7 +24,7 @@ from data_tools.dedup.verify_pair import distance, reduced
 from data_tools.sharding import shard
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.dedup_report import read_dedup_report
-from pipeline.data.dataset.exclusion import read_lists
+from pipeline.data.dataset.exclusion import EXCLUDED, read_lists
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.settings import schema
 from pipeline.settings.commands.data import DedupConfig
@@ -276,17 +278,20 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
 
 
 def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    against = [
-        {"name": f"{name}:test", "fingerprint": "x", "copies": copies}
-        for name, copies in {"a": 2, "b": 0, "c": 3}.items()
-    ]
-    (tmp_path / "dedup").mkdir()
-    data, tests = SimpleNamespace(path=tmp_path), [SimpleNamespace(name="c:test")]
-    for marked in (True, False):
-        report = {"data": {"fingerprint": "x"}, "marked": marked, "against": against}
-        (tmp_path / "dedup/report.json").write_text(json.dumps(report))
+    """Whatever the report says, which may be that of a dry run."""
+    data, tests = SimpleNamespace(path=tmp_path, fingerprint="x"), [SimpleNamespace(name="c:test")]
+    dedup._tell_unmarked(data, tests)
+    (tmp_path / "exclude").mkdir()
+    for names in (["a:test", "c:test", "a:test"], ["c:test"], []):
+        rows = [
+            {"split": "train", "row": row, "key": "k", "reason": f"copy of {name}/x/1, distance 0.100"}
+            for row, name in enumerate(names)
+        ]
+        table = pa.Table.from_pylist(rows, EXCLUDED).replace_schema_metadata({b"fingerprint": b"x"})
+        pq.write_table(table, tmp_path / "exclude/test_copies.parquet")
+        capsys.readouterr()
         dedup._tell_unmarked(data, tests)
-        assert ("earlier search marked copies of a:test; the list" in capsys.readouterr().out) == marked
+        assert ("earlier search marked copies of a:test; the list" in capsys.readouterr().out) == ("a:test" in names)
 
 
 def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:

@@ -179,3 +179,11 @@ def test_classes_that_training_does_not_have_are_refused_in_every_layout(tmp_pat
     names = text(tmp_path, "cat\ndog\nimages\n")
     assert ruled(tmp_path / "raw", splits=splits, class_list=names).classes == ["cat", "dog", "images"]
     assert ruled(tmp_path / "raw", splits={"val": "val"}).classes == ["cat", "images"]
+
+
+@pytest.mark.parametrize("name", ["label_names", "class_list", "class_map", "synset_names"])
+def test_settings_of_classes_are_refused_where_a_list_has_no_labels(name: str, tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("path,label\n1.jpg,0\n")
+    file = text(tmp_path, "cat,dog\n")
+    said = refused(tmp_path / "list.csv", label_column="", **{name: file})
+    assert said.startswith(f"{name} = {file} needs classes, but the images of ")

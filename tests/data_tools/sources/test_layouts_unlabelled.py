@@ -216,6 +216,16 @@ def test_labels_that_are_no_numbers_are_not_taken_for_none(label: str, tmp_path:
     assert "is no whole number" in said
 
 
+def test_a_damaged_json_makes_no_labels_of_captions(tmp_path: Path) -> None:
+    source = _img2dataset(tmp_path / "raw")
+    write_tar({"8.jpg": jpeg(8), "8.json": b'{"caption": "a c', "9.jpg": jpeg(9)}, source / "00002.tar")
+    listing = listed(source, layout="webdataset")
+    assert len(unlabelled(listing)) == 5
+    ((_, where, reason),) = listing.skipped
+    assert where == "00002.tar: 8.jpg"
+    assert reason.startswith(".json: it is not valid JSON")
+
+
 def test_class_names_without_labels_are_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("cat\n")
     source = _img2dataset(tmp_path / "raw")
