@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pipeline.base.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
 from pipeline.lifecycle.launcher_process import find_launcher
 from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, is_stop_asked, read_failures, stop_file
+from pipeline.settings.command import mistake_in_words
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
@@ -102,11 +103,13 @@ class Stop:
         with contextlib.suppress(OSError):  # A full disk, which the error already reports.
             if error is None:
                 self.folder.say_status(Status("finished", self.step, 0, ""))
-            elif isinstance(error, UserError):
+            elif isinstance(error, UserError | OSError) and (mistake := mistake_in_words(error)):
                 how: Ending = "diverged" if isinstance(error, DivergedError) else "refused"
-                self.folder.say_status(Status(how, self.step, 2, str(error)))
-                if error.on_one_rank:  # The others lose this rank, and would say that it was killed.
-                    self.folder.say_failure(str(error), lost_others=False)
+                self.folder.say_status(Status(how, self.step, 2, mistake))
+                if (
+                    isinstance(error, OSError) or error.on_one_rank
+                ):  # The others lose this rank, and would say that it was killed.
+                    self.folder.say_failure(mistake, lost_others=False)
             else:
                 text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
                 lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))

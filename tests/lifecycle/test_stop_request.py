@@ -1,5 +1,6 @@
 """Stop requests and errors of one rank, in this process alone; with several ranks: tests/faults/test_stop.py."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.base.errors import OneRankError
-from pipeline.lifecycle.run_folder import RESUME, Failure, is_stop_asked, read_failures
+from pipeline.lifecycle.run_folder import RESUME, Failure, Status, is_stop_asked, read_failures, read_status
 from pipeline.lifecycle.stop import Stop
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -55,6 +56,16 @@ def test_a_rank_that_loses_one_which_was_asked_to_leave_leaves_as_asked(tmp_path
         [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (RESUME, "")
+
+
+def test_the_status_of_what_ends_with_code_2_says_so(tmp_path: Path) -> None:
+    """Also of an error of the system, such as a full disk: a restart would repeat it."""
+    stop = stop_of(tmp_path)
+    assert stop.folder.lock() is None
+    with pytest.raises(OSError, match="left"), stop:
+        raise OSError(errno.ENOSPC, "No space left on device", "page/facts.json")
+    said = "No space left for page/facts.json: free some, or choose another folder for the output."
+    assert read_status(tmp_path / "x") == Status("refused", 0, 2, said)
 
 
 def test_why_one_rank_alone_ended_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
