@@ -127,6 +127,8 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
         ranks.on_main(partial(refuse_too_large, config, plan, new, least, of))
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, context.identity, plan.steps, ranks, console)
+    if resumed is None:
+        ranks.on_main(partial(resume.refuse_checkpoints_elsewhere, config))
     origin = None
     if resumed is None and config.init.weights:
         # The file rather than its run: while that run trains on, its newest checkpoint is another one a moment later.
