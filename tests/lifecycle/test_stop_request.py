@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -38,6 +39,27 @@ def test_ranks_that_wait_for_one_that_prepares_leave_with_it(tmp_path: Path) -> 
         stop._ranks = SimpleNamespace(is_main=False, barrier=lambda: waiting.append(stop._training))  # type: ignore[assignment]
         stop.begin_training(0)
         assert (waiting, stop._training) == ([False], True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_stop_before_training_is_said(number: signal.Signals, tmp_path: Path) -> None:
+    """Also the end of a terminal, unless the run was told to outlive it."""
+    code = (
+        "import os, signal, sys, time; sys.path.insert(0, 'tests/lifecycle')\n"
+        "from test_stop_request import Path, stop_of\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "with stop_of(Path(sys.argv[1])):\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    time.sleep(1)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        "with stop_of(Path(sys.argv[1])):\n"
+        "    os.kill(os.getpid(), int(sys.argv[2]))\n"
+        "    time.sleep(300)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(int(number))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    said = f"stopped by {number.name} before training began: the same command starts it again (exit code 75)\n"
+    assert (done.returncode, done.stderr) == (RESUME, said)
 
 
 def test_a_rank_that_loses_one_which_was_asked_to_leave_leaves_as_asked(tmp_path: Path) -> None:
