@@ -196,7 +196,9 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
     usual = _usual_speed(fit.values())
     for host, a in fit.items():
         for name, version in a["versions"].items():
-            if version != reference["versions"][name]:
+            if version == "missing":
+                lines.append(f"{host}: {name} is not installed")
+            elif version != reference["versions"][name]:
                 lines.append(f"{host}: {name} is {version}, but {reference['versions'][name]} on {first}")
         for path in a["missing"]:
             what = "the output folder is not shared with it" if path == token else f"{path} is missing"

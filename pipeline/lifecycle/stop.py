@@ -1,6 +1,6 @@
 """Graceful stopping: stop requests, agreement of the ranks on a step, and the status that a run leaves behind.
 
-A stop is requested by SIGTERM, SIGINT or SIGUSR1 to any rank, by a file `stop` in the run folder, by
+A stop is requested by SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, by a file `stop` in the run folder, by
 `train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline/lifecycle/launcher_process.py).
 A thread on each rank receives the request, even while the main thread is blocked in a collective, and forwards it through the
 process group's store, so that a rank waiting for data learns of it too. The ranks then agree: an asynchronous all-reduce
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pipeline.base.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
 from pipeline.lifecycle.launcher_process import find_launcher
 from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, is_stop_asked, read_failures, stop_file
+from pipeline.settings.command import mistake_in_words
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
@@ -37,7 +38,7 @@ T = TypeVar("T")
 BY_FILE = "the stop file"
 BY_LIMIT = "train.stop_after_minutes"
 BY_LAUNCHER = "the end of its launcher"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _POLL_SECONDS = 1.0
 # Timeout of one store request: rank 0, which hosts the store, may hang.
 _STORE_TIMEOUT = timedelta(seconds=5)
@@ -84,6 +85,8 @@ class Stop:
             # The handlers do nothing: the number goes into the pipe, also while the main thread is busy in a library.
             self._old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
             for number in _SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # Under nohup the run outlives its terminal.
                 self._before[number] = signal.signal(number, _ignore)
                 signal.siginterrupt(number, False)
         self._closed = False
@@ -102,11 +105,13 @@ class Stop:
         with contextlib.suppress(OSError):  # A full disk, which the error already reports.
             if error is None:
                 self.folder.say_status(Status("finished", self.step, 0, ""))
-            elif isinstance(error, UserError):
+            elif isinstance(error, UserError | OSError) and (mistake := mistake_in_words(error)):
                 how: Ending = "diverged" if isinstance(error, DivergedError) else "refused"
-                self.folder.say_status(Status(how, self.step, 2, str(error)))
-                if error.on_one_rank:  # The others lose this rank, and would say that it was killed.
-                    self.folder.say_failure(str(error), lost_others=False)
+                self.folder.say_status(Status(how, self.step, 2, mistake))
+                if (
+                    isinstance(error, OSError) or error.on_one_rank
+                ):  # The others lose this rank, and would say that it was killed.
+                    self.folder.say_failure(mistake, lost_others=False)
             else:
                 text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
                 lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
@@ -318,6 +323,7 @@ class Stop:
         now = time.monotonic()
         if number == signal.SIGINT and now - self._interrupted > _ONE_INTERRUPT_SECONDS:
             self._say_stopped(130, "a second SIGINT: what came after the last checkpoint is lost")
+            self._tell("stopped at once by a second SIGINT: the same command continues from the last checkpoint")
             _exit(130)
         if number == signal.SIGINT:
             self._interrupted = min(self._interrupted, now)
@@ -361,9 +367,17 @@ class Stop:
                     self._store.set(_key(), self.reason)
             if not self._training:
                 self._say_stopped(RESUME, f"{reason}, before training began")
+                self._tell(
+                    f"stopped by {reason} before training began: the same command starts it again (exit code {RESUME})"
+                )
                 if self._store is not None and self.folder.rank == 0:
                     time.sleep(_SPREAD_SECONDS)  # The store ends with this rank.
                 _exit(RESUME)
+
+    def _tell(self, line: str) -> None:
+        if self.folder.rank == 0:
+            with contextlib.suppress(OSError):  # Not print(), which the main thread may be in.
+                os.write(2, f"{line}\n".encode())
 
     def _leave_refused(self, error: str) -> NoReturn:
         self._refused = True

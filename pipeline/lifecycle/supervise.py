@@ -32,6 +32,7 @@ from pipeline.lifecycle.run_folder import (
     stop_file,
 )
 from pipeline.lifecycle.stop import BY_FILE, BY_LAUNCHER, BY_LIMIT
+from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.outputs import try_outputs
 from pipeline.process.running_time import running_time
 from pipeline.process.start import check_program, silence_broken_output
@@ -83,6 +84,10 @@ class Supervisor:
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.signals.append(number))
+        if (
+            signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        ):  # The end of the terminal. Under nohup, ranks are to ignore it, too.
+            signal.signal(signal.SIGHUP, lambda number, frame: None)
         # Orphans of the launcher become children of this process, which can wait for them.
         ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -202,6 +207,7 @@ class Supervisor:
 
     def say(self, event: str, line: str, **facts: Any) -> None:
         """Print a line and append it to supervise.log, and with `facts` to supervise.jsonl."""
+        line = hide_passwords(line)  # The command may have one, in track.uri.
         moment = time.strftime("%Y-%m-%d %H:%M:%S")
         try:
             print(f"supervise: {line}", flush=True)

@@ -122,21 +122,15 @@ def mistakes_in_one_line() -> Iterator[None]:
             print(f"error: {on_one_line(error)}", file=sys.stderr, flush=True)
         sys.exit(1)
     except (UserError, OSError) as error:
-        if isinstance(error, UserError):
-            line = " ".join(str(error).split("\n"))
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            line = (
-                f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
-            )
-        elif isinstance(error, PermissionError) and error.filename:
-            line = f"{error.filename}: permission denied. Choose another folder, or change its rights."
-        elif isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
-            line = "There is no folder for temporary files. Set TMPDIR to an existing folder that can be written to."
-        elif error.errno == errno.EPIPE and error.filename is None and silence_broken_output():
+        if (
+            isinstance(error, OSError)
+            and error.errno == errno.EPIPE
+            and error.filename is None
+            and silence_broken_output()
+        ):
             sys.exit(_SIGPIPE_CODE)
-        elif error.errno in _WRONG_PATH and error.filename:
-            line = f"{error.filename}: {_WRONG_PATH[error.errno]}."
-        else:
+        line = mistake_in_words(error)
+        if line is None:
             raise
         # Most mistakes are raised on every rank and printed by rank 0; a disk or a sample may fail on one rank only.
         if rank() == 0:
@@ -144,6 +138,21 @@ def mistakes_in_one_line() -> Iterator[None]:
         elif isinstance(error, OSError) or error.on_one_rank:
             print(f"error on rank {rank()}: {line}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def mistake_in_words(error: UserError | OSError) -> str | None:
+    """What is said of a mistake of the user, in one line; None for an error of the system that is none."""
+    if isinstance(error, UserError):
+        return " ".join(str(error).split("\n"))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
+    if isinstance(error, PermissionError) and error.filename:
+        return f"{error.filename}: permission denied. Choose another folder, or change its rights."
+    if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
+        return "There is no folder for temporary files. Set TMPDIR to an existing folder that can be written to."
+    if error.errno in _WRONG_PATH and error.filename:
+        return f"{error.filename}: {_WRONG_PATH[error.errno]}."
+    return None
 
 
 def fields_help(cls: type) -> str:

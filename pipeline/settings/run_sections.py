@@ -54,7 +54,7 @@ class ModelConfig:
 
     name: str | None = setting(
         None,
-        "Architecture: a size (Ti, S, M, B, L, H, g, G) and a patch side, as ViT-L/16; or Axial-ViT-B/16, R50+ViT-B/16, "
+        "Architecture: a size (Ti, S, M, B, L, So400m, H, g, G, e) and a patch side, as ViT-L/16; or Axial-ViT-B/16, R50+ViT-B/16, "
         "BiT-R50x1. Leave it out with init.weights.",
     )
     image_size: ImageSize = setting(

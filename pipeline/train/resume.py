@@ -1,11 +1,13 @@
 """Where a run starts: its newest intact checkpoint, else the weights in init.weights, else a new model."""
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import LATEST, Checkpoints, State, read_state, step_of, verify
@@ -15,10 +17,12 @@ from pipeline.data.loading.order import batches_before
 from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
 from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.retry import Retry
 from pipeline.estimate.plan import Plan
 from pipeline.model import Model
 from pipeline.monitor.run_page import hide_passwords
+from pipeline.process.committed import checkpoints_of
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.settings import changes
@@ -65,6 +69,20 @@ def find_checkpoint_on_all_ranks(
     if damaged:
         raise UserError(f"no checkpoint in {checkpoints.folder} is intact. Remove that folder to start the run afresh.")
     return None, set()
+
+
+def refuse_checkpoints_elsewhere(config: RunConfig) -> None:
+    """Raise UserError if the run has checkpoints where its last start kept them. Call it where checkpoint.folder has none.
+
+    It would begin anew otherwise, and remove the metrics of what it has trained.
+    """
+    run = Path(config.out, config.name)
+    before = to_path(str(checkpoints_of(run)), Retry(60 * config.data.retry_minutes, "data.retry_minutes"))
+    if there := Checkpoints(before).candidates():
+        raise UserError(
+            f"checkpoint.folder = {quoted(config.checkpoint.folder)} has no checkpoint of {run}, whose newest is {there[0]}. Set it back, "
+            "move the checkpoints, or start another run with name=..."
+        )
 
 
 def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:

@@ -121,20 +121,22 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
     dataset = context.prepared.data.dataset
     gpu_memory = device_memory(ranks.device)
     least = min(ranks.gather(gpu_memory or host_memory()))  # Hosts may have other GPUs.
+    of = "its GPU" if gpu_memory else "its share of the host"
     if config.model.name:  # Checked before the model is built, which takes long if it is too large.
         new = objectives.new_backbone(config, dataset.num_classes)
-        of = "its GPU" if gpu_memory else "its share of the host"
         ranks.on_main(partial(refuse_too_large, config, plan, new, least, of))
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, context.identity, plan.steps, ranks, console)
+    if resumed is None:
+        ranks.on_main(partial(resume.refuse_checkpoints_elsewhere, config))
     origin = None
     if resumed is None and config.init.weights:
         # The file rather than its run: while that run trains on, its newest checkpoint is another one a moment later.
         origin = ranks.on_main(partial(_find_weights, config, console))
         config = replace(config, init=replace(config.init, weights=origin.path))
     model = ranks.on_all(partial(resume.initial_model, config, dataset, resumed, console))
-    if gpu_memory is not None:
-        ranks.on_main(partial(refuse_too_large, config, plan, model.config, least))
+    if not config.model.name:
+        ranks.on_main(partial(refuse_too_large, config, plan, model.config, least, of))
     state = State(step=0) if resumed is None else read_state(resumed)
     return _StartingPoint(checkpoints, resumed, damaged, state, config, origin, model)
 

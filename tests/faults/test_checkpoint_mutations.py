@@ -1,5 +1,6 @@
 """Flipped bits in every file of a checkpoint, seeded: the one before is used, or one line refuses it; no other exception."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from pipeline.process import committed
 from pipeline.process.committed import newest_complete
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
-from pipeline.settings import changes
+from pipeline.settings import changes, schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
 
@@ -244,3 +245,13 @@ def test_a_finished_run_refuses_settings_that_would_have_made_another(run: Path)
     for steps in (20, 40):
         with pytest.raises(UserError, match=r"cannot be continued: init\.weights was None, is /nonexistent"):
             start(steps, init__weights="/nonexistent")
+
+
+def test_a_run_whose_checkpoints_are_left_behind_does_not_begin_anew(run: Path) -> None:
+    """It would remove the metrics of what it has trained."""
+    given = [f"name={run.name}", f"out={run.parent}", "data.path=d", "train.length=9 steps", "model.name=ViT-Ti/16"]
+    moved = schema.load(RunConfig, None, [*given, "checkpoint.folder=elsewhere"])
+    with pytest.raises(UserError, match=r"elsewhere.? has no checkpoint of .*, whose newest is .*step-00000020"):
+        resume.refuse_checkpoints_elsewhere(moved)
+    (run / "config.json").write_text(json.dumps({"name": run.name, "checkpoint": {"folder": "elsewhere"}}))
+    resume.refuse_checkpoints_elsewhere(schema.load(RunConfig, None, given))

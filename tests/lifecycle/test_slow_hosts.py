@@ -52,3 +52,9 @@ def test_a_host_that_says_nothing_is_named_as_is_a_missing_ssh(tmp_path: Path, m
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setattr(host_check, "_ANSWER_SECONDS", 0.2)
     assert host_check.ask("node1", [], "out") == {"error": "it accepts ssh, and has not answered within 0 s"}
+
+
+def test_what_is_installed_on_no_host_is_missing_on_all() -> None:
+    answers = [{**ANSWER, "versions": {"python": "3.12", "deepspeed": "missing"}, "gbit_per_second": 8.0}] * 3
+    lines = problems(SLOTS, answers, HostsConfig(hostfile="hosts", run="run.yaml"), "token")
+    assert lines == [f"{host}: deepspeed is not installed" for host in SLOTS]

@@ -1,6 +1,8 @@
 """Stop requests and errors of one rank, in this process alone; with several ranks: tests/faults/test_stop.py."""
 
+import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.base.errors import OneRankError
-from pipeline.lifecycle.run_folder import RESUME, Failure, is_stop_asked, read_failures
+from pipeline.lifecycle.run_folder import RESUME, Failure, Status, is_stop_asked, read_failures, read_status
 from pipeline.lifecycle.stop import Stop
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -39,6 +41,27 @@ def test_ranks_that_wait_for_one_that_prepares_leave_with_it(tmp_path: Path) -> 
         assert (waiting, stop._training) == ([False], True)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_stop_before_training_is_said(number: signal.Signals, tmp_path: Path) -> None:
+    """Also the end of a terminal, unless the run was told to outlive it."""
+    code = (
+        "import os, signal, sys, time; sys.path.insert(0, 'tests/lifecycle')\n"
+        "from test_stop_request import Path, stop_of\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "with stop_of(Path(sys.argv[1])):\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    time.sleep(1)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        "with stop_of(Path(sys.argv[1])):\n"
+        "    os.kill(os.getpid(), int(sys.argv[2]))\n"
+        "    time.sleep(300)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(int(number))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    said = f"stopped by {number.name} before training began: the same command starts it again (exit code 75)\n"
+    assert (done.returncode, done.stderr) == (RESUME, said)
+
+
 def test_a_rank_that_loses_one_which_was_asked_to_leave_leaves_as_asked(tmp_path: Path) -> None:
     """Before training: it met the loss before it was told of the request, and failed with code 1."""
     code = (
@@ -55,6 +78,16 @@ def test_a_rank_that_loses_one_which_was_asked_to_leave_leaves_as_asked(tmp_path
         [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (RESUME, "")
+
+
+def test_the_status_of_what_ends_with_code_2_says_so(tmp_path: Path) -> None:
+    """Also of an error of the system, such as a full disk: a restart would repeat it."""
+    stop = stop_of(tmp_path)
+    assert stop.folder.lock() is None
+    with pytest.raises(OSError, match="left"), stop:
+        raise OSError(errno.ENOSPC, "No space left on device", "page/facts.json")
+    said = "No space left for page/facts.json: free some, or choose another folder for the output."
+    assert read_status(tmp_path / "x") == Status("refused", 0, 2, said)
 
 
 def test_why_one_rank_alone_ended_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

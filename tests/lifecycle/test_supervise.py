@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from polling import until
 
 from pipeline.base.errors import UserError
 from pipeline.lifecycle.hosts import largest_fitting, read_hostfile, to_blame
@@ -61,7 +63,7 @@ KILLED = {"status": {"status": "running", "step": 0, "code": -1, "reason": ""}, 
 class Case:
     """A run folder, a launcher that plays `plan` in it, and the supervisor over both."""
 
-    def __init__(self, folder: Path, plan: list[dict], *options: str) -> None:
+    def __init__(self, folder: Path, plan: list[dict], *options: str, run: Sequence[str] = ()) -> None:
         self.run = folder / "runs" / "x"
         self.run.mkdir(parents=True)
         (self.run / "plan").write_text("\n".join(map(json.dumps, plan)))
@@ -72,7 +74,7 @@ class Case:
             (folder / name).chmod(0o755)
         settings = ["pause_seconds=0", *(option for option in options if "=" in option and not option.startswith("-"))]
         launcher = [option for option in options if option.startswith("-")]
-        run = ["launch/pretrain.py", "name=x", f"out={folder / 'runs'}", "data.path=d", "train.length=9 steps",
+        run = ["launch/pretrain.py", *run, "name=x", f"out={folder / 'runs'}", "data.path=d", "train.length=9 steps",
                "train.global_batch=24", "train.micro_batch=6", "data.streams=4", "model.name=ViT-S/16"]  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "launch/supervise.py", *settings, "--", str(folder / "deepspeed"), *launcher, *run],
@@ -110,6 +112,25 @@ def test_it_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
     case.process.stdout.close()
     assert case.process.wait(timeout=500) == 0
     assert case.events() == ["start", "failed", "wait", "start", "finished"]
+
+
+def test_it_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    case = Case(tmp_path, [{**FINISHED, "until_stop": True}])
+    until(lambda: (case.run / "commands").exists())
+    case.process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    (case.run / "stop").touch()
+    assert case.end()[0] == 0
+
+
+def test_the_password_in_its_command_is_in_none_of_its_files(tmp_path: Path) -> None:
+    case = Case(tmp_path, [FINISHED], run=["track.uri=postgresql://me:secret@host/runs"])
+    output = case.end()[1]
+    assert "track.uri=postgresql://me:***@host/runs" in output
+    assert (
+        "secret" not in output + (case.run / "supervise.log").read_text() + (case.run / "supervise.jsonl").read_text()
+    )
+    assert "track.uri=postgresql://me:secret@host/runs" in case.commands()[0]
 
 
 @pytest.mark.parametrize(

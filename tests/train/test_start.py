@@ -15,9 +15,12 @@ from forked import Forge
 from ranks import settings
 from tiny import make_dataset
 
+from pipeline import model as models
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import Stopped, UserError
-from pipeline.train import run, start
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+from pipeline.train import run, setup, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,5 +189,21 @@ def test_a_model_that_is_too_large_is_not_built(forge: Forge, dataset: Path, tmp
     """In memory that would not hold a block of it."""
     large = settings(dataset, tmp_path, "x", "model.width=8192", "model.mlp_width=32768", "model.depth=100")
     rank = forge.start_work(1, "forked:train_within_a_limit", [[0], large])
+    assert rank.wait() == [2], rank.said()
+    assert "and its share of the host has" in rank.said().splitlines()[-1]
+
+
+def train_on_a_small_host(overrides: list[str]) -> None:
+    """In a rank whose share of the host is a kilobyte."""
+    setup.host_memory = lambda: 1000
+    run.run_training(schema.load(RunConfig, None, overrides))
+
+
+@pytest.mark.ranks
+def test_a_fine_tuning_that_is_too_large_for_the_host_is_refused(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    models.save(models.create("ViT-mu/8", 16, 4), tmp_path / "model.pt")
+    tuned = [text for text in settings(dataset, tmp_path, "x") if not text.startswith("model.")]
+    more = [f"init.weights={tmp_path / 'model.pt'}", "model.image_size=16"]
+    rank = forge.start_work(1, "test_start:train_on_a_small_host", [*tuned, *more])
     assert rank.wait() == [2], rank.said()
     assert "and its share of the host has" in rank.said().splitlines()[-1]
