@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import runpy
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -286,6 +287,10 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
     # Of small images alone, which DTD has none of.
     config = schema.load(VtabConfig, None, [*prepared, small, "tasks=[dtd]", "plan=true"])
     assert vtab.run(config, tmp_path / "out", run_nowhere) is None
+    # A repository of Hugging Face is looked for in its cache; it was taken for a bucket.
+    command = runpy.run_path(str(PROTOCOLS.parents[1] / "launch" / "vtab.py"))["vtab"]
+    with pytest.raises(UserError, match="Download it first: hf download no/such"):
+        command(schema.load(VtabConfig, None, [*prepared, "weights=hf://no/such", "plan=true"]))
     # What the patches leave over is said.
     capsys.readouterr()
     vtab.run(
