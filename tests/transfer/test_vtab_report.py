@@ -138,10 +138,16 @@ def test_a_deviation_is_of_a_sample_and_there_is_none_of_one() -> None:
 def test_seeds_that_not_all_tasks_have_give_no_interval_over_seeds(tmp_path: Path) -> None:
     uneven = whole(seeds=2)
     uneven["scores"] = [score for score in uneven["scores"] if (score["task"], score["seed"]) != ("dtd", 1)]
-    column = columns([write(tmp_path / "uneven", uneven)])[0]
+    column = columns([folder := write(tmp_path / "uneven", uneven)])[0]
     assert column.means["natural"].interval.over == intervals.OVER_SAMPLES
     assert column.means["natural"].num_seeds == 1
     assert column.means["specialized"].interval.over == intervals.OVER_SEEDS
+    # The page says so of a mean, too, where each task has several seeds, and they are not the same.
+    uneven = whole(seeds=3)
+    uneven["scores"] = [score for score in uneven["scores"] if (score["task"], score["seed"]) != ("dtd", 1)]
+    (folder / "results.json").write_text(json.dumps(uneven))
+    report.run(VtabReportConfig(sweeps=[str(folder)]))
+    assert "of a mean by the sum of the tasks' variances" in (folder / "report" / "report.md").read_text()
 
 
 def test_no_mean_of_what_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -254,7 +254,10 @@ def test_data_sets_of_other_files_than_the_published_ones_are_named(
     results = sweep(tmp_path / "out", settings, "method=linear")
     assert results["unpublished"] == ["pets"]
     said = "Not VTAB-1k scores, because made from other files than the published ones (†): Pets."
-    assert capsys.readouterr().out.count(said) == 2  # At the beginning, and beside the scores.
+    printed = capsys.readouterr().out
+    assert printed.count(said) == 2  # At the beginning, and beside the scores.
+    marked = [line.partition("%†")[0].split()[0] for line in printed.splitlines() if "%†" in line]
+    assert marked == ["Pets", "mean"]
     vtab.run(schema.load(VtabConfig, None, [*settings, "method=linear", "plan=true"]), tmp_path / "out", run_nowhere)
     assert said in capsys.readouterr().out
     assert (
