@@ -6,6 +6,7 @@ Images are not read; `launch/verify.py` compares the shards with the manifest.
 import errno
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -153,12 +154,14 @@ def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problem
     """Compare with the files of the same origin, if they exist. Returns a note on it; appends to problems."""
     about = _about(dataset)
     assert about is not None, "_problems has checked it"
+    if not (config.originals or config.tfds):
+        return ""
+    # Files of another kind have other keys, such as those of Caltech101.
+    of_others: dict[str, Any] = dict.fromkeys({"originals", "tfds", "lists"} - {about["from"]}, "")
     try:
-        origin = find_origin(task, config)
+        origin = find_origin(task, replace(config, **of_others))
     except MissingError:
-        return ""
-    if origin.kind != about["from"]:
-        return ""
+        return f"; keys and labels not read again (made from {about['from']}, which is not given or lacks it)"
     staging = dataset.path / _STAGING
     with ExitStack() as stack:
         with suppress(OSError):  # A read-only data set: see below.

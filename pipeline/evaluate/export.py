@@ -75,7 +75,7 @@ def run(config: ExportConfig) -> LogitDifference:
     del content  # whose tensors the model has copied
     if config.fold_layer_scale and isinstance(model, VisionTransformer):
         model = without_layer_scale(model)
-    if note := models.resampling_note(trained, model.config):
+    for note in models.resizing_notes(trained, model.config):
         print(note)
 
     # ------------------------------------------------------------------ written, and compared with the target program

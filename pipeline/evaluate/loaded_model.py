@@ -98,7 +98,7 @@ def load_model(config: WeightsConfig) -> LoadedModel:
     model = models.build(models.resized(trained, image_size, config.kernel))
     if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig):
         state = models.resample_state(state, trained, model.config)
-    if note := models.resampling_note(trained, model.config):
+    for note in models.resizing_notes(trained, model.config):
         print(note)
     model.load_state_dict(state)
     return LoadedModel(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)

@@ -60,10 +60,10 @@ class ExplainResults:
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
-def run(config: ExplainConfig) -> dict[str, Any]:
+def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     """Write the drawings, and send them to `config.mlflow`. Returns the content of explain.json.
 
-    Raises UserError for a user's mistake, before anything is written.
+    skip: leave out drawings of `config.draw` that the model does not have, with a line. Raises UserError for a user's mistake, before anything is written.
     """
     config = with_local_weights(config)
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
@@ -72,7 +72,7 @@ def run(config: ExplainConfig) -> dict[str, Any]:
     mae = None
     if config.images and (not config.draw or "reconstruction" in config.draw):
         mae = Mae.from_weights(file, print, normalise=config.normalise)
-    drawings = _choose_drawings(config, loaded, mae)
+    drawings = _choose_drawings(config, loaded, mae, skip)
     folder = output_folder(config.out, config.weights, "explain", holds="explanation")
     made_by = {name: loaded.extra.get(name) for name in ("run", "step")}
     results = ExplainResults({"weights": config.weights, **made_by, "model": loaded.model.config.to_dict()})
@@ -108,8 +108,8 @@ def metrics(numbers: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None) -> set[str]:
-    """Names of the drawings to make. Raises UserError if one was asked for that this model does not have."""
+def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None, skip: bool) -> set[str]:
+    """Names of the drawings to make. Raises UserError if one was asked for that this model does not have, unless it is skipped."""
     model = loaded.model
     why_not: dict[str, str] = {}
     if mae is None:
@@ -130,13 +130,12 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
             if value not in ("all", "mean") and whole_number(value, number) is None:
                 raise UserError(f"{name} = {value}, but {config.weights} has {number}.")
     for name in config.draw:
-        if name in why_not:
+        if name in why_not and not skip:
             raise UserError(f"draw = {name} cannot be drawn of {config.weights}: {why_not[name]}.")
-    if config.draw:
-        return set(config.draw)
-    for reason in sorted(set(why_not.values())):
-        print(f"not drawn: {', '.join(name for name in DRAWINGS if why_not.get(name) == reason)} ({reason})")
-    return {name for name in DRAWINGS if name not in why_not}
+    wanted = config.draw or DRAWINGS
+    for reason in sorted({why_not[name] for name in wanted if name in why_not}):
+        print(f"not drawn: {', '.join(name for name in wanted if why_not.get(name) == reason)} ({reason})")
+    return {name for name in wanted if name not in why_not}
 
 
 def _draw_weights(loaded: LoadedModel, drawings: set[str], results: ExplainResults) -> None:

@@ -157,14 +157,15 @@ def _weights(config: ViTConfig, old: int, new: int, like: Tensor) -> Tensor:
     return F.interpolate(unit, size=(new, old), **_KERNELS[kernel])[0, 0]
 
 
-def resampling_note(old: Config, new: Config) -> str:
-    """A line about what `resample_state` does; empty if no learned position changes."""
+def resizing_notes(old: Config, new: Config) -> list[str]:
+    """Lines about pixels that no patch of the new configuration covers, and about what `resample_state` does."""
     if not isinstance(old, ViTConfig) or not isinstance(new, ViTConfig):
-        return ""
-    if old.grid == new.grid or old.positions not in ("learned", "learned2d"):
-        return ""
-    before, after = (f"{rows} x {columns}" for rows, columns in (old.grid, new.grid))
-    return f"positions: {before} resampled to {after} by the kernel {new.kernel}"
+        return []
+    notes = [new.unseen_note] if new.unseen_note else []
+    if old.grid != new.grid and old.positions in ("learned", "learned2d"):
+        before, after = (f"{rows} x {columns}" for rows, columns in (old.grid, new.grid))
+        notes.append(f"positions: {before} resampled to {after} by the kernel {new.kernel}")
+    return notes
 
 
 def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_grid: Grid | None = None) -> Tensor:

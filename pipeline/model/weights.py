@@ -28,7 +28,7 @@ from pipeline.model.convert.official import read_npz
 from pipeline.model.convert.preprocessing import SavedPreprocessing
 from pipeline.model.convert.state_dicts import from_state_dict
 from pipeline.model.files import ADVICE, StrPath
-from pipeline.model.position import resample_state, resampling_note
+from pipeline.model.position import resample_state, resizing_notes
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
@@ -244,7 +244,7 @@ def load(
     options: dict[str, Any] = {"gelu": gelu, "representation": representation, "kernel": kernel, "mean_pool": mean_pool}
     config = adapted(old, path, image_size, num_classes, new_head=new_head, **options, **training)
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
-        for note in filter(None, [config.unseen_note, resampling_note(old, config)]):
+        for note in resizing_notes(old, config):
             say(note)
         state = resample_state(state, old, config)
     model = build(config, seed)

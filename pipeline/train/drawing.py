@@ -34,7 +34,8 @@ class DrawingProcess:
 
     def __init__(self, folder: Path, module: str, every: float = 60.0, timeout: float = 60.0) -> None:
         self.folder, self.every, self.timeout = folder.resolve(), every, timeout
-        self.command = (sys.executable, "-m", module, str(self.folder))
+        # -P: of this code, whatever the working folder holds; paths in the settings are relative to that folder.
+        self.command = (sys.executable, "-P", "-m", module, str(self.folder))
         self._process: subprocess.Popen[bytes] | None = None
         self._begun = -float("inf")
 
@@ -78,7 +79,7 @@ class DrawingProcess:
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(_ROOT)}
         with open(self.folder / PAGE / LOG, "ab") as log:
             quiet = subprocess.DEVNULL
-            return subprocess.Popen(command, cwd=_ROOT, env=environment, stdin=quiet, stdout=log, stderr=log)
+            return subprocess.Popen(command, env=environment, stdin=quiet, stdout=log, stderr=log)
 
     def _is_drawing(self) -> bool:
         return self._process is not None and self._process.poll() is None

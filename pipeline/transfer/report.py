@@ -168,10 +168,10 @@ def _scores(table: Sequence[Column]) -> Iterator[tuple[Any, ...]]:
     for column in table:
         for task in TASKS:
             if score := column.tasks.get(task.name):
-                values = (*_csv_values(score), int(task.name not in column.unpublished))
+                values = (*_csv_values(score), int(not column.mark(task.name)))
                 yield (column.name, "task", task.name, task.group, *values)
         for name, score in column.means.items():
-            values = (*_csv_values(score), int(not set(MEMBERS[name]) & set(column.unpublished)))
+            values = (*_csv_values(score), int(not column.mark(name)))
             yield (column.name, "mean", "all" if name == OVERALL else name, "", *values)
 
 
@@ -207,23 +207,23 @@ def _score_text(column: Column, task: str) -> str:
     score = column.tasks.get(task)
     if score is None:
         return "–"
-    mark = "†" if task in column.unpublished else ""
+    text = f"{100 * score.accuracy:.1f}{column.mark(task)}"
     if score.interval is None:
-        return f"{100 * score.accuracy:.1f}{mark}"
-    return f"{100 * score.accuracy:.1f}{mark} [{100 * score.interval.low:.1f}, {100 * score.interval.high:.1f}]"
+        return text
+    return f"{text} [{100 * score.interval.low:.1f}, {100 * score.interval.high:.1f}]"
 
 
 def _mean(column: Column, name: str) -> str:
     if score := column.means.get(name):
-        mark = "†" if set(MEMBERS[name]) & set(column.unpublished) else ""
         interval = f" [{100 * score.interval.low:.2f}, {100 * score.interval.high:.2f}]" if score.interval else ""
-        return f"{100 * score.accuracy:.2f}{mark}{interval}"
+        return f"{100 * score.accuracy:.2f}{column.mark(name)}{interval}"
     names = MEMBERS[name]
     return f"– ({sum(task in column.tasks for task in names)} of {len(names)})"
 
 
 def _intervals(ours: Sequence[Column]) -> str:
-    kinds = {score.interval.over for column in ours for score in column.tasks.values() if score.interval}
+    scores = [score for column in ours for score in (*column.tasks.values(), *column.means.values())]
+    kinds = {score.interval.over for score in scores if score.interval}
     over_seeds = "Student's t over the seeds, of a mean over each seed's mean"
     over_samples = "Wilson's over the test images of one run, of a mean by the sum of the tasks' variances"
     texts = [over_seeds if kind == OVER_SEEDS else over_samples for kind in sorted(kinds, reverse=True)]

@@ -272,7 +272,7 @@ def _check_weights(sweep: Sweep) -> Kernel | None:
             resized = models.resized(weights, size, config.kernel)
             if isinstance(weights, models.ViTConfig) and isinstance(resized, models.ViTConfig):
                 models.resample_state(state, weights, resized)
-                sweep.notes.extend(filter(None, [resized.unseen_note, models.resampling_note(weights, resized)]))
+                sweep.notes.extend(models.resizing_notes(weights, resized))
         except UserError as error:
             name = "image_size" if size == protocol.image_size else "small_image_size"
             raise UserError(f"protocol.{name} = {size} does not suit {config.weights}: {error}") from None

@@ -241,6 +241,7 @@ def _in_words(cell: VtabCell, outcome: Outcome) -> str:
 def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None:
     """Print the mean accuracy of each task. (launch/vtab_report.py writes the report beside published scores.)"""
     means = []
+    marks = {""}
     for task in sweep.tasks:
         rows = [row for row in scores if row["task"] == task.name]
         if not rows:
@@ -248,16 +249,17 @@ def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None
             continue
         accuracies = [row["accuracy"] for row in rows]
         means.append(mean(accuracies))
+        marks.add(mark := "†" if task.name in sweep.unpublished else "")
         deviation = sample_deviation(accuracies)
         spread = "" if deviation is None else f" ± {deviation:.2%}"
         print(
-            f"{task.title:<12} {means[-1]:>8.2%}{spread}  ({counted(len(rows), 'seed')}, {counted(rows[0]['num_test'], 'image')})  "
+            f"{task.title:<12} {means[-1]:>8.2%}{mark}{spread}  ({counted(len(rows), 'seed')}, {counted(rows[0]['num_test'], 'image')})  "
             f"{choice_in_words(rows[0])}"
         )
     for line in unpublished_warning(sweep.unpublished):
         print(line)
     if means:
-        print(f"mean of {counted(len(means), 'task')}: {mean(means):.2%}")
+        print(f"mean of {counted(len(means), 'task')}: {mean(means):.2%}{max(marks)}")
     print(f"results: {folder / RESULTS_FILE}", flush=True)
 
 

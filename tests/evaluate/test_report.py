@@ -400,7 +400,9 @@ def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: 
         view({"eval_crop": "zoom"}, 224)
 
 
-def test_another_image_size_is_that_of_load(weights: Path, data: Dataset) -> None:
+def test_another_image_size_is_that_of_load(weights: Path, data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    load_model(config(weights, data, "image_size=18"))
+    assert "18 x 18: patches of 4 pixels leave the last 2 rows and 2 columns unseen" in capsys.readouterr().out
     loaded = load_model(config(weights, data, "image_size=16"))
     images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -13,6 +13,7 @@ from polling import until
 from ranks import settings
 from review_runs import write_run
 
+from pipeline import model as models
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate import report
@@ -124,10 +125,21 @@ def test_other_runs_on_the_same_data_are_in_the_background(tmp_path: Path) -> No
 def test_images_are_explained_of_a_data_folder_with_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its comma made two folders of it, which do not exist."""
     given: list[list[str]] = []
-    monkeypatch.setattr(explain, "run", lambda config: given.append(config.images))
+    monkeypatch.setattr(explain, "run", lambda config, skip: given.append(config.images))
     run = write_run(tmp_path / "run", "data.path=/data/cats, dogs [2]")
     assert list(_of_weights(run, "attention", "positions")) == [None, None]
     assert given == [["/data/cats, dogs [2]"]]
+
+
+def test_a_drawing_that_the_model_does_not_have_costs_a_line_and_not_the_others(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", f"data.path={dataset}", "data.eval_split=val")
+    models.save(models.create("ViT-mu/4", 16, 4, positions="none"), run / "model.pt")
+    attention, positions = _of_weights(run, "attention", "positions")
+    assert attention is not None
+    assert positions is None
+    assert "not drawn: positions (positions = none adds nothing to the tokens)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("num_classes", [2, 1000])
@@ -173,6 +185,21 @@ def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path,
     assert drawing._process.poll() is not None
     assert drawing._process.args == (*drawing.command, "--final"), "not of low priority: the run waits for it"
     assert "ended after" in (tmp_path / "page" / "drawing.log").read_text()
+
+
+def test_it_works_in_the_folder_of_the_run_with_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths in the settings, as data.path, were looked for in the folder of the code."""
+    (tmp_path / "platform.py").write_text(
+        "print('not of the library')"
+    )  # Of the working folder, which may be another checkout.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "page").mkdir()
+    drawing = DrawingProcess(tmp_path, "platform")
+    drawing.command = (*drawing.command[:2], "-c", "import os, platform; print(os.getcwd(), platform.__file__)")
+    drawing.end(last=True)
+    folder, file = (tmp_path / "page" / "drawing.log").read_text().split()
+    assert folder == str(tmp_path)
+    assert not file.startswith(folder)
 
 
 def test_a_full_disk_does_not_end_training(dataset: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.transfer import report
 from pipeline.transfer.published import PAPER
 from pipeline.transfer.score_table import MEMBERS, OVERALL, column_as_published, columns, read_results
+from pipeline.transfer.track.sweep_page import SweepPage
 from pipeline.transfer.vtab_tasks import TASKS
 
 
@@ -138,10 +140,16 @@ def test_a_deviation_is_of_a_sample_and_there_is_none_of_one() -> None:
 def test_seeds_that_not_all_tasks_have_give_no_interval_over_seeds(tmp_path: Path) -> None:
     uneven = whole(seeds=2)
     uneven["scores"] = [score for score in uneven["scores"] if (score["task"], score["seed"]) != ("dtd", 1)]
-    column = columns([write(tmp_path / "uneven", uneven)])[0]
+    column = columns([folder := write(tmp_path / "uneven", uneven)])[0]
     assert column.means["natural"].interval.over == intervals.OVER_SAMPLES
     assert column.means["natural"].num_seeds == 1
     assert column.means["specialized"].interval.over == intervals.OVER_SEEDS
+    # The page says so of a mean, too, where each task has several seeds, and they are not the same.
+    uneven = whole(seeds=3)
+    uneven["scores"] = [score for score in uneven["scores"] if (score["task"], score["seed"]) != ("dtd", 1)]
+    (folder / "results.json").write_text(json.dumps(uneven))
+    report.run(VtabReportConfig(sweeps=[str(folder)]))
+    assert "of a mean by the sum of the tasks' variances" in (folder / "report" / "report.md").read_text()
 
 
 def test_no_mean_of_what_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -190,6 +198,10 @@ def test_scores_of_other_files_than_the_published_ones_are_marked_everywhere(
     rows = list(csv.DictReader((part / "report" / "scores.csv").open()))
     assert [row["name"] for row in rows if row["published_files"] == "0"] == ["svhn", "natural", "all"]
     assert report.for_mlflow(table[0])[1]["not_published_files"] == "svhn"
+    on_mlflow = SweepPage._result(SimpleNamespace(_column=table[0]))  # type: ignore[arg-type]
+    assert "natural 53.00† %; " in on_mlflow
+    assert "| SVHN | 56.00† | lr 0.01" in on_mlflow
+    assert on_mlflow.count("†") == 3
     record = from_folder(part)
     assert str(record.last_score and record.last_score.name) == f"{OVERALL}, not all of the published files"
     run_page = markdown("", list(run_report._scores(record)))

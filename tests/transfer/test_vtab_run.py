@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import runpy
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -253,7 +254,10 @@ def test_data_sets_of_other_files_than_the_published_ones_are_named(
     results = sweep(tmp_path / "out", settings, "method=linear")
     assert results["unpublished"] == ["pets"]
     said = "Not VTAB-1k scores, because made from other files than the published ones (†): Pets."
-    assert capsys.readouterr().out.count(said) == 2  # At the beginning, and beside the scores.
+    printed = capsys.readouterr().out
+    assert printed.count(said) == 2  # At the beginning, and beside the scores.
+    marked = [line.partition("%†")[0].split()[0] for line in printed.splitlines() if "%†" in line]
+    assert marked == ["Pets", "mean"]
     vtab.run(schema.load(VtabConfig, None, [*settings, "method=linear", "plan=true"]), tmp_path / "out", run_nowhere)
     assert said in capsys.readouterr().out
     assert (
@@ -286,6 +290,10 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
     # Of small images alone, which DTD has none of.
     config = schema.load(VtabConfig, None, [*prepared, small, "tasks=[dtd]", "plan=true"])
     assert vtab.run(config, tmp_path / "out", run_nowhere) is None
+    # A repository of Hugging Face is looked for in its cache; it was taken for a bucket.
+    command = runpy.run_path(str(PROTOCOLS.parents[1] / "launch" / "vtab.py"))["vtab"]
+    with pytest.raises(UserError, match="Download it first: hf download no/such"):
+        command(schema.load(VtabConfig, None, [*prepared, "weights=hf://no/such", "plan=true"]))
     # What the patches leave over is said.
     capsys.readouterr()
     vtab.run(

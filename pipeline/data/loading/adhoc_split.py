@@ -2,6 +2,7 @@
 
 import glob
 import io
+import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,7 +77,8 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
         if path.suffix == ".tar":
             images += _in_tar(path, len(numbers), links)
         else:
-            label = numbers.get(path.resolve().parent.name, -1)
+            folder = Path(os.path.abspath(path)).parent  # Of a link, the one that it is in.
+            label = numbers.get(folder.name, -1)
             images.append(_Image(str(path), path, 0, path.stat().st_size, label))
     note = f"left out: {_said(links)}" if links else ""
     return AdhocSplit(_as_split(images, note), list(of_labels))

@@ -128,7 +128,8 @@ class SweepPage:
         """Markdown: the scores of tasks and means."""
         if self._column is None or not self._column.tasks:
             return ""
-        means = [f"{name} {100 * score.accuracy:.2f} %" for name, score in self._column.means.items()]
+        column = self._column
+        means = [f"{name} {100 * score.accuracy:.2f}{column.mark(name)} %" for name, score in column.means.items()]
         lines = [
             "**Result**",
             "",
@@ -137,9 +138,9 @@ class SweepPage:
             "|---|---:|---|",
         ]
         for task in TASKS:
-            if score := self._column.tasks.get(task.name):
-                chosen = self._column.facts["details"].get(task.name, "")
-                lines.append(f"| {task.title} | {100 * score.accuracy:.2f} | {chosen} |")
+            if score := column.tasks.get(task.name):
+                chosen = column.facts["details"].get(task.name, "")
+                lines.append(f"| {task.title} | {100 * score.accuracy:.2f}{column.mark(task.name)} | {chosen} |")
         return "\n".join(lines)
 
 

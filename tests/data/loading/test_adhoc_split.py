@@ -54,6 +54,23 @@ def test_links_in_a_tar(tmp_path: Path) -> None:
     assert said in split.notes()
 
 
+def test_a_linked_image_has_the_class_of_the_folder_that_it_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had that of the folder of the file that it links to, or none."""
+    for name in ("all", "cat", "dog"):
+        (tmp_path / name).mkdir()
+    for number, name in enumerate(("cat", "dog")):
+        (tmp_path / "all" / f"{number}.jpg").write_bytes(b"x")
+        (tmp_path / name / f"{number}.jpg").symlink_to(tmp_path / "all" / f"{number}.jpg")
+    (tmp_path / "dog" / "2.jpg").symlink_to(tmp_path / "cat" / "0.jpg")
+    split = open_adhoc_split([str(tmp_path)], "val", "all", ["cat", "dog"]).split
+    assert [split.labels_of(row).tolist() for row in range(len(split))] == [[], [], [0], [1], [1]]
+    monkeypatch.chdir(tmp_path / "dog")
+    here = open_adhoc_split(["1.jpg", "../cat/0.jpg"], "val", "all", ["cat", "dog"]).split
+    assert [here.labels_of(row).tolist() for row in range(2)] == [[1], [0]]
+
+
 @pytest.mark.parametrize("damage", ["cut off", "damaged header"])
 def test_the_images_behind_damage_in_a_tar_are_missed(damage: str, tmp_path: Path) -> None:
     """tarfile stopped there as if at the end, and those images were left out without a word."""

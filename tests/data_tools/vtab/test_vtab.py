@@ -243,7 +243,9 @@ def test_a_forgery_of_everything_is_found_with_the_originals(
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
 
 
-def test_a_copy_of_tfds_gives_the_same_splits(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+def test_a_copy_of_tfds_gives_the_same_splits(
+    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All tasks, in which keys are names, numbers, or are told by the order alone."""
     folder, truth = vtab_tasks
     for task in TASKS:
@@ -261,7 +263,13 @@ def test_a_copy_of_tfds_gives_the_same_splits(vtab_tasks: tuple[Path, Truth], tm
             assert original.convert is None
     with small_splits():
         run(settings(tmp_path / "out", tfds=str(folder / "tfds"), tasks=["kitti_distance", "svhn"]))
-        run(settings(tmp_path / "out", tfds=str(folder / "tfds"), prove=True))
+        # Its own kind of files is read again, also if there are others, and what cannot be is said.
+        both = {"originals": str(folder / "originals"), "tfds": str(folder / "tfds")}
+        run(settings(tmp_path / "out", prove=True, **both))
+        assert capsys.readouterr().out.count(f"keys and labels read again from {folder / 'tfds'}") == 2
+        run(settings(tmp_path / "out", prove=True, originals=both["originals"]))
+        said = "; keys and labels not read again (made from tfds, which is not given or lacks it)"
+        assert capsys.readouterr().out.count(said) == 2
     for task in ("kitti_distance", "svhn"):
         ours, theirs = open_dataset(tmp_path / "out" / task), open_dataset(folder / "out" / task)
         rows = [
