@@ -13,6 +13,7 @@ from polling import until
 from ranks import settings
 from review_runs import write_run
 
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate import report
@@ -27,7 +28,7 @@ from pipeline.review.figures import draw_run, draw_worst
 from pipeline.review.reader import from_folder
 from pipeline.review.record import parse_predictions
 from pipeline.settings import schema
-from pipeline.settings.commands.weights import ScoreConfig
+from pipeline.settings.commands.weights import ExplainConfig, ScoreConfig
 from pipeline.train.drawing import DrawingProcess
 
 OF_EVALUATION = {"confusion.png", "worst_classes.png", "predictions.png"}
@@ -102,7 +103,7 @@ def test_damaged_inputs_cost_one_line_each(trained: Path, tmp_path: Path) -> Non
     assert images_in(folder).keys() == {"curves.png"}
     (folder / "config.json").write_text("{")
     assert [line.partition(" not drawn")[0] for line in draw(folder, final=True)] == [
-        "curves", "confusion, worst_classes, predictions", "reconstruction", "attention, positions, components",
+        "curves", "confusion, worst_classes, predictions", "reconstruction", "attention, components", "positions",
     ]  # fmt: skip
 
 
@@ -128,6 +129,27 @@ def test_images_are_explained_of_a_data_folder_with_any_name(tmp_path: Path, mon
     run = write_run(tmp_path / "run", "data.path=/data/cats, dogs [2]")
     assert list(_of_weights(run, "attention", "positions")) == [None, None]
     assert given == [["/data/cats, dogs [2]"]]
+
+
+def test_attention_is_drawn_of_a_model_without_positions_and_of_a_run_with_a_dev_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures that a model has were missing with those that it does not have; a data set with a dev split may have no other."""
+    splits: set[str] = set()
+
+    def run(config: ExplainConfig) -> None:
+        if "positions" in config.draw:
+            raise UserError("positions = none adds nothing to the tokens")
+        splits.add(config.split)
+        for name in config.draw:
+            (Path(config.out) / f"{name}.png").write_bytes(b"drawn")
+
+    monkeypatch.setattr(explain, "run", run)
+    folder = write_run(tmp_path / "run", "data.dev_share=0.1")
+    problems = draw(folder, final=True)
+    assert (folder / "page" / "figures" / "attention.png").read_bytes() == b"drawn"
+    assert [line for line in problems if "attention" in line] == []
+    assert splits == {"train"}
 
 
 @pytest.mark.parametrize("num_classes", [2, 1000])
