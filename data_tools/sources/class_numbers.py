@@ -41,7 +41,8 @@ class ClassNumbers:
 def read_lines(path: str, setting: str) -> list[str]:
     """The stripped, non-empty lines of a text file. setting: its name, for errors. Raises UserError if unreadable or empty."""
     try:
-        lines = read_bytes(shipped(Path(path))).decode("utf-8-sig").splitlines()  # Editors on Windows write a byte order mark.
+        content = read_bytes(shipped(Path(path)))
+        lines = content.decode("utf-8-sig").splitlines()  # Editors on Windows write a byte order mark.
     except (OSError, UnicodeDecodeError) as error:
         reason = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise UserError(f"{setting} = {path} cannot be read ({reason}).") from None
