@@ -126,6 +126,12 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
             f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown = {config.schedule.cooldown} "
             f"({counted(cooldown, 'step')}) are longer than the run of {steps:,} steps. Shorten one of them."
         )
+    trace_end = config.profile.trace_step + config.profile.trace_steps - 1
+    if config.profile.trace_step and trace_end > steps:
+        raise UserError(
+            f"profile.trace_step = {config.profile.trace_step} with profile.trace_steps = {config.profile.trace_steps} is a trace up to step "
+            f"{trace_end:,}, but the whole run has {steps:,} (train.length = {train.length}). Begin it earlier."
+        )
     intervals = {"scores": config.evaluate.every} if config.data.evaluated else {}
     intervals |= {name: section.every for name, section in config.evaluators.items() if section.every.amount}
     intervals[CHECKPOINT] = config.checkpoint.every

@@ -151,6 +151,7 @@ def test_one_line_for_a_person() -> None:
         ),
         (["augment.cutmix=1", "train.global_batch=144"], 48, "3 = train.global_batch 144 / (48 ranks x 1) is odd"),
         (["schedule.warmup=100%"], 1, "schedule.warmup = 100% is 312,012 steps, but the whole run has 312,012"),
+        (["profile.trace_step=312011"], 1, "is a trace up to step 312,013, but the whole run has 312,012"),
     ],
 )
 def test_refusals_show_their_arithmetic(overrides: list[str], world_size: int, said: str) -> None:
@@ -161,5 +162,6 @@ def test_refusals_show_their_arithmetic(overrides: list[str], world_size: int, s
 
 
 def test_the_advice_works() -> None:
+    assert plan("profile.trace_step=312010").steps == 312_012
     assert plan("train.micro_batch=32", world_size=8).accumulation == 16
     assert plan("train.global_batch=4128", "train.micro_batch=43", "data.streams=1", world_size=48).accumulation == 2
