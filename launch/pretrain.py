@@ -7,7 +7,7 @@ Pre-train a Vision Transformer. The same command starts, resumes and finishes a 
   torchrun --nproc_per_node 2 launch/pretrain.py --config configs/pretrain/cifar10_small.yaml
   python launch/pretrain.py --config configs/pretrain/cifar10_small.yaml train.length="2 epochs" name=try
 
-With a value of train.loss, --help also lists the settings of what is learned.
+With train.loss=NAME, --help also lists the settings of what is learned.
 """
 
 import sys

@@ -9,7 +9,8 @@ source has one of these layouts; layout=auto detects it:
   cifar        CIFAR-10 or -100, python or binary             parquet      files with a column of images (Hugging Face)
   list         CSV or Parquet of paths and labels             webdataset   existing WebDataset shards, to shuffle and shard again
   images       images without labels, in any folders and archives (only if named: layout=images)
-Archives are not unpacked. Image bytes are copied unchanged.
+Only compressed tars and images in Parquet are unpacked, for a while, to <out>/.staging. Image bytes are copied unchanged,
+unless resize_short is set (CIFAR's pixels become PNGs).
 
   On all cores of this machine:
       python launch/shard.py source=photos out=datasets/photos val_share=0.1

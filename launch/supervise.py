@@ -5,8 +5,8 @@ Start a run, and restart it after a crash or preemption until it is finished, on
   python launch/supervise.py -- deepspeed --hostfile hosts launch/pretrain.py --config FILE
   python launch/supervise.py restarts=3 -- deepspeed --num_gpus 8 launch/finetune.py --config FILE name=try
 
-Exit codes: 0 finished, 75 stopped (start it again to resume), 2 the run refused its settings, 1 gave up. The run's
-folder has a log of the supervisor in supervise.log and supervise.jsonl.
+Exit codes: 0 finished, 75 stopped (start it again to resume), 2 the run refused its settings or diverged, 1 gave up. The
+run's folder has a log of the supervisor in supervise.log and supervise.jsonl.
 """
 
 import sys

@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes
 from pipeline.base.json_record import quoted
+from pipeline.process.installed import shipped
 
 # Without names the largest label gives the number of classes; a larger one than this is probably a mistake.
 _MOST_CLASSES = 2**20
@@ -40,7 +41,8 @@ class ClassNumbers:
 def read_lines(path: str, setting: str) -> list[str]:
     """The stripped, non-empty lines of a text file. setting: its name, for errors. Raises UserError if unreadable or empty."""
     try:
-        lines = read_bytes(Path(path)).decode("utf-8-sig").splitlines()  # Editors on Windows write a byte order mark.
+        content = read_bytes(shipped(Path(path)))
+        lines = content.decode("utf-8-sig").splitlines()  # Editors on Windows write a byte order mark.
     except (OSError, UnicodeDecodeError) as error:
         reason = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise UserError(f"{setting} = {path} cannot be read ({reason}).") from None

@@ -112,9 +112,11 @@ def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:
     if config.reads_labels:
         not_drawn.add("components")
     drawn = [name for name in names if name not in not_drawn]
+    # The split "dev" is a part of the training samples, and data.eval_split may then be missing.
+    split = data.eval_split if data.eval_split and not data.dev_share else data.train_split
     with tempfile.TemporaryDirectory() as out:
         settings = [
-            f"weights={folder}", f"images={json.dumps([data.path])}", f"split={data.eval_split or data.train_split}", f"draw=[{','.join(drawn)}]", f"out={out}",
+            f"weights={folder}", f"images={json.dumps([data.path])}", f"split={split}", f"draw=[{','.join(drawn)}]", f"out={out}",
             f"num_drawn={_NUM_EXPLAINED}", "device=cpu", "threads=1",
         ]  # fmt: skip
         if drawn:

@@ -154,13 +154,13 @@ class HealthConfig:
     on_spike: Literal["warn", "skip", "rollback"] = setting(
         "warn",
         "When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss "
-        "before its backward pass (skip); or return to the last checkpoint and skip the data up to the spike (rollback).",
+        "before its backward pass (skip); or return to the last checkpoint before it and skip the data since then (rollback).",
         renamed={"say": "warn"},
     )
     spike_sigma: float = setting(6.0, "A spike is this many standard deviations above the recent mean.", above=0)
     spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)
     max_rollbacks: int = setting(
-        3, "With on_spike=rollback: number of rollbacks after which the run stops.", min=0, on_change="comparison"
+        3, "With on_spike=rollback: number of rollbacks above which the run stops.", min=0, on_change="comparison"
     )
     hang_minutes: float = minutes(
         5.0,
@@ -207,7 +207,8 @@ class TrackConfig:
     experiment: str = setting("vit", "MLflow experiment.")
     figures: bool = setting(
         True,
-        "Draw curves, confusions, predictions, reconstructions and attention at evaluations, in a process of low priority (docs/reviewing.md).",
+        "Draw curves, confusions, predictions and reconstructions at evaluations, in a process of low priority, and attention at the end "
+        "(docs/reviewing.md).",
     )
     parent_run: str = setting(
         "", "ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty is none."

@@ -230,7 +230,7 @@ class AugmentConfig:
     flip: bool = setting(True, "Flip horizontally with probability 0.5.")
     resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] = setting(
         "linear",
-        "linear: bilinear without antialias in training, as the papers' code, and area in evaluation; antialias: Pillow's "
+        "linear: bilinear without antialias in training, as the papers' code (in resize_small_crop area), and area in evaluation; antialias: Pillow's "
         "bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's bicubic, with antialias.",
     )
     scaled_decoding: bool = setting(
@@ -294,8 +294,8 @@ class TrainConfig:
     loss: str = setting(
         "sigmoid",
         "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino), "
-        "prediction between views with normal projections (lejepa), or "
-        "masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
+        "prediction between views with normal projections (lejepa), a masked "
+        "autoencoder (mae), or masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
         choices=OBJECTIVES,
         on_change="run",
     )
@@ -329,7 +329,10 @@ class TrainConfig:
     label_smoothing: float = share(0.0, "Softmax only: share of the target spread over all classes.")
     log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
     max_skipped_steps: int = setting(
-        20, "Steps skipped for non-finite gradients above which the run stops.", min=0, on_change="comparison"
+        20,
+        "Steps skipped for non-finite gradients, or by health.on_spike=skip, above which the run stops.",
+        min=0,
+        on_change="comparison",
     )
     stop_after_minutes: float = minutes(
         0.0,
@@ -392,7 +395,9 @@ class ScheduleConfig:
         list, "With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9].", above=0, below=1
     )
     warmup: Length = setting(Length.parse("10000 steps"), "Linear warm-up from 0.")
-    final: float = share(0.0, "Learning rate at the end, as a share of the peak.")
+    final: float = share(
+        0.0, "Learning rate at the end, as a share of the peak; none with decay=constant without a cooldown."
+    )
 
     def check(self, prefix: str) -> None:
         """Raise UserError unless drops are set if and only if decay=drops. prefix: of the settings' names."""

@@ -298,15 +298,14 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
             default = _as_yaml(field.default)
         else:
             default = "required" if field.default_factory is REQUIRED else str(field.default_factory())
-        if typing.get_origin(kind) is list and is_record(typing.get_args(kind)[0]):
-            rows += describe(typing.get_args(kind)[0], f"{name}[].")
-            continue
         rule: Rule = field.metadata["rule"]
         named = type_name(kind).replace("text", "path") if rule.is_path else type_name(kind)
         accepted = f"{named}, {rule.range}" if rule.range else named
         if rule.choices:
             accepted = rule.range
         rows.append((name, accepted, default, field.metadata["doc"]))
+        if typing.get_origin(kind) is list and is_record(typing.get_args(kind)[0]):
+            rows += describe(typing.get_args(kind)[0], f"{name}[].")
     return rows
 
 
@@ -317,11 +316,11 @@ def type_name(kind: Any) -> str:
         return "|".join(map(str, typing.get_args(kind)))
     if origin in (typing.Union, types.UnionType):
         return f"{type_name(typing.get_args(kind)[0])} or null"
-    if origin is dict:
+    if origin is dict or is_record(kind):
         return "mapping"
     if origin is list:
         inner = type_name(typing.get_args(kind)[0])
-        return f"list of {inner}{'s' if inner.endswith(('number', 'length')) else ''}"
+        return f"list of {inner}{'s' if inner.endswith(('number', 'length', 'mapping')) else ''}"
     names = {bool: "true|false", str: "text", int: "whole number", float: "number"}
     return names.get(kind, getattr(kind, "__name__", str(kind)).lower())
 

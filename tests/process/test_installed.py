@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import raw_images
 
+from data_tools.sources.class_numbers import read_names
 from pipeline.process import installed
 from pipeline.settings.yaml_reader import read_yaml
 
@@ -78,6 +79,7 @@ def test_the_wheel_has_every_file_of_its_folders(wheel: Path) -> None:
 def test_shipped_configs_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert read_yaml(Path("configs/demo/pretrain.yaml"))["name"] == "pretrain"
+    assert "truck" in read_names("configs/transfer/cifar10_last5.txt", "class_list")
     own = tmp_path / "configs/demo/pretrain.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("name: own")

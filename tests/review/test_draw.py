@@ -123,12 +123,13 @@ def test_other_runs_on_the_same_data_are_in_the_background(tmp_path: Path) -> No
 
 
 def test_images_are_explained_of_a_data_folder_with_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its comma made two folders of it, which do not exist."""
-    given: list[list[str]] = []
-    monkeypatch.setattr(explain, "run", lambda config, skip: given.append(config.images))
-    run = write_run(tmp_path / "run", "data.path=/data/cats, dogs [2]")
-    assert list(_of_weights(run, "attention", "positions")) == [None, None]
-    assert given == [["/data/cats, dogs [2]"]]
+    """Its comma made two folders of it, which do not exist. With a dev split, the data set may have no other held-out one."""
+    given: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(explain, "run", lambda config, skip: given.append((config.images, config.split)))
+    for more in ([], ["data.dev_share=0.1"]):
+        run = write_run(tmp_path / "run", "data.path=/data/cats, dogs [2]", *more)
+        assert list(_of_weights(run, "attention", "positions")) == [None, None]
+    assert given == [(["/data/cats, dogs [2]"], "val"), (["/data/cats, dogs [2]"], "train")]
 
 
 def test_a_drawing_that_the_model_does_not_have_costs_a_line_and_not_the_others(

@@ -14,6 +14,8 @@ from pipeline.base.errors import OneRankError, UserError
 from pipeline.settings import command
 from pipeline.settings.command import main
 from pipeline.settings.commands.data import ShardConfig
+from pipeline.settings.commands.study import StudyConfig
+from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -218,6 +220,17 @@ def test_help_shows_percent_signs(capsys: pytest.CaptureFixture[str], monkeypatc
     printed = capsys.readouterr().out
     assert "About." in printed
     assert command.fields_help(ShardConfig).splitlines()[-1].strip() in printed
+
+
+def test_help_says_what_a_list_of_mappings_is_for() -> None:
+    for cls, name, meaning in (
+        (RunConfig, "data.mix", "Data sets that are trained on"),
+        (StudyConfig, "models", "The models"),
+    ):
+        lines = command.fields_help(cls).splitlines()
+        (place,) = [i for i, line in enumerate(lines) if line.startswith(f"  {name}  (list of mappings; ")]
+        assert lines[place + 1].strip().startswith(meaning)
+        assert any(line.startswith(f"  {name}[].") for line in lines)
 
 
 def test_a_module_that_a_command_names_has_a_function_run_for_its_settings() -> None:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from pipeline import objectives
+from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.estimate.plan import make_plan
@@ -28,6 +29,7 @@ from pipeline.settings.commands import study as study_settings
 from pipeline.settings.commands import transfer as transfer_settings
 from pipeline.settings.commands import weights as weights_settings
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepareConfig
+from pipeline.settings.objective_checks import check_weights
 from pipeline.settings.quantities import Length, Limit, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OF_WHOLE_BATCH
@@ -306,6 +308,12 @@ def test_recipes_for_own_images_suit_the_sizes_they_name() -> None:
         decay = run.optimizer.ema_decay
         assert decay**plan.steps < 0.01
         assert "Not measured on a GPU" in path.read_text()
+
+
+def test_the_row_that_continues_from_dinov2_has_views_that_its_patches_cover() -> None:
+    path = ROOT / "configs" / "pretrain" / "dino_own_images.yaml"
+    (row,) = [row for row in overrides_in_header(path) if "model.name=null" in row]
+    check_weights(schema.load(RunConfig, path, row), configure("ViT-S/14"))
 
 
 def overrides_in_header(path: Path) -> list[list[str]]:

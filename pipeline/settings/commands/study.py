@@ -140,7 +140,7 @@ class StudyConfig:
     gpus: int = setting(
         0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
     )
-    threads: int = cpu_threads(2, "on=ray: CPUs of a cell.")
+    threads: int = cpu_threads(2, "CPUs of a cell with on=ray, of each of its GPUs with slurm.")
     num_tasks: int = setting(
         0, "on=ray: number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS
     )
@@ -150,7 +150,7 @@ class StudyConfig:
     )  # fmt: skip
     tflops: float = setting(
         0.0,
-        "Sustained TFLOP/s of one device in training, for the plan; 0 takes it from finished cells, or measures this CPU.",
+        "Sustained TFLOP/s of one device in training, for the plan until cells are finished, which say it; 0 measures this CPU.",
         min=0,
     )
     price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)

@@ -51,7 +51,7 @@ class WeightsConfig:
     resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = setting(
         "auto",
         "linear: area to make images smaller, bilinear to enlarge them; antialias: Pillow's bilinear; bilinear: without "
-        "antialias. auto is the weights' own.",
+        "antialias; bicubic: Pillow's bicubic. auto is the weights' own.",
     )
     loss: Literal["auto", "softmax", "sigmoid"] = setting(
         "auto",
@@ -105,10 +105,12 @@ class ExportConfig:
     ] = setting(
         REQUIRED,
         "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
-        "big_vision: its .npz; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
+        "big_vision: its .npz; onnx, torch_export: graphs of ONNX and torch.export; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
     )  # fmt: skip
     out: str = setting(
-        REQUIRED, "File (.safetensors, .npz, .onnx, .pt2, .pth), or for timm and huggingface a new folder", output="new"
+        REQUIRED,
+        "File (.safetensors, .npz, .onnx, .pt2, .pth), or for timm, huggingface and huggingface_mae a new folder",
+        output="new",
     )
     image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
     kernel: Kernel | None = kernel_setting()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from pipeline.model import create, save, save_safetensors
 from pipeline.process import waits
 from pipeline.ray_tasks import LostError
 from pipeline.settings import schema
+from pipeline.settings.command import read_settings
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import cell_run, driver
-from pipeline.study.running.cells import Study, new_flops, open_study, scored_on
+from pipeline.study.running.cells import Study, new_flops, open_study, run_for_all, score_names, scored_on
 from pipeline.study.running.compute import compute_of
 from pipeline.study.running.cost import CostEstimate, estimate, plan_table, refuse_too_long
 from pipeline.study.running.slurm import write_script
@@ -390,6 +392,16 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) 
     assert compute_of(last) == compute_of(last / "model.safetensors") == whole
     assert compute_of(last.with_name("step-00000010")) == pytest.approx(whole / 3)
     assert compute_of(base.parent) == compute_of(last.with_name("elsewhere") / "step-00000010") == 0
+
+
+def test_the_commands_of_the_help_name_a_score_that_their_cells_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`settings=[...]` replaces the file's, and with them the probe that its score needs."""
+    monkeypatch.chdir(ROOT)
+    lines = re.findall(r"python launch/study.py (--config configs/.*)", (ROOT / "launch" / "study.py").read_text())
+    assert len(lines) > 2
+    for line in lines:
+        config = read_settings(StudyConfig, shlex.split(line), flag="plan")
+        assert config.score in score_names(config, run_for_all(config).config), line
 
 
 def test_the_score_is_said_with_the_images_that_it_is_of(base: Path) -> None:
