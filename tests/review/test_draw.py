@@ -127,9 +127,9 @@ def test_images_are_explained_of_a_data_folder_with_any_name(tmp_path: Path, mon
     given: list[tuple[list[str], str]] = []
     monkeypatch.setattr(explain, "run", lambda config, skip: given.append((config.images, config.split)))
     for more in ([], ["data.dev_share=0.1"]):
-        run = write_run(tmp_path / "run", "data.path=/data/cats, dogs [2]", *more)
+        run = write_run(tmp_path / f"run{len(more)}", "data.path=/data/cats, dogs [2]", *more)
         assert list(_of_weights(run, "attention", "positions")) == [None, None]
-    assert given == [(["/data/cats, dogs [2]"], "val"), (["/data/cats, dogs [2]"], "train")]
+    assert given == [(["/data/cats, dogs [2]"], "test"), (["/data/cats, dogs [2]"], "train")]
 
 
 def test_a_drawing_that_the_model_does_not_have_costs_a_line_and_not_the_others(

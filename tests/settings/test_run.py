@@ -222,7 +222,8 @@ def test_every_field_is_read_outside_of_config() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_field_is_documented(command: type) -> None:
     rows = schema.describe(command)
-    assert len(rows) == len(leaves(command))
+    lists = [name for name, kind, *_ in rows if kind == "list of mappings"]  # Their fields follow.
+    assert len(rows) - len(lists) == len(leaves(command))
     assert not [name for name, kind, default, doc in rows if len(doc) < 5 or not kind]
 
 
