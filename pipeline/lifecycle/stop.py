@@ -108,9 +108,8 @@ class Stop:
             elif isinstance(error, UserError | OSError) and (mistake := mistake_in_words(error)):
                 how: Ending = "diverged" if isinstance(error, DivergedError) else "refused"
                 self.folder.say_status(Status(how, self.step, 2, mistake))
-                if (
-                    isinstance(error, OSError) or error.on_one_rank
-                ):  # The others lose this rank, and would say that it was killed.
+                # The others lose this rank, and would say that it was killed.
+                if isinstance(error, OSError) or error.on_one_rank:
                     self.folder.say_failure(mistake, lost_others=False)
             else:
                 text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

@@ -84,9 +84,8 @@ class Supervisor:
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.signals.append(number))
-        if (
-            signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-        ):  # The end of the terminal. Under nohup, ranks are to ignore it, too.
+        # The end of the terminal. Under nohup, ranks are to ignore it, too.
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
             signal.signal(signal.SIGHUP, lambda number, frame: None)
         # Orphans of the launcher become children of this process, which can wait for them.
         ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
