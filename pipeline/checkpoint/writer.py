@@ -329,7 +329,7 @@ def answer(line: str, memory: int) -> Reply:
     except UserError as failed:  # A damaged kept.json.
         error = str(failed)
     except Exception as failed:  # Report everything: the rank waits for a reply.
-        error, crash = f"the checkpoint writer failed: {type(failed).__name__}: {' '.join(str(failed).split())}", True
+        error, crash = f"the checkpoint writer failed: {type(failed).__name__}: {on_one_line(failed)}", True
     return Reply(error, crash, time.perf_counter() - begin)
 
 

@@ -25,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pipeline.base.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
+from pipeline.base.words import on_one_line
 from pipeline.lifecycle.launcher_process import find_launcher
 from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, is_stop_asked, read_failures, stop_file
 from pipeline.settings.command import mistake_in_words
@@ -112,7 +113,7 @@ class Stop:
                 if isinstance(error, OSError) or error.on_one_rank:
                     self.folder.say_failure(mistake, lost_others=False)
             else:
-                text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+                text = f"{type(error).__name__}: {on_one_line(error)[:500]}"
                 lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
                 crash = isinstance(error, CrashError)
                 self.folder.say_failure(text, lost_others, "" if crash else "".join(traceback.format_exception(error)))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes, replacing
+from pipeline.base.words import on_one_line
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.cache import Storage
 from pipeline.evaluate.render import draw_confusion
@@ -45,9 +46,7 @@ def draw(folder: Path, final: bool) -> list[str]:
                     with replacing(folder / FIGURES / f"{name}.png") as file:
                         file.write(content)
         except Exception as error:  # Whatever a damaged file, a library or the disk raises.
-            problems.append(
-                f"{', '.join(names)} not drawn: {' '.join(str(error).split())[:300] or type(error).__name__}"
-            )
+            problems.append(f"{', '.join(names)} not drawn: {on_one_line(error)[:300] or type(error).__name__}")
 
     attempt(("curves",), lambda: iter([draw_run(from_folder(folder), others(folder))]))
     if (folder / PAGE / PREDICTIONS).exists():

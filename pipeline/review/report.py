@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, Table, report
-from pipeline.base.words import counted
+from pipeline.base.words import counted, on_one_line
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, to_path
@@ -380,5 +380,5 @@ def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[tuple[ModelFa
             for model in logged_models(Checkpoints(folder), ended=True)
         ]
     except (ValueError, OSError) as error:  # A path with a NUL is a ValueError.
-        return [], f"The checkpoints cannot be read: {' '.join(str(error).split())[:300]}"
+        return [], f"The checkpoints cannot be read: {on_one_line(error)[:300]}"
     return found, "" if found else f"There is no checkpoint in {folder}."

@@ -4,6 +4,7 @@ Pre-training and fine-tuning differ only in their settings: fine-tuning has `ini
 """
 
 from pipeline.base.errors import DivergedError, Stopped
+from pipeline.base.words import on_one_line
 from pipeline.lifecycle.stop import Stop
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import train_on_all_ranks
@@ -49,7 +50,7 @@ def _train(run: TrainingRun) -> str:
             outcome = f"stopped by {reason} at step {progress.step:,}; the same command resumes it"
     except Exception as error:
         kind = "diverged" if isinstance(error, DivergedError) else "failed"
-        outcome = f"{kind} after step {progress.step:,}: {' '.join(str(error).split())}"
+        outcome = f"{kind} after step {progress.step:,}: {on_one_line(error)}"
         raise
     finally:
         run.close(status, outcome, in_a_hurry=bool(reason))

@@ -12,7 +12,7 @@ import torch
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted, of_classes
+from pipeline.base.words import counted, of_classes, on_one_line
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
@@ -164,6 +164,6 @@ def _test_copies(dataset: Dataset) -> str:
     except FileNotFoundError:
         return "not searched"
     except (UserError, OSError, StorageError) as error:
-        return f"not known: {' '.join(str(error).split())[:200]}"
+        return f"not known: {on_one_line(error)[:200]}"
     other = "" if report.data.fingerprint == dataset.fingerprint else f", searched in data {report.data.fingerprint}"
     return report.in_words() + other

@@ -19,7 +19,7 @@ from data_tools.progress import Reading
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.base.words import counted
+from pipeline.base.words import counted, on_one_line
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove_if_empty, version
 
@@ -93,7 +93,7 @@ def damage_named(source: AnyPath, *kinds: type[Exception]) -> Iterator[None]:
         # Storage errors have an errno; EINVAL results from a damaged offset.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
-        raise UserError(f"{source} is damaged ({' '.join(str(error).split())[:200]}). Fetch it again.") from None
+        raise UserError(f"{source} is damaged ({on_one_line(error)[:200]}). Fetch it again.") from None
 
 
 def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:

@@ -19,7 +19,7 @@ from data_tools.sources.layouts.archive import resolved_members
 from data_tools.sources.listing import Collector, printable
 from data_tools.sources.reader import PIXELS
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, on_one_line
 from pipeline.data.storage.bucket import AnyPath, file_size, walk_files
 from pipeline.settings.commands.data import ShardConfig
 
@@ -193,7 +193,7 @@ def _unpickle(file: _BatchFile) -> dict[str, Any]:
         # The original files were written by Python 2: text loads as bytes.
         content = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # A damaged pickle may raise any exception.
-        raise UserError(f"{file} is no pickle of CIFAR's ({' '.join(str(error).split())}). Fetch it again.") from None
+        raise UserError(f"{file} is no pickle of CIFAR's ({on_one_line(error)}). Fetch it again.") from None
     if not isinstance(content, dict):
         raise UserError(f"{file} is no pickle of CIFAR's (it holds no dict). Fetch it again.")
     return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in content.items()}

@@ -14,6 +14,7 @@ from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import WHOLE_NUMBER, LabelColumn, check_columns, label_column
 from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline.base.errors import UserError
+from pipeline.base.words import on_one_line
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
@@ -115,7 +116,7 @@ def _reading(path: AnyPath) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # A disk error; Arrow's errors for damaged data have no errno.
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path} cannot be read: {on_one_line(error)}") from None
 
 
 def _are_numbers(labels: pa.ChunkedArray, separator: str, collector: Collector, path: AnyPath) -> bool:
