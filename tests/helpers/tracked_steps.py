@@ -9,6 +9,11 @@ from pipeline.monitor.tracking import Tracker
 _WAITS = {"acquire", "connect", "poll", "recv", "recv_into", "select", "sleep"}  # Functions in C that may take long.
 
 
+def warnings_in(said: str) -> list[str]:
+    """The warnings in what a run said. A machine with other load also says what it waits for."""
+    return [line for line in said.splitlines() if line.startswith("warning: ")]
+
+
 def log_step(tracker: Tracker, step: int, metrics: dict[str, float]) -> None:
     """`tracker.log`, which must run no code that talks to MLflow, and nothing that waits. A clock would also show a busy machine."""
     seen: list[str] = []

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tracked_steps import warnings_in
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
@@ -247,7 +248,7 @@ def test_what_mlflow_refuses_is_named_once_and_the_rest_arrives(
     found = [checkpoint(tmp_path, "a", 10), checkpoint(tmp_path, "a", 20)]
     tracked(tmp_path, "a", found, {10: 0.25, 20: 0.5}, register="vit/pets")
     assert [len(model.metrics) for model in logged(tmp_path)] == [1, 1]
-    said = capfd.readouterr().err.splitlines()
+    said = warnings_in(capfd.readouterr().err)
     assert len(said) == 2  # For each version.
     assert "step-00000010 as a version of the registered model vit/pets (" in said[0]
     assert "Invalid model name 'vit/pets'" in said[0]

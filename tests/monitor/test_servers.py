@@ -18,7 +18,7 @@ import servers
 import track_a_run
 from polling import until
 from servers import MlflowServer, Postgres, Proxy, Recorder
-from tracked_steps import log_step
+from tracked_steps import log_step, warnings_in
 
 from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
@@ -125,10 +125,6 @@ class Tracked:
 
 def steps(first: int, last: int) -> list[tuple[int, float]]:
     return [(step, float(step)) for step in range(first, last + 1)]
-
-
-def warnings(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
 
 
 # ------------------------------------------------------------------------------------------ PostgreSQL
@@ -246,7 +242,7 @@ def test_a_server_that_asks_for_a_password(
     tracked.log(1, 10)
     until(lambda: len(proxy.requests) > 3)
     tracked.tracker.finish("FINISHED", in_a_hurry=True)
-    first, second = warnings(capfd)
+    first, second = warnings_in(capfd.readouterr().err)
     assert "401" in first
     assert "training continues" in first
     assert "launch/track_sync.py" in second
@@ -254,7 +250,7 @@ def test_a_server_that_asks_for_a_password(
     tracked.start(10).log(11, 12)
     tracked.finish()
     assert tracked.losses() == steps(1, 12)
-    assert warnings(capfd) == []
+    assert warnings_in(capfd.readouterr().err) == []
 
 
 def test_mlflows_own_logins(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +272,7 @@ def test_mlflows_own_logins(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
         tracked = Tracked(server.url, tmp_path, "login").start()
         tracked.log(1, 3)
         tracked.tracker.finish("FINISHED", in_a_hurry=True)
-        assert "401" in warnings(capfd)[0]
+        assert "401" in warnings_in(capfd.readouterr().err)[0]
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "a-long-password")
         tracked.start(3).log(4, 5)
         tracked.finish()
@@ -301,7 +297,7 @@ def test_a_server_that_is_down(proxy: Proxy, tmp_path: Path, capfd: pytest.Captu
     tracked.finish()
     expected = steps(1, 30) if when == "in the middle" else [*steps(1, 10), *steps(21, 30)]
     assert tracked.losses() == expected
-    (line,) = warnings(capfd)
+    (line,) = warnings_in(capfd.readouterr().err)
     assert "cannot be reached" in line
 
 
@@ -312,13 +308,13 @@ def test_a_server_that_is_restarted(server: MlflowServer, tmp_path: Path, capfd:
     server.stop()
     tracked.log(11, 20)
     said: list[str] = []
-    until(lambda: said.extend(warnings(capfd)) or said)
+    until(lambda: said.extend(warnings_in(capfd.readouterr().err)) or said)
     server.start()
     tracked.log(21, 30)
     tracked.finish()
     assert tracked.losses() == steps(1, 30)
     assert tracked.run.info.status == "FINISHED"
-    assert len(said + warnings(capfd)) == 1
+    assert len(said + warnings_in(capfd.readouterr().err)) == 1
 
 
 def test_a_server_that_does_not_answer_in_time(proxy: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -328,7 +324,7 @@ def test_a_server_that_does_not_answer_in_time(proxy: Proxy, tmp_path: Path, cap
     until(lambda: proxy.requests)
     tracked.log(1, 40)
     tracked.finish()
-    (line,) = warnings(capfd)
+    (line,) = warnings_in(capfd.readouterr().err)
     assert "the next start sends the rest" in line
     proxy.answers.set()
     tracked.tracker._sender._thread.join(300)  # The end of a process would end it at once.
@@ -355,7 +351,7 @@ def test_a_run_that_someone_deletes(server: MlflowServer, tmp_path: Path, capfd:
     )
     files = MlflowStore(server.url).client.list_artifacts(run.info.run_id)
     assert "log.txt" in [file.path for file in files]
-    (line,) = warnings(capfd)
+    (line,) = warnings_in(capfd.readouterr().err)
     assert f"has no run {deleted} (deleted?): all is sent to {run.info.run_id}" in line
 
 
@@ -369,7 +365,7 @@ def test_an_experiment_that_someone_deletes(
     client.delete_experiment(run.info.experiment_id)
     tracked.log(11, 20)
     tracked.tracker.finish("FINISHED", in_a_hurry=True)
-    first, second = warnings(capfd)
+    first, second = warnings_in(capfd.readouterr().err)
     assert f"(`mlflow experiments restore --experiment-id {run.info.experiment_id}` restores it" in first
     assert "the next start sends the rest" in second
     client.restore_experiment(run.info.experiment_id)

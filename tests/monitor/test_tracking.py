@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from polling import until
-from tracked_steps import log_step
+from tracked_steps import log_step, warnings_in
 
 from pipeline.monitor.mlflow import sender as mlflow_sender
 from pipeline.monitor.mlflow.sender import SenderTimeouts
@@ -280,7 +280,7 @@ def test_a_run_that_is_deleted_under_us_is_made_again(out: Path, capfd: pytest.C
     assert history(out, "loss") == [(1, 1.0), (2, 2.0)]
     (run,) = runs(out)
     assert (run.info.status, run.data.params["section.field7"]) == ("FINISHED", "7")
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line]
+    (line,) = warnings_in(capfd.readouterr().err)
     assert (
         line
         == f"warning: MLflow at {default_uri(out)} has no run {first} (deleted?): all is sent to {run.info.run_id}."
@@ -301,7 +301,7 @@ def test_a_deleted_experiment_is_named_and_continued_when_it_is_restored(
 
     def refused() -> bool:
         said.append(capfd.readouterr().err)
-        return "\n" in "".join(said)
+        return bool(warnings_in("".join(said)))
 
     until(refused)
     client(out).restore_experiment(run.info.experiment_id)
@@ -309,7 +309,7 @@ def test_a_deleted_experiment_is_named_and_continued_when_it_is_restored(
     assert history(out, "loss") == [(1, 1.0), (2, 2.0)]
     assert runs(out)[0].info.run_id == run.info.run_id
     refused()
-    (line,) = [line for line in "".join(said).splitlines() if line]
+    (line,) = warnings_in("".join(said))
     assert (
         f"has deleted experiment 'vit' (`mlflow experiments restore --experiment-id {run.info.experiment_id}`" in line
     )
@@ -472,7 +472,7 @@ def test_steps_that_run_again_have_one_point_the_last(out: Path, store: str, cap
     assert second.data.tags["data"] == "abc"
     assert [line["step"] for line in written(out) if "loss" in line["metrics"]] == list(range(1, 51))
     # A database keeps the run; a server gets another one for it, and says so in one line.
-    said = [line for line in capfd.readouterr().err.splitlines() if line]
+    said = warnings_in(capfd.readouterr().err)
     if store == "database":
         assert (second.info.run_id, said) == (first.info.run_id, [])
     else:
@@ -619,7 +619,7 @@ def test_the_mlflow_run_is_found_again_when_its_file_is_damaged(
     assert run_id_of(out / "run") == first
     found = [(m.step, m.value) for m in client(out).get_metric_history(first, "train/loss")]
     assert found == [(step, step + (1.0 if step <= 5 else 2.0)) for step in range(1, 16)]
-    said = [line for line in capfd.readouterr().err.splitlines() if line]
+    said = warnings_in(capfd.readouterr().err)
     if damage != "no id":
         (line,) = said
         assert "mlflow.json, which names the MLflow run, was damaged (" in line
@@ -633,7 +633,7 @@ def test_a_new_mlflow_run_begins_when_none_carries_the_tag(out: Path, capfd: pyt
     (out / "run" / "mlflow.json").write_text("{")
     live(out, range(11, 13), 1.0, step=10)
     assert history(out, "loss") == [(step, step + 1.0) for step in range(1, 13)]
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line]
+    (line,) = warnings_in(capfd.readouterr().err)
     assert line.endswith(f"so everything is sent to a new one, {runs(out)[0].info.run_id}.")
 
 
