@@ -1,4 +1,4 @@
-"""Images for benchmarks: the JPEGs of a folder or tar, repeated to a given number; generated JPEGs; batches of noise."""
+"""Images for benchmarks: the JPEGs of a folder or tar, repeated to a given number; generated JPEGs; batches of noise, also of an objective."""
 
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,12 @@ import numpy as np
 import simplejpeg
 import torch
 
+from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
+from pipeline.settings import schema
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import RunConfig
 
 # Of models and noise; the files of `write_raw` have fewer.
 NUM_CLASSES = 1000
@@ -42,6 +46,21 @@ def write_generated(folder: Path, images: int) -> None:
         coarse = rng.integers(0, 256, (375 // 6, 500 // 6, 3), np.uint8)
         pixels = cv2.resize(coarse, (500, 375), interpolation=cv2.INTER_CUBIC)
         (folder / f"{number:04d}.jpg").write_bytes(simplejpeg.encode_jpeg(pixels, quality=90))
+
+
+def objective_run(loss: str, model: str, image_size: int, batch: int) -> RunConfig:
+    """A run of a hundred steps with the defaults, which for each objective are those of its recipe for ImageNet-1k."""
+    return schema.load(RunConfig, None, [
+        "name=bench", "data.path=none", "data.streams=1", "train.length=100 steps", "schedule.warmup=0 steps", f"train.loss={loss}",
+        f"train.global_batch={batch}", f"train.micro_batch={batch}", f"model.name={model}", f"model.image_size={image_size}",
+        "model.representation=false", "augment.crop=random_resized",
+    ])  # fmt: skip
+
+
+def noise_of(run: RunConfig, batch: int) -> Batch:
+    """A batch of noise with the views that a run's objective wants."""
+    views = objectives.kind(run.train.loss).views(run)
+    return noise_views([(group.count, *ImageSize.parse(group.size)) for group in views], batch)
 
 
 def noise_batch(size: int, image_size: int) -> Batch:

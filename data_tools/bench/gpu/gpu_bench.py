@@ -40,6 +40,7 @@ _GAIN = 1.005
 # CUDA was used before the fork, by an import: every process is then started afresh. Also when the first part fails.
 _BAD_FORK = ("forked subprocess", "initialization error")
 _NUM_IMAGES, _NUM_DISTINCT = 1600, 64
+_OBJECTIVES = ("mae", "dino", "lejepa")
 
 
 def run(config: GpuBenchConfig) -> None:
@@ -92,6 +93,7 @@ class GpuBench:
             *((self._compare, case, engine) for case in others[:1]),
             (self._from_shards, first, best),
             (self._others, first, best, False),
+            *((self._objective, first, engine, loss) for loss in _OBJECTIVES),
             *((self._operations, case) for case in [first, *others[:1]]),
             (self._largest_batch, first),
             *((self._compare, case, engine) for case in [larger[0], *others[1:], larger[1]]),
@@ -119,6 +121,14 @@ class GpuBench:
     def _others(self, case: Case, best: Setup, compiled: bool) -> None:
         name = f"others {case.name}{', compiled' * compiled}"
         self._apart(name, gpu_step.against_others, (case, best, compiled), _PART_SECONDS)
+
+    def _objective(self, case: Case, engine: Setup, loss: str) -> None:
+        """Eager and, if that is worth it for classification, compiled."""
+        eager = replace(engine, compile="")
+        memory = self.device_memory or math.inf
+        for setup in dict.fromkeys((eager, replace(engine, compile="default" if engine.compile else ""))):
+            name = f"objectives {case.name}, {loss}, {str(setup).removeprefix('engine: ')}"
+            self._apart(name, gpu_step.objective, (case, setup, loss, memory), _STEP_SECONDS)
 
     def _operations(self, case: Case) -> None:
         self._apart(f"operations {case.name}", gpu_step.profile, (case, Setup(deterministic=True)), _STEP_SECONDS)

@@ -83,7 +83,7 @@ def write_report(record: BenchRecord, exactness: Exactness) -> None:
         f"bf16; plain matrix product {f'{product:,.1f} TFLOP/s' if product else 'not measured'}, {peak}.",
         _bounds(rows, roofline.find_sheet(device), product),
         _steps(rows, exactness, gpu.tflops if gpu else 0.0, product),
-        _others(rows), _shards(rows), _fits(rows), *_operations(rows, device),
+        _others(rows), _shards(rows), _objectives(rows, gpu.tflops if gpu else 0.0), _fits(rows), *_operations(rows, device),
     ]  # fmt: skip
     advice = _advice(rows, exactness)
     record.facts |= {"report": "\n\n".join(line for line in [*lines, *advice] if line), "advice": advice}
@@ -174,6 +174,26 @@ def _shards(rows: Sequence[Row]) -> str:
     rates = [row["images_per_second"] for row in found if "failed" not in row]
     cost = f"\n\nA log line every step costs {1 - rates[1] / rates[0]:+.2%} of the speed." if len(rates) == 2 else ""
     return markdown(heads, lines) + cost
+
+
+def _objectives(rows: Sequence[Row], sheet: float) -> str:
+    heads = ["engine's step of", "batch", "ms", "images/s", "TFLOP/s", "MFU, data sheet", "arithmetic of classification", "peak GiB", "predicted"]  # fmt: skip
+    lines = []
+    for row in rows:
+        if not row["name"].startswith("objectives"):
+            continue
+        name = row["name"].removeprefix("objectives ")
+        if "failed" in row:
+            lines.append([name, f"failed: {row['failed']}", *[""] * 7])
+            continue
+        lines.append(
+            [
+                name, f"{row['batch']}", f"{row['ms']:,.1f}", f"{row['images_per_second']:,.0f}", f"{row['tflops']:,.1f}",
+                f"{row['tflops'] / sheet:.1%}" if sheet else "", f"{row['arithmetic']:.2f}",
+                f"{row['peak_memory_gib']:.1f}", f"{row['predicted_gib']:.1f}",
+            ]
+        )  # fmt: skip
+    return markdown(heads, lines)
 
 
 def _fits(rows: Sequence[Row]) -> str:

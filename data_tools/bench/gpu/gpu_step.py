@@ -19,16 +19,19 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data_tools.bench.apart import Row, reason
-from data_tools.bench.corpus import NUM_CLASSES, noise_batch
+from data_tools.bench.corpus import NUM_CLASSES, noise_batch, noise_of, objective_run
 from data_tools.bench.gpu import roofline
 from data_tools.bench.record import machine
 from data_tools.bench.training.model_speed import transformers_vit
 from pipeline import model as models
+from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
+from pipeline.estimate.memory import rank_memory
 from pipeline.model.layers import kernel_names
 from pipeline.monitor.profile import device_memory, peak_memory
 from pipeline.objectives import optimizers
+from pipeline.objectives.classification import Classification
 from pipeline.process.distributed import from_environment, use_exact_arithmetic
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 
@@ -193,6 +196,39 @@ def fits(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
         yield {"fits": size, "peak_memory_gib": peak_memory(torch.device(case.device)) / 2**30}
 
 
+def objective(case: Case, setup: Setup, loss: str, device_memory: float) -> Iterator[Row]:
+    """One row of the engine's step of an objective, `train.loss`, with as many of the case's images as are predicted to fit.
+
+    device_memory: bytes; infinite on a CPU.
+    """
+    from data_tools.bench.training.training_step import pipeline_engine  # Late, as in `_engine_step`.
+    from pipeline.train.loop import training_step
+
+    run = objective_run(loss, case.model, case.pixels, case.batch)
+    config = objectives.new_backbone(run, NUM_CLASSES)
+    while case.batch > 1 and rank_memory(config, run, case.batch, 1, 1).total > device_memory:
+        case = replace(case, batch=case.batch // 2)
+    with _settings_of_torch(setup, case.device):
+        trained = objectives.create(run, models.build(config)).to(case.device)
+        optimizer = optimizers.build(trained, trained.decayed(), run.optimizer, setup.fused_optimizer, num_steps=100)
+        settings = EngineConfig(precision="bf16", compile=bool(setup.compile))
+        engine = pipeline_engine(trained, optimizer, settings, case.batch, from_environment())
+        batch = _pinned(noise_of(run, case.batch), case.device)
+        numbers = itertools.count()
+
+        def step() -> Tensor:
+            return training_step(engine, [batch], next(numbers), _LR).loss
+
+        losses = [float(step()) for _ in range(_CHECKED_STEPS)]
+        times = _times(step, case.seconds, case.device == "cuda")
+    flops = objectives.training_flops(run, config)
+    yield _speed(case, times, flops) | {
+        "setup": asdict(setup), "first_losses": losses, "arithmetic": flops / models.training_flops_per_image(case.config),
+        "peak_memory_gib": peak_memory(torch.device(case.device)) / 2**30,
+        "predicted_gib": rank_memory(config, run, case.batch, 1, 1).total / 2**30,
+    }  # fmt: skip
+
+
 # ---------------------------------------------------------------------- steps
 def _plain_step(
     case: Case, setup: Setup, model: nn.Module
@@ -257,12 +293,10 @@ def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[S
     optimizer = optimizers.build(model, kernel_names(model), OptimizerConfig(lr=_LR))
     _choose_optimizer(optimizer, setup)
     settings = EngineConfig(precision="bf16", compile=setup.compile == "default")
-    engine = pipeline_engine(model, optimizer, settings, case.batch, from_environment())
+    engine = pipeline_engine(Classification(model, "softmax"), optimizer, settings, case.batch, from_environment())
     if setup.compile not in ("", "blocks", "default"):
         engine.engine.compile(compile_kwargs={"mode": setup.compile})
-    whole = noise_batch(max(sizes or [case.batch]), case.pixels)
-    if device.type == "cuda":
-        whole = replace(whole, views=(whole.views[0].pin_memory(),))
+    whole = _pinned(noise_batch(max(sizes or [case.batch]), case.pixels), case.device)
     batches = [
         Batch(
             (whole.views[0][:, :size],), whole.labels[:size], whole.valid[:size], whole.rows[:size], whole.epochs[:size]
@@ -381,9 +415,14 @@ def _times(step: Callable[[], object], seconds: float, on_gpu: bool) -> list[flo
     return found
 
 
-def _speed(case: Case, times: Sequence[float]) -> Row:
+def _pinned(batch: Batch, device: str) -> Batch:
+    return replace(batch, views=tuple(view.pin_memory() for view in batch.views)) if device == "cuda" else batch
+
+
+def _speed(case: Case, times: Sequence[float], flops_per_image: float = 0.0) -> Row:
+    """flops_per_image: 0 is classification's."""
     seconds = statistics.median(times)
-    flops = models.training_flops_per_image(case.config) * case.batch / seconds
+    flops = (flops_per_image or models.training_flops_per_image(case.config)) * case.batch / seconds
     return {"model": case.name, "batch": case.batch, "ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times),
             "images_per_second": case.batch / seconds, "tflops": flops / 1e12}  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from data_tools.bench.corpus import NUM_CLASSES, noise_views
+from data_tools.bench.corpus import NUM_CLASSES, noise_of, objective_run
 from data_tools.bench.measure import Contestant, Timing, race, stepping
 from data_tools.bench.record import BenchRecord, markdown
 from pipeline import model as models
@@ -16,19 +16,17 @@ from pipeline import objectives
 from pipeline.base.words import counted
 from pipeline.objectives import on_meta
 from pipeline.objectives.mae import Mae
-from pipeline.settings import schema
 from pipeline.settings.commands.bench import ModelBenchConfig
-from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
 _PLAIN, _ENCODER = "softmax", "mae, encoder alone"
-# By name, the value of train.loss. Settings are the defaults, those of the recipes for ImageNet-1k.
+# By name, the value of train.loss.
 _STEPS = {_PLAIN: "softmax", _ENCODER: "mae", "mae": "mae", "dino": "dino", "lejepa": "lejepa"}
 
 
 def measure(config: ModelBenchConfig, name: str, precision: str, dtype: torch.dtype, record: BenchRecord) -> None:
     """Print a table of one model in one precision."""
-    runs = {step: _run(config, name, loss) for step, loss in _STEPS.items()}
+    runs = {step: objective_run(loss, name, config.image_size, config.batch) for step, loss in _STEPS.items()}
     contestants = [_contestant(config, step, run, dtype) for step, run in runs.items()]
     results = race(contestants, config.rounds)
     flops = {
@@ -51,20 +49,11 @@ def _model(run: RunConfig) -> models.Config:
     return objectives.new_backbone(run, NUM_CLASSES)
 
 
-def _run(config: ModelBenchConfig, name: str, loss: str) -> RunConfig:
-    return schema.load(RunConfig, None, [
-        "name=bench", "data.path=none", "data.streams=1", "train.length=100 steps", "schedule.warmup=0 steps", f"train.loss={loss}",
-        f"train.global_batch={config.batch}", f"train.micro_batch={config.batch}", f"model.name={name}", f"model.image_size={config.image_size}",
-        "model.representation=false", "augment.crop=random_resized",
-    ])  # fmt: skip
-
-
 def _contestant(config: ModelBenchConfig, name: str, run: RunConfig, dtype: torch.dtype) -> Contestant:
     def make() -> Callable[[], None]:
         torch.set_num_threads(config.threads)
         objective = on_meta.cast(objectives.create(run, models.build(_model(run))), dtype)
-        shapes = [(group.count, *ImageSize.parse(group.size)) for group in objectives.kind(run.train.loss).views(run)]
-        read = objective.inputs(noise_views(shapes, config.batch), torch.device("cpu"), None)
+        read = objective.inputs(noise_of(run, config.batch), torch.device("cpu"), None)
         read = read._replace(views=tuple(view.to(dtype) for view in read.views))
         objective.before_step(0, 100)
 

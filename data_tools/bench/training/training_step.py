@@ -21,7 +21,7 @@ from pipeline.data.loading.loader import Batch, normalise
 from pipeline.estimate.plan import Plan
 from pipeline.monitor.metrics_file import read_metrics
 from pipeline.monitor.profile import Meter, StepClock, peak_flops, peak_memory
-from pipeline.objectives import optimizers
+from pipeline.objectives import Objective, optimizers
 from pipeline.objectives.classification import Classification
 from pipeline.process.distributed import Ranks, from_environment
 from pipeline.settings import schema
@@ -141,7 +141,7 @@ def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Call
     """A step as in `loop.py`, with its clock, meter and mean loss of all ranks."""
     model, optimizer = _model_and_optimizer(config)
     engine_config = EngineConfig(zero_stage=config.zero_stage, precision=config.precision)
-    engine = pipeline_engine(model, optimizer, engine_config, config.batch, ranks)
+    engine = pipeline_engine(Classification(model, "softmax"), optimizer, engine_config, config.batch, ranks)
     meter = Meter(ranks, engine.clock, flops_per_image=[1.0], peak=1.0)
 
     def step(number: int) -> float:
@@ -156,13 +156,12 @@ def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Call
 
 
 def pipeline_engine(
-    model: models.Model, optimizer: torch.optim.Optimizer, config: EngineConfig, batch: int, ranks: Ranks
+    objective: Objective, optimizer: torch.optim.Optimizer, config: EngineConfig, batch: int, ranks: Ranks
 ) -> Engine:
     """The engine of a run without end on one rank, with `batch` images in a step."""
     start_ranks(ranks, timeout_minutes=10)
     plan = Plan(steps=10**6, warmup=0, evaluate_every={}, checkpoint_every=10**6, keep_every=0, accumulation=1, micro_batch=batch,
                 num_samples=10**6, global_batch=batch, world_size=1)  # fmt: skip
-    objective = Classification(model, "softmax")
     return Engine(objective, optimizer, config, OptimizerConfig(), plan, ranks, 0, StepClock(ranks.device))
 
 

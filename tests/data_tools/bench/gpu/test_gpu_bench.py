@@ -272,12 +272,15 @@ def run_uncompiled(arguments: list[str]) -> None:
 def test_the_whole_benchmark_on_a_cpu(forge: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts but the single steps, which are tested above."""
     file = tmp_path / "found.json"
-    parts = "only=[product,shards,others,operations,fit]"
+    parts = "only=[product,shards,others,objectives,operations,fit]"
     command = ["launch/bench.py", "gpu", "device=cpu", f"json={file}", parts, "candidate_seconds=0.05", "decoders=2"]
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     said = forge.start_work(1, "test_gpu_bench:run_uncompiled", command).finish()
     rows = json.loads(file.read_text())["rows"]
     worked = {row["name"].split(" ")[0] for row in rows if "failed" not in row}
-    assert worked == {"product", "shards", "others", "operations", "fit"}, said
+    assert worked == {"product", "shards", "others", "objectives", "operations", "fit"}, said
+    found = {row["name"].split(", ")[1]: row for row in rows if row["name"].startswith("objectives")}
+    assert found.keys() == {"mae", "dino", "lejepa"}
+    assert all(row["first_losses"][-1] < row["first_losses"][0] for row in found.values()), "they train"
     assert sum("data_wait" in row for row in rows) == 2, "with few and with many log lines"
     assert "A log line every step costs" in said
