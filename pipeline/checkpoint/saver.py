@@ -137,6 +137,7 @@ class Saver:
         while self._in_flight and self._error is None and (left := deadline - time.monotonic()) > 0:
             self._hear(left)
         self._close_pipes()
+        self._unlock()
         os.close(self._memory)
         self._errors.close()
 
@@ -157,19 +158,24 @@ class Saver:
 
     def _map(self, count: int) -> None:
         """Resize the buffer to `count` elements: at the first save, and once the optimizer has its states."""
-        on_gpu = self.ranks.device.type == "cuda"
-        if on_gpu and len(self._host):
-            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+        self._unlock()
         os.ftruncate(self._memory, 4 * count)
-        self._host = torch.frombuffer(mmap.mmap(self._memory, 4 * count), dtype=torch.float32)
-        if on_gpu:
+        host = torch.frombuffer(mmap.mmap(self._memory, 4 * count), dtype=torch.float32)
+        if self.ranks.device.type == "cuda":
             # Page-locked, so that the device copies at the speed of the bus.
-            failure = int(torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), 4 * count, 0))
+            failure = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), 4 * count, 0))
             if failure:  # Unsaid, it would be raised by the next operation of the GPU.
                 raise OneRankCrashError(
                     f"{socket.gethostname()}: {4 * count / 2**30:.1f} GiB of memory for checkpoints could not be page-locked (CUDA error "
                     f"{failure}). Free memory of the host, or allow more to be locked (ulimit -l unlimited)."
                 )
+        self._host = host
+
+    def _unlock(self) -> None:
+        """Undo the locking of pages: CUDA remembers their addresses, where the next run of this process may map its memory."""
+        if self.ranks.device.type == "cuda" and len(self._host):
+            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+        self._host = torch.empty(0)
 
     def _send(self, request: Request) -> None:
         self._in_flight.append(request)

@@ -61,6 +61,21 @@ def test_memory_that_cannot_be_locked_is_said(saver: Saver, monkeypatch: pytest.
         saver._map(10)
 
 
+def test_locked_memory_is_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its size changes and at the end: the next run of a process may map its own memory at the same address."""
+    locked: set[int] = set()
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda at, size, flags: locked.add(at) or 0, cudaHostUnregister=locked.remove
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    saver = Saver(str(tmp_path), replace(ALONE, device=torch.device("cuda")), 5)
+    for count in (10, 5000):
+        saver._map(count)
+        assert locked == {saver._host.data_ptr()}
+    saver.close()
+    assert not locked
+
+
 def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
     """Weights that change after save() returned are not what is saved; each save waits for the one before."""
     for step in (1, 2, 3):

@@ -21,7 +21,7 @@ _PRESENT = {
     "opencv-python-headless", "fonttools", "contourpy", "kiwisolver", "setuptools", "ninja",
 }  # fmt: skip
 # Of MLflow's server, which is not started there, and of other services.
-_UNUSED = {"docker", "gunicorn", "waitress", "huey", "skops", "aiohttp", "databricks-sdk", "flask-cors", "graphene"}
+_UNUSED = {"docker", "gunicorn", "waitress", "huey", "skops", "aiohttp", "flask-cors", "graphene"}
 _LIMIT = 60 * 2**20
 
 

@@ -51,7 +51,10 @@ def step(model: models.Model, images: torch.Tensor) -> tuple[torch.Tensor, dict[
     model.zero_grad()
     logits = model(images)
     torch.nn.functional.cross_entropy(logits, torch.arange(len(images), device=images.device) % 10).backward()
-    gradients = {name: p.grad.cpu().float() for name, p in model.named_parameters() if p.grad is not None}
+    # Copies: `model.to` moves gradients, also those that were returned here.
+    gradients = {
+        n: p.grad.to("cpu", torch.float32, copy=True) for n, p in model.named_parameters() if p.grad is not None
+    }
     return logits.detach().cpu().float(), gradients
 
 
