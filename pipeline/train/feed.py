@@ -26,6 +26,7 @@ class Feed:
         self.writers = [train_views(kind(config.train.loss).views(part), config.seed) for part in config.parts()]
         self.loader = Loader(
             split, self.writers[-1], config.data.threads, config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_stop_wanted=stop.is_wanted,
+            processes=config.data.processes, writers=self.writers,
         )  # fmt: skip
         self._steps: Iterator[list[Batch]] = iter(())
 

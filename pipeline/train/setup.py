@@ -152,6 +152,9 @@ def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
 def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> Training:
     """Build the engine, try out one step, and load the checkpoint."""
     config, plan, ranks = context.config, context.plan, context.ranks
+    clock = StepClock(ranks.device)
+    # First, because it may start processes, which must not inherit what a GPU uses.
+    feed = Feed(config, plan, context.prepared.data.split, ranks, context.stop, clock)
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)
     if start.resumed is None and start.origin is not None and objective.continues_additions:
@@ -159,7 +162,6 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
         context.console.say(ranks.on_all(lambda: objective.load_additions(*read_additions(path))))
     fused = context.identity["fused_optimizer"]
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused, plan.steps)
-    clock = StepClock(ranks.device)
     with room_for_training(config, plan, start.model.config, context.stop):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))
@@ -170,7 +172,6 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
         context.console.say(f"resumed from {start.resumed} at step {start.state.step:,} of {plan.steps:,}")
     elif start.origin is not None:
         context.console.say(f"started from the weights in {config.init.weights}: {start.origin.details}")
-    feed = Feed(config, plan, context.prepared.data.split, ranks, context.stop, clock)
     return Training(engine, feed, peak_rate(config.optimizer, plan.global_batch))
 
 

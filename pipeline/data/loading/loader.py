@@ -1,15 +1,16 @@
 """Loads rows of a split as uint8 batches of views, decoded on threads ahead of the consumer.
 
-Threads suffice because the decoders and resizers release the GIL and write directly into the batch; this measured 1.4 times
-faster than worker processes (no pickling, no shared memory). An unreadable sample keeps its place in the batch with `valid`
-False, so that it changes no other sample; it is counted, and too many of them stop the run.
+Threads suffice for photographs, because the decoders and resizers release the GIL and write directly into the batch; for small images see
+`workers.py`. An unreadable sample keeps its place in the batch with `valid` False, so that it changes no other sample; it is
+counted, and too many of them stop the run.
 """
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor
 from pipeline.base.errors import Interrupted, OneRankError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.order import Order
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import ViewWriter
+from pipeline.data.loading.workers import Samples, WorkerProcesses, fill
 
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2
@@ -61,16 +62,21 @@ class Loader:
         max_bad_share: float,
         pin: bool = False,
         is_stop_wanted: Callable[[], bool] = lambda: False,
+        processes: int = 0,
+        writers: Sequence[ViewWriter] = (),
     ) -> None:
         """writer: makes the views of each image.
         prefetch: number of batches that are decoded ahead. pin: allocate views in pinned memory.
         is_stop_wanted: polled while waiting for a batch; when it returns True, the wait ends with Interrupted.
+        processes: decode in so many processes instead of threads, of a split in local files (WorkerProcesses). writers: what `writer` may be
+        replaced by.
         """
         self.split, self.writer = split, writer
         self.is_stop_wanted = is_stop_wanted
-        self.threads, self.prefetch, self.pin = threads, prefetch, pin
+        self.threads, self.prefetch, self.pin = processes or threads, prefetch, pin
         self.reader = ShardReader(split)
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self.processes = WorkerProcesses(processes, split, writers or [writer]) if processes else None
+        self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decode")
         self.budget = BadBudget(max_bad_share)
         self.max_bad = min(self.budget.allowed(len(part)) for part in split.parts)
         # Row -> why it cannot be read, of the batches yielded so far. Only the consumer's thread changes it.
@@ -87,6 +93,8 @@ class Loader:
     def close(self) -> None:
         # When the run is being stopped, do not wait for a hanging read.
         self.pool.shutdown(wait=not self.is_stop_wanted(), cancel_futures=True)
+        if self.processes:
+            self.processes.close()
         self.reader.close()
 
     def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
@@ -108,10 +116,14 @@ class Loader:
         labels = torch.full((len(rows), self.split.max_labels), -1, dtype=torch.int64)
         valid = torch.zeros(len(rows), dtype=torch.bool)
         batch = Batch(views, labels, valid, rows, epochs)
+        samples = Samples(rows, epochs, [group.numpy() for group in views], labels.numpy(), valid.numpy())
         # Two parts per thread over all batches in flight: fewer, larger parts measured 5 % faster.
         num_parts = -(-2 * self.threads // (self.prefetch + 1))
-        parts = np.array_split(np.arange(len(rows)), min(len(rows), num_parts))
-        return batch, [self.pool.submit(self._fill, batch, part, epochs) for part in parts]
+        if self.processes:
+            num_parts = max(num_parts, -(-len(rows) // self.processes.most_at_once(self.writer)))
+        ends = [len(rows) * n // num_parts for n in range(num_parts + 1)]
+        parts = [samples.part(first, last) for first, last in pairwise(ends) if first < last]
+        return batch, [self.pool.submit(self._fill, self.writer, part) for part in parts]
 
     def _new_images(self, *shape: int) -> Tensor:
         """Returns uint8 of this shape in memory of an earlier batch that is no longer referenced, if there is any.
@@ -127,25 +139,9 @@ class Loader:
         weakref.finalize(view, free.append, memory).atexit = False
         return torch.from_numpy(view)
 
-    def _fill(self, batch: Batch, places: np.ndarray, epochs: np.ndarray) -> dict[int, str]:
+    def _fill(self, writer: ViewWriter, samples: Samples) -> dict[int, str]:
         """Decode samples into their places of a batch. Returns row -> why it cannot be read."""
-        bad = {}
-        views = [view for group in batch.views for view in group.numpy()]
-        all_labels, valid = batch.labels.numpy(), batch.valid.numpy()
-        for i in places.tolist():
-            row = int(batch.rows[i])
-            outs = [view[i] for view in views]
-            try:
-                self.writer.write(self.reader.read(row), outs, int(epochs[i]), row)
-            except (OSError, DecodeError) as error:
-                for out in outs:
-                    out[:] = 0
-                bad[row] = str(error)
-                continue
-            labels = self.split.labels_of(row)
-            all_labels[i, : len(labels)] = labels
-            valid[i] = True
-        return bad
+        return self.processes.fill(writer, samples) if self.processes else fill(self.reader, writer, samples)
 
     def _finish(self, batch: Batch, parts: list[Future[dict[int, str]]]) -> Batch:
         for part in parts:

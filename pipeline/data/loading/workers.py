@@ -1,0 +1,173 @@
+"""What decodes the samples of a batch: `fill`, on a thread, or in one of several processes.
+
+Threads share Python's lock with the thread that trains. For small images and many views most of the work holds it, so that one process decodes
+no faster with more threads, and on a GPU also launches its kernels late. Processes cost a copy of the pixels.
+"""
+
+import contextlib
+import mmap
+import os
+import queue
+import signal
+import socket
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+
+import numpy as np
+
+from pipeline.base.errors import OneRankCrashError
+from pipeline.data.dataset.manifest import Split
+from pipeline.data.loading.decode import DecodeError
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.views import ViewWriter
+from pipeline.process.start import dying_with_parent
+
+# Memory that a process shares with the loader, unless the views of one sample need more. Only what is written takes memory.
+_SHARED_BYTES = 32 * 2**20
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of a batch, all or some. rows, epochs: int64 (N,). views: uint8 (V, N, H, W, 3) of each group. labels: int64 (N, M).
+
+    valid: bool (N,). The last three are written by `fill`.
+    """
+
+    rows: np.ndarray
+    epochs: np.ndarray
+    views: Sequence[np.ndarray]
+    labels: np.ndarray
+    valid: np.ndarray
+
+    def part(self, first: int, last: int) -> "Samples":
+        """Samples [first, last), which share memory with these."""
+        views = [group[:, first:last] for group in self.views]
+        return Samples(*(a[first:last] for a in (self.rows, self.epochs)), views, self.labels[first:last], self.valid[first:last])  # fmt: skip
+
+
+def fill(reader: ShardReader, writer: ViewWriter, samples: Samples) -> dict[int, str]:
+    """Decode samples. Returns row -> why it cannot be read; its views are zeros, and `valid` and `labels` stay as they are."""
+    bad = {}
+    views = [view for group in samples.views for view in group]
+    for i, row in enumerate(samples.rows.tolist()):
+        outs = [view[i] for view in views]
+        try:
+            writer.write(reader.read(row), outs, int(samples.epochs[i]), row)
+        except (OSError, DecodeError) as error:
+            for out in outs:
+                out[:] = 0
+            bad[row] = str(error)
+            continue
+        labels = reader.split.labels_of(row)
+        samples.labels[i, : len(labels)] = labels
+        samples.valid[i] = True
+    return bad
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: int
+    connection: Connection
+    shared: mmap.mmap
+
+
+class WorkerProcesses:
+    """Processes that call `fill`, for as many threads that each wait for one. Thread-safe.
+
+    They are forked, so make them before the process uses a GPU. They end with it, however that happens.
+    """
+
+    def __init__(self, count: int, split: Split, writers: Sequence[ViewWriter]) -> None:
+        """writers: all that `fill` may be called with."""
+        self.writers = writers
+        size = max(_SHARED_BYTES, *(_bytes_per_sample(writer) for writer in writers))
+        self._workers: list[_Worker] = []
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for _ in range(count):
+            worker = _start(mmap.mmap(-1, size), split, writers)
+            self._workers.append(worker)
+            self._idle.put(worker)
+
+    def most_at_once(self, writer: ViewWriter) -> int:
+        """The largest number of samples that `fill` takes."""
+        return len(self._workers[0].shared) // _bytes_per_sample(writer)
+
+    def fill(self, writer: ViewWriter, samples: Samples) -> dict[int, str]:
+        """`fill` in a process; waits until one is idle. Raises what that raises, and OneRankCrashError if the process dies."""
+        worker = self._idle.get()
+        try:
+            number = next(number for number, known in enumerate(self.writers) if known is writer)
+            worker.connection.send((number, samples.rows, samples.epochs, samples.labels.shape[1]))
+            found = worker.connection.recv()
+            if isinstance(found, BaseException):
+                raise found
+            bad, samples.labels[:], samples.valid[:] = found
+            for own, shared in zip(samples.views, _views(worker.shared, writer, len(samples.rows)), strict=True):
+                own[:] = shared
+        except (BrokenPipeError, ConnectionResetError, EOFError):
+            raise OneRankCrashError(
+                f"{socket.gethostname()}: a process that decodes images (data.processes) was killed; if by the kernel, the host needs more memory: "
+                "the same command resumes from the last checkpoint."
+            ) from None
+        finally:
+            self._idle.put(worker)
+        return bad
+
+    def close(self) -> None:
+        """Kill them, also in the middle of their work."""
+        for worker in self._workers:
+            os.kill(worker.process, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(worker.process, 0)
+        self._workers.clear()
+
+
+def _start(shared: mmap.mmap, split: Split, writers: Sequence[ViewWriter]) -> _Worker:
+    ours, theirs = Pipe()
+    dies_with_parent = dying_with_parent()
+    with warnings.catch_warnings():  # Python 3.12 warns of threads, none of which hold a lock that `fill` needs.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = os.fork()
+    if process:
+        theirs.close()
+        return _Worker(process, ours, shared)
+    try:
+        dies_with_parent()
+        for number in _IGNORED:  # The rank decides when to stop; a launcher also signals its children.
+            signal.signal(number, signal.SIG_IGN)
+        ours.close()
+        _work(theirs, shared, split, writers)
+    finally:
+        os._exit(0)
+
+
+def _work(connection: Connection, shared: mmap.mmap, split: Split, writers: Sequence[ViewWriter]) -> None:
+    reader = ShardReader(split)
+    with contextlib.suppress(EOFError, OSError):  # The rank has closed its end.
+        while True:
+            number, rows, epochs, max_labels = connection.recv()
+            writer, count = writers[number], len(rows)
+            views = list(_views(shared, writer, count))
+            samples = Samples(rows, epochs, views, np.full((count, max_labels), -1), np.zeros(count, bool))
+            try:
+                found: object = fill(reader, writer, samples), samples.labels, samples.valid
+            except Exception as error:
+                found = error
+            connection.send(found)
+
+
+def _bytes_per_sample(writer: ViewWriter) -> int:
+    return sum(count * height * width * 3 for count, height, width in writer.shapes)
+
+
+def _views(shared: mmap.mmap, writer: ViewWriter, samples: int) -> Iterator[np.ndarray]:
+    """The groups of views of so many samples in the shared memory, one behind the other."""
+    at = 0
+    for count, height, width in writer.shapes:
+        shape = (count, samples, height, width, 3)
+        found: np.ndarray = np.ndarray(shape, np.uint8, shared, at)
+        yield found
+        at += found.nbytes
