@@ -22,7 +22,7 @@ from pipeline.model import Config, num_parameters
 from pipeline.objectives import kind, on_meta, optimizers
 from pipeline.objectives.objective import TEACHER, Objective, constants, trained_parameters
 from pipeline.objectives.parameters.freeze import NOTHING
-from pipeline.objectives.parameters.muon import kernel_shape, orthogonal_flops
+from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, kernel_shape, orthogonal_flops
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
@@ -176,9 +176,10 @@ def _gradients_and_buffers(
     # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors. (A CPU's has, briefly.)
     work = _optimizer_work(config.optimizer) * group if config.engine.fused is False else 0
     if config.optimizer.name == "muon":
-        # The direction of what a rank updates, the matrices that are cut, and what is computed of one matrix.
+        # The direction of what a rank updates, the matrices that are cut, and what is computed of those that a GPU makes orthogonal together.
         own = math.ceil(found.matrices / (1 if stage == 0 else world_size))
-        work += 4 * (own + cut_matrices(found, config, world_size) + 4 * found.largest_matrix)
+        together = max(found.largest_matrix, min(own, BATCH_ELEMENTS["cuda"]))
+        work += 4 * (own + cut_matrices(found, config, world_size) + 4 * together)
     bucket = e * reduce_bucket(P)
     if stage == 0:
         return (4 * P * accumulates, 4 * P, 4 * P), (0, bucket, work)

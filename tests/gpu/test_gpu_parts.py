@@ -14,6 +14,7 @@ from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.mix import draw_mixing, mix_images
 from pipeline.monitor.system import HostMeter
+from pipeline.objectives.parameters.muon import Muon
 from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.settings.run import AugmentConfig
 
@@ -98,6 +99,27 @@ def test_recomputed_activations_give_the_same_bits(device: torch.device) -> None
     assert torch.equal(found[0][0], found[1][0])
     for name, gradient in found[0][1].items():
         assert torch.equal(gradient, found[1][1][name]), name
+
+
+def test_muon_is_that_of_the_cpu(device: torch.device) -> None:
+    """Matrices of equal shape are made orthogonal together on a GPU, in bf16; again to the same bits."""
+    use_exact_arithmetic(device)
+
+    def updates(where: torch.device) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        kernels = {}
+        for number, rows, columns, count in ((0, 192, 64, 3), (1, 64, 192, 1), (2, 64, 64, 1), (3, 64, 192, 1)):
+            parameter = torch.nn.Parameter(torch.zeros(rows, columns, device=where))
+            parameter.grad = torch.randn(rows, columns, generator=generator).to(where)
+            kernels[parameter] = str(number), count
+        group = {"params": list(kernels), "matrices": True}
+        Muon([group], kernels, 0.95, lr=1.0).step()
+        return [parameter.detach().cpu() for parameter in kernels]
+
+    found = updates(device)
+    for one, again, expected in zip(found, updates(device), updates(CPU), strict=True):
+        assert torch.equal(one, again)
+        assert_close(one, expected, 0.1)
 
 
 def test_a_batch_is_normalised_and_mixed_as_on_a_cpu(device: torch.device) -> None:

@@ -96,6 +96,7 @@ def test_prediction_is_what_a_step_holds(
 ) -> None:
     stage, precision, accumulation, bucket, more = CASES[number]
     monkeypatch.setattr(memory, "REDUCE_BUCKET", bucket)
+    monkeypatch.setitem(memory.BATCH_ELEMENTS, "cuda", 0)  # A CPU makes one matrix orthogonal at a time.
     config = schema.load(RunConfig, None, overrides(stage, precision, accumulation, more))
     plan = make_plan(config, 1000, 2)
     model = objectives.new_backbone(config, NUM_CLASSES)

@@ -11,7 +11,7 @@ from pipeline.base.errors import UserError
 from pipeline.model import build, configure
 from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
-from pipeline.objectives.parameters.muon import Muon, orthogonal, orthogonal_flops
+from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, Muon, orthogonal, orthogonal_flops
 from pipeline.settings.run import OptimizerConfig
 
 CONFIG = OptimizerConfig(name="muon", lr=0.02, weight_decay=0.1)
@@ -70,8 +70,12 @@ def named_of(model: Classification, name: str) -> Tensor:
     return dict(model.named_parameters())[name]
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_any_cut_of_the_matrices_gives_the_same_step(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# Elements of matrices that are made orthogonal together: each alone, three at a time, and all of equal shape.
+@pytest.mark.parametrize("elements", [0, 3 * 32 * 32, 2**24])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_any_cut_of_the_matrices_gives_the_same_step(
+    world_size: int, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks are threads, which hold consecutive ranges of all matrices, as at ZeRO 1 and 2."""
     model = objective()
     whole = optimizers.build(model, model.decayed(), CONFIG)
@@ -100,6 +104,7 @@ def test_any_cut_of_the_matrices_gives_the_same_step(world_size: int, monkeypatc
         total.copy_(sum(exchange(ranks.number, total.clone())))
 
     monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+    monkeypatch.setitem(BATCH_ELEMENTS, "cpu", elements)
 
     def train(rank: int) -> None:
         ranks.number = rank
@@ -122,9 +127,24 @@ def test_any_cut_of_the_matrices_gives_the_same_step(world_size: int, monkeypatc
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(world_size)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
+    monkeypatch.setitem(BATCH_ELEMENTS, "cpu", 0)
     whole.step()
     expected = torch.cat([p.detach().view(-1) for p in parameters])
     torch.testing.assert_close(torch.cat([found[rank] for rank in range(world_size)]), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_products_do_not_grow_with_the_number_of_equal_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, whose host launches each of them."""
+    monkeypatch.setitem(BATCH_ELEMENTS, "cpu", BATCH_ELEMENTS["cuda"])
+    products = []
+    for depth in (2, 3):
+        model = Classification(build(configure("ViT-mu/8", 16, 5, depth=depth), seed=3), "softmax")
+        optimizer = optimizers.build(model, model.decayed(), CONFIG)
+        gradients(model, 0)
+        with torch.profiler.profile() as profile:
+            optimizer.step()
+        products.append(sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::bmm")))
+    assert products == [3 * 5 * 3] * 2  # Three shapes, five steps of three products.
 
 
 def test_arithmetic_of_orthogonal() -> None:

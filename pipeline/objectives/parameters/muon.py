@@ -6,18 +6,27 @@ The coefficients are Keller Jordan's ("Muon: An optimizer for hidden layers in n
 
 Under ZeRO 1 and 2 a rank updates a range of all parameters, which can begin and end within a matrix. Momentum is kept for the range only.
 Matrices that are cut are put together from the ranks' parts before they are made orthogonal, and no others, so ranks
-communicate at most the parameters. DeepSpeed has a Muon of its own, which reports and clips the norm of the update instead of the
-gradient's, and which BF16_Optimizer (stage 1 in bf16) does not apply.
+communicate at most the parameters.
+
+On a GPU, whose host can take longer to launch the kernels for one matrix than the GPU to run them, a rank makes its matrices of equal shape
+orthogonal together. Another number of matrices may be multiplied by another kernel, so the last bits of an update can depend on which
+matrices a rank holds: on the number of ranks and the ZeRO stage, which change the sums of gradients anyway.
+
+DeepSpeed has a Muon of its own, which reports and clips the norm of the update instead of the gradient's, and which BF16_Optimizer (stage 1 in bf16) does not apply.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
 _A, _B, _C, _STEPS = 3.4445, -4.7750, 2.0315, 5
+
+# By type of device, the most elements of matrices that are made orthogonal together, if they are more than one matrix. In bf16 they have
+# 32 MiB, which a GPU takes longer to read and write than its host to launch a kernel, and all temporary tensors at most 256 MiB.
+BATCH_ELEMENTS = {"cuda": 2**24}
 
 # (name of a parameter, number of the kernel in it)
 Kernel = tuple[str, int]
@@ -33,6 +42,15 @@ class _Piece(NamedTuple):
     start: int
     length: int
     offset: int
+
+
+class _Update(NamedTuple):
+    """The elements of `matrix` from `start` on, once it is orthogonal, are added to the flat `weights`, times `factor`."""
+
+    matrix: Tensor
+    start: int
+    weights: Tensor
+    factor: float
 
 
 class Muon(torch.optim.AdamW):
@@ -74,12 +92,18 @@ class Muon(torch.optim.AdamW):
             super().step()
         finally:
             self.param_groups = groups
-        for group in groups:
-            for flat in group["params"] if group["matrices"] else ():
-                if flat.grad is not None:
-                    self._update(flat, group["lr"], group["weight_decay"])
+        updates = (
+            update
+            for group in groups
+            for flat in (group["params"] if group["matrices"] else ())
+            if flat.grad is not None
+            for update in self._updates(flat, group["lr"], group["weight_decay"])
+        )
+        for batch in _batches(updates):
+            _add(batch)
 
-    def _update(self, flat: Tensor, lr: float, weight_decay: float) -> None:
+    def _updates(self, flat: Tensor, lr: float, weight_decay: float) -> Iterator[_Update]:
+        """Update the momentum, decay the weights, and yield what is to be added to them."""
         state = self.state[flat]
         if not state:
             state["exp_avg"] = torch.zeros_like(flat, memory_format=torch.preserve_format)
@@ -94,12 +118,11 @@ class Muon(torch.optim.AdamW):
         flat.mul_(1 - lr * weight_decay)
         weights = flat.view(-1)
         for piece in self._pieces[flat]:
-            rows, columns = piece.shape
             matrix = whole.get(piece.kernel)
             if matrix is None:
-                matrix = direction.narrow(0, piece.offset, piece.length).view(rows, columns)
-            update = orthogonal(matrix).reshape(-1).narrow(0, piece.start, piece.length)
-            weights.narrow(0, piece.offset, piece.length).add_(update, alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
+                matrix = direction.narrow(0, piece.offset, piece.length).view(piece.shape)
+            own = weights.narrow(0, piece.offset, piece.length)
+            yield _Update(matrix, piece.start, own, -lr * 0.2 * max(piece.shape) ** 0.5)
 
     def _put_together(self, flat: Tensor, direction: Tensor) -> dict[Kernel, Tensor]:
         """The matrices of which some rank holds a part, from all ranks. Collective if there are any."""
@@ -116,6 +139,28 @@ class Muon(torch.optim.AdamW):
             kernel: total.narrow(0, at, rows * columns).view(rows, columns)
             for kernel, ((rows, columns), at) in cut.items()
         }
+
+
+def _batches(updates: Iterable[_Update]) -> Iterator[list[_Update]]:
+    """Yields updates whose matrices are made orthogonal together: of equal shape, and at most BATCH_ELEMENTS, or one."""
+    waiting: dict[torch.Size, list[_Update]] = {}
+    for update in updates:
+        shape = update.matrix.shape
+        batch = waiting.setdefault(shape, [])
+        batch.append(update)
+        if (len(batch) + 1) * shape.numel() > BATCH_ELEMENTS.get(update.matrix.device.type, 0):
+            yield waiting.pop(shape)
+    yield from waiting.values()
+
+
+def _add(batch: list[_Update]) -> None:
+    """Make the matrices of a batch orthogonal and add them to the weights."""
+    matrices = [update.matrix for update in batch]
+    # One matrix has no third dimension, because a CPU's products of batches have other bits.
+    results = orthogonal(torch.stack(matrices)) if len(batch) > 1 else [orthogonal(matrices[0])]
+    for update, result in zip(batch, results, strict=True):
+        own = result.reshape(-1).narrow(0, update.start, update.weights.numel())
+        update.weights.add_(own, alpha=update.factor)
 
 
 def _pieces(place: Place, kernels: Mapping[str, tuple[int, tuple[int, int]]]) -> Iterable[_Piece]:
@@ -135,16 +180,17 @@ def kernel_shape(parameter: Tensor, count: int) -> tuple[int, int]:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """(m, n) -> same, float32: about U V^T of its singular value decomposition U S V^T, with singular values from 0.7 to 1.2.
+    """(..., m, n) -> same, float32: about U V^T of each singular value decomposition U S V^T, with singular values from 0.7 to 1.2.
 
     Five steps of a Newton-Schulz iteration, in bf16 on a GPU, as published, and in fp32 elsewhere.
     """
-    X = matrix / (matrix.norm() + 1e-7)
-    X = (X.T if matrix.shape[0] > matrix.shape[1] else X).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    X = matrix / (torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True) + 1e-7)
+    X = (X.mT if is_tall else X).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     for _ in range(_STEPS):
-        squared = X @ X.T
+        squared = X @ X.mT
         X = _A * X + (_B * squared + _C * squared @ squared) @ X
-    return (X.T if matrix.shape[0] > matrix.shape[1] else X).float()
+    return (X.mT if is_tall else X).float()
 
 
 def orthogonal_flops(rows: int, columns: int) -> int:
