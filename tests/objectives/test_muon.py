@@ -133,18 +133,20 @@ def test_any_cut_of_the_matrices_gives_the_same_step(
     torch.testing.assert_close(torch.cat([found[rank] for rank in range(world_size)]), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_products_do_not_grow_with_the_number_of_equal_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+# Depth, elements of matrices that are made orthogonal together, and batches: all of each of three shapes, or four of 32 x 32 and one of 32 x 128.
+@pytest.mark.parametrize(("depth", "elements", "batches"), [(2, 2**24, 3), (3, 2**24, 3), (2, 4 * 32 * 32, 2 + 2 + 2)])
+def test_products_are_those_of_batches_of_equal_matrices(
+    depth: int, elements: int, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU, whose host launches each of them."""
-    monkeypatch.setitem(BATCH_ELEMENTS, "cpu", BATCH_ELEMENTS["cuda"])
-    products = []
-    for depth in (2, 3):
-        model = Classification(build(configure("ViT-mu/8", 16, 5, depth=depth), seed=3), "softmax")
-        optimizer = optimizers.build(model, model.decayed(), CONFIG)
-        gradients(model, 0)
-        with torch.profiler.profile() as profile:
-            optimizer.step()
-        products.append(sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::bmm")))
-    assert products == [3 * 5 * 3] * 2  # Three shapes, five steps of three products.
+    monkeypatch.setitem(BATCH_ELEMENTS, "cpu", elements)
+    model = Classification(build(configure("ViT-mu/8", 16, 5, depth=depth), seed=3), "softmax")
+    optimizer = optimizers.build(model, model.decayed(), CONFIG)
+    gradients(model, 0)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    products = sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::bmm"))
+    assert products == 5 * 3 * batches  # Five steps of three products.
 
 
 def test_arithmetic_of_orthogonal() -> None:
