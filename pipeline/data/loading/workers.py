@@ -44,8 +44,10 @@ class Samples:
 
     def part(self, first: int, last: int) -> "Samples":
         """Samples [first, last), which share memory with these."""
-        views = [group[:, first:last] for group in self.views]
-        return Samples(*(a[first:last] for a in (self.rows, self.epochs)), views, self.labels[first:last], self.valid[first:last])  # fmt: skip
+        return Samples(
+            self.rows[first:last], self.epochs[first:last], [group[:, first:last] for group in self.views], self.labels[first:last],
+            self.valid[first:last],
+        )  # fmt: skip
 
 
 def fill(reader: ShardReader, writer: ViewWriter, samples: Samples) -> dict[int, str]:
