@@ -217,8 +217,10 @@ def readers(forecast: Forecast) -> list[str]:
         lines.append(f"{counted(data.shards, 'shard')}: {data.shards / streams:.1f} per stream")
     if forecast.step_seconds:
         rate = plan.global_batch / forecast.step_seconds
-        per_thread = rate / ranks / config.data.threads
-        text = f"{rate:,.0f} images/s in total: {per_thread:,.0f} per second for each of {counted(config.data.threads, 'decoding thread')}"
+        workers, kind = config.data.threads, "thread"
+        if config.data.processes:
+            workers, kind = config.data.processes, "process"
+        text = f"{rate:,.0f} images/s in total: {rate / ranks / workers:,.0f} per second for each of {counted(workers, f'decoding {kind}')}"
         if data.bytes:
             text += f", {rate * data.bytes / data.samples / 1e9:.2f} GB/s from storage"
         lines.append(text)

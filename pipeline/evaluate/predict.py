@@ -14,8 +14,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.data.storage.atomic import replacing
+from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.evaluate.classify import Predictions, label_map, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.monitor.mlflow.weights import with_local_weights

@@ -20,10 +20,10 @@ from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.adhoc_split import AdhocSplit
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.views import eval_view
 from pipeline.data.storage.atomic import write_files
+from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import outcomes
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
 from pipeline.evaluate.predict import open_images, predict_all

@@ -17,9 +17,9 @@ from pipeline.base.gallery import DPI
 from pipeline.base.page import png
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
+from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.predict import read_class_names
 from pipeline.evaluate.probes.features import Features, extract

@@ -18,8 +18,8 @@ from PIL import Image
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.loading.adhoc_split import open_adhoc_split
 from pipeline.evaluate import predict
+from pipeline.evaluate.adhoc_split import open_adhoc_split
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import PredictConfig

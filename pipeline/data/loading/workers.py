@@ -30,7 +30,7 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 @dataclass(frozen=True)
-class Samples:
+class BatchPart:
     """Samples of a batch, all or some. rows, epochs: int64 (N,). views: uint8 (V, N, H, W, 3) of each group. labels: int64 (N, M).
 
     valid: bool (N,). The last three are written by `fill`.
@@ -42,15 +42,15 @@ class Samples:
     labels: np.ndarray
     valid: np.ndarray
 
-    def part(self, first: int, last: int) -> "Samples":
-        """Samples [first, last), which share memory with these."""
-        return Samples(
+    def part(self, first: int, last: int) -> "BatchPart":
+        """Samples [first, last) of these, which share their memory."""
+        return BatchPart(
             self.rows[first:last], self.epochs[first:last], [group[:, first:last] for group in self.views], self.labels[first:last],
             self.valid[first:last],
         )  # fmt: skip
 
 
-def fill(reader: ShardReader, writer: ViewWriter, samples: Samples) -> dict[int, str]:
+def fill(reader: ShardReader, writer: ViewWriter, samples: BatchPart) -> dict[int, str]:
     """Decode samples. Returns row -> why it cannot be read; its views are zeros, and `valid` and `labels` stay as they are."""
     bad = {}
     views = [view for group in samples.views for view in group]
@@ -97,7 +97,7 @@ class WorkerProcesses:
         """The largest number of samples that `fill` takes."""
         return len(self._workers[0].shared) // _bytes_per_sample(writer)
 
-    def fill(self, writer: ViewWriter, samples: Samples) -> dict[int, str]:
+    def fill(self, writer: ViewWriter, samples: BatchPart) -> dict[int, str]:
         """`fill` in a process; waits until one is idle. Raises what that raises, and OneRankCrashError if the process dies."""
         worker = self._idle.get()
         try:
@@ -153,7 +153,7 @@ def _work(connection: Connection, shared: mmap.mmap, split: Split, writers: Sequ
             number, rows, epochs, max_labels = connection.recv()
             writer, count = writers[number], len(rows)
             views = list(_views(shared, writer, count))
-            samples = Samples(rows, epochs, views, np.full((count, max_labels), -1), np.zeros(count, bool))
+            samples = BatchPart(rows, epochs, views, np.full((count, max_labels), -1), np.zeros(count, bool))
             try:
                 found: object = fill(reader, writer, samples), samples.labels, samples.valid
             except Exception as error:

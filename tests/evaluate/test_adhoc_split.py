@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.data.loading.adhoc_split import open_adhoc_split
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.evaluate.adhoc_split import open_adhoc_split
 
 
 def write_tar(path: Path, members: Mapping[str, bytes]) -> None:
