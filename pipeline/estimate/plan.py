@@ -179,25 +179,25 @@ def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
     """Returns (accumulation, samples per micro-batch) on `world_size` ranks. Raises UserError with the arithmetic."""
     train = config.train
     paired = config.augment.mixes_pairs
-    accumulation = _accumulation(train.global_batch, train.micro_batch, world_size, paired)
-    micro_batch = train.global_batch // (world_size * accumulation)
-    if accumulation > 1 and train.loss in OF_WHOLE_BATCH:
+    count = accumulation(train.global_batch, train.micro_batch, world_size, paired)
+    micro_batch = train.global_batch // (world_size * count)
+    if count > 1 and train.loss in OF_WHOLE_BATCH:
         share = train.global_batch // world_size
         raise UserError(
-            f"train.loss = {train.loss} compares all samples of a step, which cannot be done in {accumulation} micro-batches: "
+            f"train.loss = {train.loss} compares all samples of a step, which cannot be done in {count} micro-batches: "
             f"train.global_batch = {train.global_batch} on {counted(world_size, 'rank')} is {share} each, and train.micro_batch = "
             f"{train.micro_batch}. Use train.micro_batch={share}, a smaller train.global_batch, or more ranks."
         )
     if paired and micro_batch % 2:
         raise UserError(
             f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "
-            f"{train.global_batch} / ({counted(world_size, 'rank')} x {accumulation}) is odd. Use an even train.micro_batch, and a "
+            f"{train.global_batch} / ({counted(world_size, 'rank')} x {count}) is odd. Use an even train.micro_batch, and a "
             "train.global_batch that gives each rank an even number of samples."
         )
-    return accumulation, micro_batch
+    return count, micro_batch
 
 
-def _accumulation(global_batch: int, micro_batch: int, world_size: int, even: bool) -> int:
+def accumulation(global_batch: int, micro_batch: int, world_size: int, even: bool = False) -> int:
     """Number of micro-batches per step and rank, of the largest size up to micro_batch that divides the rank's share.
 
     even: choose an even size if there is one.

@@ -1,5 +1,6 @@
 """What objectives need of a run's other settings, as far as it is known without torch; their classes check the rest."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -115,13 +116,22 @@ def _check_mae(model: Any) -> None:
         )
 
 
+def compares_micro_batch(loss: str, objective: Mapping[str, Any]) -> str:
+    """The setting with which a loss compares the images of a micro-batch on all ranks, so that it depends on how a batch is cut; "" for none.
+
+    objective: the section of that name.
+    """
+    if loss != "dino":
+        return ""
+    if objective.get("centring") == "sinkhorn":
+        return "objective.centring = sinkhorn"
+    weight = objective.get("koleo_weight", 0)
+    return f"objective.koleo_weight = {weight}" if finite(weight) else ""
+
+
 def _check_dino(config: "RunConfig") -> None:
-    compares = {
-        "objective.koleo_weight": bool(_number(config, "koleo_weight")),
-        "objective.centring = sinkhorn": config.objective.get("centring") == "sinkhorn",
-    }
-    if min(config.train.micro_batch, config.train.global_batch) == 1 and any(compares.values()):
-        name = next(name for name, is_used in compares.items() if is_used)
+    name = compares_micro_batch("dino", config.objective)
+    if name and min(config.train.micro_batch, config.train.global_batch) == 1:
         raise UserError(
             f"{name} compares the images of a micro-batch, and train.micro_batch = 1 has one. Use train.micro_batch=2 or more."
         )

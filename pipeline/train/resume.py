@@ -19,7 +19,7 @@ from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
-from pipeline.estimate.plan import Plan
+from pipeline.estimate.plan import Plan, accumulation
 from pipeline.model import Model
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.committed import checkpoints_of
@@ -27,6 +27,7 @@ from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.settings import changes
 from pipeline.settings.changes import Fact
+from pipeline.settings.objective_checks import compares_micro_batch
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import OnChange
 
@@ -115,7 +116,24 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
             f"the run is finished, and was another one: {other}. Set it back to use what was trained ({path}), "
             "raise train.length to train on, or start another run with name=..."
         )
-    return [hide_passwords(str(change)) for change in changed]
+    return [hide_passwords(str(change)) for change in changed] + _other_comparison(state.identity, now)
+
+
+def _other_comparison(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A line if the loss compares the images of a micro-batch on all ranks, and compares another number of them than before."""
+    section = {name.removeprefix("objective."): value for name, value in now.items() if name.startswith("objective.")}
+    name = compares_micro_batch(now.get("train.loss", ""), section)
+    if not name or "ranks" not in then:
+        return []
+    before, after = (
+        batch // accumulation(batch, identity["train.micro_batch"], identity["ranks"])
+        for identity in (then, now)
+        for batch in [identity["train.global_batch"]]
+    )
+    if before == after:
+        return []
+    return [f"{name} compares the images of a micro-batch, which were {before} on all ranks and are {after}: another loss from here on. Micro-batches of "
+            f"{before} on all ranks would be train.micro_batch={max(1, before // now['ranks'])}"]  # fmt: skip
 
 
 def go_back_on_all_ranks(

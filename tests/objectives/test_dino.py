@@ -389,7 +389,7 @@ def test_views_and_arithmetic() -> None:
         (["objective.local_size=8"], "Use 16"),
         (["objective.blur=[1,0]"], "objective.blur = .* must be three probabilities"),
         (["objective.local_area_min=0.5"], "objective.local_area_min = 0.5 must not be above objective.local_area_max = 0.4"),
-        (["objective.koleo_weight=0.1", "train.micro_batch=1"], "objective.koleo_weight compares .* train.micro_batch=2"),
+        (["objective.koleo_weight=0.1", "train.micro_batch=1"], "objective.koleo_weight = 0.1 compares .* train.micro_batch=2"),
         (["objective.centring=sinkhorn", "train.micro_batch=1"], "objective.centring = sinkhorn compares"),
         (["model.positions=relative"], "relative positions of a 14 x 14 grid cannot be used with views of another size"),
         (["augment.crop=none"], "augment.crop = none must be random_resized or inception"),
