@@ -41,6 +41,8 @@ _GAIN = 1.005
 _BAD_FORK = ("forked subprocess", "initialization error")
 _NUM_IMAGES, _NUM_DISTINCT = 1600, 64
 _OBJECTIVES = ("mae", "dino", "lejepa")
+# The engine as a run on a GPU has it.
+_DEFAULTS = Setup(engine=True, deterministic=True, fused_optimizer=True)
 
 
 def run(config: GpuBenchConfig) -> None:
@@ -82,29 +84,36 @@ class GpuBench:
         for row in self._apart("product", gpu_step.matrix_product, (self.config.device, side), _FIRST_SECONDS):
             self.device_memory = row.get("device_memory") or self.device_memory
 
+        # What a run has with its defaults first, then what would be faster.
+        for setup in (Setup(), _DEFAULTS, replace(_DEFAULTS, compile="default")):
+            self._step(first, setup)
+        self._each(
+            *((self._step, case, _DEFAULTS) for case in others[:1]),
+            (self._from_shards, first),
+            *((self._objective, first, loss) for loss in _OBJECTIVES),
+            (self._largest_batch, first),
+            *((self._operations, case) for case in [first, *others[:1]]),
+        )
         for setup in _single_changes():
             self._step(first, setup)
         best = self._best_combination(first)
         engine = replace(best, engine=True, graph=False, deterministic=True)
-        for setup in (Setup(engine=True, deterministic=True), engine):
-            self._step(first, setup)
+        self._step(first, engine)
         larger = [replace(first, batch=factor * first.batch) for factor in (2, 4)]
-        parts: list[tuple[Any, ...]] = [
-            *((self._compare, case, engine) for case in others[:1]),
-            (self._from_shards, first, best),
+        self._each(
             (self._others, first, best, False),
-            *((self._objective, first, engine, loss) for loss in _OBJECTIVES),
-            *((self._operations, case) for case in [first, *others[:1]]),
-            (self._largest_batch, first),
-            *((self._compare, case, engine) for case in [larger[0], *others[1:], larger[1]]),
+            *((self._compare, case, engine) for case in [*others[:1], larger[0], *others[1:], larger[1]]),
             (self._others, first, best, True),
             *((self._step, first, setup) for setup in [replace(engine, deterministic=False), *_late_changes(best)]),
             *((self._largest_batch, case) for case in others),
-        ]
+        )
+
+    def _each(self, *parts: tuple[Any, ...]) -> None:
+        """Call functions with their arguments. A mistake in one must not cost the others."""
         for part, *arguments in parts:
             try:
                 part(*arguments)
-            except Exception as error:  # A mistake in one part must not cost the others.
+            except Exception as error:
                 self._add(part.__name__.strip("_"), {"failed": reason(error)})
 
     # ------------------------------------------------------------------ parts
@@ -122,13 +131,11 @@ class GpuBench:
         name = f"others {case.name}{', compiled' * compiled}"
         self._apart(name, gpu_step.against_others, (case, best, compiled), _PART_SECONDS)
 
-    def _objective(self, case: Case, engine: Setup, loss: str) -> None:
-        """Eager and, if that is worth it for classification, compiled."""
-        eager = replace(engine, compile="")
+    def _objective(self, case: Case, loss: str) -> None:
         memory = self.device_memory or math.inf
-        for setup in dict.fromkeys((eager, replace(engine, compile="default" if engine.compile else ""))):
-            name = f"objectives {case.name}, {loss}, {str(setup).removeprefix('engine: ')}"
-            self._apart(name, gpu_step.objective, (case, setup, loss, memory), _STEP_SECONDS)
+        self._apart(
+            f"objectives {case.name}, {loss}", gpu_step.objective, (case, _DEFAULTS, loss, memory), _STEP_SECONDS
+        )
 
     def _operations(self, case: Case) -> None:
         self._apart(f"operations {case.name}", gpu_step.profile, (case, Setup(deterministic=True)), _STEP_SECONDS)
@@ -150,7 +157,7 @@ class GpuBench:
                 break
         return self.exactness.fastest(self.record.rows, case) or Setup(deterministic=True)
 
-    def _from_shards(self, case: Case, best: Setup) -> None:
+    def _from_shards(self, case: Case) -> None:
         """The engine on real shards of generated JPEGs, with a checkpoint in each round and few or many log lines."""
         num_images = _NUM_IMAGES if case.device == "cuda" else 8 * case.batch
         plain = self.exactness.milliseconds(self.record.rows, case, Setup()) or 200.0
@@ -162,7 +169,7 @@ class GpuBench:
             for log_every in (0, 1):
                 config = TrainBenchConfig(
                     model=case.model, image_size=case.pixels, batch=case.batch, precision="bf16", steps=steps, rounds=2,
-                    data=f"{folder}/shards", decoders=self.config.decoders, log_every=log_every, compile=bool(best.compile),
+                    data=f"{folder}/shards", decoders=self.config.decoders, log_every=log_every,
                     peak_tflops=0.0 if self.config.device == "cuda" else 0.1,
                 )  # fmt: skip
                 name = f"shards {case.name}, batch {case.batch}, a log line every {counted(log_every or steps, 'step')}"
