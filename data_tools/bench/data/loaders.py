@@ -57,9 +57,17 @@ def write_shards(folder: Path, short: int) -> Split:
 def _ours(config: BenchConfig, splits: dict[str, Split], cores: int) -> Iterator[Contestant]:
     full = splits["full size"]
 
-    def loader(name: str, method: str, region: bool, split: Split = full, threads: int = cores, step: int = 0):  # type: ignore[no-untyped-def]
+    def loader(
+        name: str,
+        method: str,
+        region: bool,
+        split: Split = full,
+        threads: int = cores,
+        step: int = 0,
+        processes: int = 0,
+    ) -> Contestant:
         about = ("uint8", _REGION if region else _WHOLE, method)
-        work = partial(load_batches, config, split, _view(config, method, region), threads, step)
+        work = partial(load_batches, config, split, _view(config, method, region), threads, step, processes)
         return Contestant(name, about, cores, work)
 
     def alone(name: str, method: str, region: bool) -> Contestant:
@@ -72,6 +80,7 @@ def _ours(config: BenchConfig, splits: dict[str, Split], cores: int) -> Iterator
         yield alone("decode + resize alone, region", "linear", True)
         yield loader("our loader", "linear", True)
         yield loader(f"our loader, from step {_LATE_STEP:,}", "linear", True, step=_LATE_STEP)
+        yield loader(f"our loader, {counted(cores, 'process')}", "linear", True, processes=cores)
         threads = 2 * cores
         while threads <= config.max_threads:
             yield loader(f"our loader, {counted(threads, 'thread')}", "linear", True, threads=threads)
@@ -121,12 +130,14 @@ def _view(config: BenchConfig, method: str, region: bool) -> ViewWriter:
     return train_view(AugmentConfig(resize_filter=method), 0, config.image_size, by_region=region)  # type: ignore[arg-type]
 
 
-def load_batches(config: BenchConfig, split: Split, view: ViewWriter, threads: int, first_step: int) -> Iterator[int]:
+def load_batches(
+    config: BenchConfig, split: Split, view: ViewWriter, threads: int, first_step: int, processes: int = 0
+) -> Iterator[int]:
     """Yield the size of each batch of our loader."""
     order = SampleOrder(split.shard_sizes, 0, config.batch, 1, 4096)
     steps = len(split) // config.batch
     requests = train_requests(order, first_step, first_step + steps, config.batch, 0, 1)
-    with Loader(split, view, threads, 4, 0.0) as loader:
+    with Loader(split, view, threads, 4, 0.0, processes=processes) as loader:
         for batch in loader.batches(requests):
             yield len(batch.rows)
 
