@@ -25,7 +25,10 @@ class EngineConfig:
         on_change="result",
     )
     offload: bool = setting(False, "Keep the optimizer's state and update in host memory: less GPU memory, but slower.")
-    compile: bool = setting(False, "torch.compile the model: minutes at the start, but faster on a GPU.")
+    compile: bool = setting(
+        False,
+        "torch.compile the model: minutes at the start, then 6 % faster for ViT-L/16 in bf16 on an H100. In fp32 a GPU's losses are not yet those of the plain model.",
+    )
     fused: bool | None = setting(
         None,
         "Update all weights in one kernel, which rounds some of them otherwise than several do. null: on a GPU, unless offload is set.",
