@@ -173,11 +173,6 @@ class RunConfig:
             raise UserError(
                 f"train.image_sizes = {', '.join(larger)} is larger than model.image_size = {full}, which training ends with. Use smaller ones."
             )
-        paths = [self.data.path, *(entry.path for entry in self.data.mix)]
-        if self.data.processes and (remote := [path for path in paths if "://" in path]):
-            raise UserError(
-                f"data.processes = {self.data.processes} reads local files only: leave it out for {remote[0]}, or copy the data set to a disk."
-            )
         batch, streams = self.train.global_batch, self.data.streams
         if batch % streams:
             raise UserError(

@@ -57,6 +57,7 @@ def open_run_data(
         _add_evaluated(evaluated, name, own, name, data.exclude, f"data.eval_also = {data.eval_also}")
     mixture = mixture_of(data)
     if len(mixture.sets) == 1:
+        _refuse_remote(data, split)
         return RunData(own, own, split, evaluated, eval_split, len(split))
     datasets, splits = [own], [split]
     for entry in mixture.sets[1:]:
@@ -89,7 +90,17 @@ def open_run_data(
     epoch_samples = round(len(split) / first_share(shares, 0))
     epoch_note = f"an epoch is one of {own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
     mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes])
+    _refuse_remote(data, mixed)
     return RunData(own, dataset, mixed, evaluated, eval_split, epoch_samples)
+
+
+def _refuse_remote(data: DataConfig, split: Split) -> None:
+    """Raise UserError if processes were to read a bucket, whose client does not survive a fork. A local manifest may list shards of one."""
+    remote = next((path for path in split.shard_paths if "://" in path), "") if data.processes else ""
+    if remote:
+        raise UserError(
+            f"data.processes = {data.processes} reads local files only: leave it out for {remote}, or copy the data set to a disk."
+        )
 
 
 def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]:
