@@ -10,14 +10,16 @@ import os
 import queue
 import signal
 import socket
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 
 import numpy as np
+import torch
 
-from pipeline.base.errors import OneRankCrashError
+from pipeline.base.errors import OneRankCrashError, UserError
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.shard_reader import ShardReader
@@ -98,7 +100,10 @@ class WorkerProcesses:
         return len(self._workers[0].shared) // _bytes_per_sample(writer)
 
     def fill(self, writer: ViewWriter, samples: BatchPart) -> dict[int, str]:
-        """`fill` in a process; waits until one is idle. Raises what that raises, and OneRankCrashError if the process dies."""
+        """`fill` in a process; waits until one is idle.
+
+        Raises UserError as that does, RuntimeError with the traceback of any other exception, and OneRankCrashError if the process dies.
+        """
         worker = self._idle.get()
         try:
             number = next(number for number, known in enumerate(self.writers) if known is writer)
@@ -140,6 +145,7 @@ def _start(shared: mmap.mmap, split: Split, writers: Sequence[ViewWriter]) -> _W
         dies_with_parent()
         for number in _IGNORED:  # The rank decides when to stop; a launcher also signals its children.
             signal.signal(number, signal.SIG_IGN)
+        torch.set_num_threads(1)  # OpenMP waits forever for its threads, which a fork does not copy.
         ours.close()
         _work(theirs, shared, split, writers)
     finally:
@@ -156,8 +162,10 @@ def _work(connection: Connection, shared: mmap.mmap, split: Split, writers: Sequ
             samples = BatchPart(rows, epochs, views, np.full((count, max_labels), -1), np.zeros(count, bool))
             try:
                 found: object = fill(reader, writer, samples), samples.labels, samples.valid
-            except Exception as error:
+            except UserError as error:
                 found = error
+            except Exception:  # As text: a traceback cannot be pickled, nor can some exceptions.
+                found = RuntimeError(f"in a process that decodes images:\n{traceback.format_exc()}")
             connection.send(found)
 
 

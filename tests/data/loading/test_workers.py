@@ -3,6 +3,8 @@
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,11 @@ from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading import workers
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.views import Views, ViewWriter, train_views
-from pipeline.settings import schema
+from pipeline.data.mixture.run_data import _refuse_remote
+from pipeline.data.storage.retry import StorageError
 from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import AugmentConfig, RunConfig
+from pipeline.settings.run import AugmentConfig
+from pipeline.settings.run_sections import DataConfig
 
 COUNT = 40
 GROUPS = (Views(2, 24, AugmentConfig(color_jitter=0.4)), Views(3, ImageSize(8, 12), AugmentConfig(blur=0.5)))
@@ -106,15 +110,49 @@ def test_a_wait_for_a_process_ends_with_the_run(dataset: Dataset) -> None:
 
 
 def test_mistakes_of_ours_are_not_swallowed(dataset: Dataset) -> None:
+    """Nor is where they were made, also if the exception cannot be pickled."""
+
+    class UnpicklableError(TypeError):
+        pass
+
     def broken(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
-        raise TypeError("ours")
+        raise UnpicklableError("ours")
 
     writer = ViewWriter(((1, 8, 8),), broken)
     with (
         Loader(dataset.split("train"), writer, 2, 2, 1.0, processes=2) as loader,
-        pytest.raises(TypeError, match="ours"),
+        pytest.raises(RuntimeError, match=r"(?s)in broken.*UnpicklableError: ours"),
     ):
         list(loader.batches(requests()))
+
+
+def test_a_missing_shard_is_one_line(
+    tmp_path: Path, encode: Callable[..., bytes], make_dataset: Callable[..., Dataset]
+) -> None:
+    files = [encode(np.zeros((8, 8, 3), np.uint8), "JPEG")] * 4
+    split = make_dataset(tmp_path / "data", files, [[0]] * 4, 4).split("train")
+    Path(split.shard_paths[0]).unlink()
+    with (
+        Loader(split, train_views(GROUPS, 3), 2, 2, 1.0, processes=1) as loader,
+        pytest.raises(StorageError, match="cannot be read: No such file"),
+    ):
+        list(loader.batches([(np.arange(4), np.zeros(4, np.int64))]))
+
+
+def test_torch_uses_no_threads_in_a_process(dataset: Dataset) -> None:
+    """A fork has none of OpenMP's threads: resizing with torch (augment.resize_filter = bicubic) would wait for them forever."""
+
+    def count(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
+        outs[0][:] = torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Loader(dataset.split("train"), ViewWriter(((1, 8, 8),), count), 2, 2, 1.0, processes=1) as loader:
+            (batch,) = loader.batches(requests()[:1])
+    finally:
+        torch.set_num_threads(before)
+    assert batch.images.unique().tolist() == [1]
 
 
 def test_processes_end_with_the_one_that_made_them(dataset: Dataset) -> None:
@@ -134,9 +172,12 @@ def test_processes_end_with_the_one_that_made_them(dataset: Dataset) -> None:
     os.close(theirs)
 
 
-def test_a_bucket_is_refused() -> None:
-    given = ["name=x", "model.name=ViT-S/16", "train.length=1 epochs", "data.processes=2"]
-    with pytest.raises(UserError, match=r"data.processes = 2 reads local files only: leave it out for s3://a/b"):
-        schema.load(RunConfig, None, [*given, "data.path=s3://a/b"]).check()
-    with pytest.raises(UserError, match="leave it out for gs://c"):
-        schema.load(RunConfig, None, [*given, "data.path=a", "data.mix=[{path: 'gs://c', weight: 1}]"]).check()
+def test_a_bucket_is_refused(dataset: Dataset) -> None:
+    """Also if only the manifest is in local files."""
+    split = dataset.split("train")
+    remote = replace(split, shard_paths=[*split.shard_paths[:-1], "s3://a/b.tar"])
+    config = DataConfig(path="a", processes=2)
+    _refuse_remote(config, split)
+    _refuse_remote(replace(config, processes=0), remote)
+    with pytest.raises(UserError, match=r"data.processes = 2 reads local files only: leave it out for s3://a/b.tar"):
+        _refuse_remote(config, remote)
