@@ -132,8 +132,12 @@ def _other_comparison(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     )
     if before == after:
         return []
-    return [f"{name} compares the images of a micro-batch, which were {before} on all ranks and are {after}: another loss from here on. Micro-batches of "
-            f"{before} on all ranks would be train.micro_batch={max(1, before // now['ranks'])}"]  # fmt: skip
+    text = f"{name} compares the images of a micro-batch, which were {before} on all ranks and are {after}: another loss from here on"
+    batch, ranks = now["train.global_batch"], now["ranks"]
+    micro_batch = max(1, before // ranks)
+    if batch // accumulation(batch, micro_batch, ranks) == before:
+        text += f". Micro-batches of {before} on all ranks would be train.micro_batch={micro_batch}"
+    return [text]
 
 
 def go_back_on_all_ranks(
