@@ -46,9 +46,9 @@ def test_each_size_has_an_equal_part_from_any_step_on(dataset: Path, tmp_path: P
 
 
 def test_a_run_goes_on_bit_for_bit(forge: Forge, dataset: Path, tmp_path: Path) -> None:
-    """From within the first of two parts, with CutMix, whose boxes have the size of the step's images."""
+    """From within the first of two parts, with CutMix, whose boxes have the size of the step's images; the rest is decoded in processes."""
     run, cut = (
-        settings(dataset, tmp_path, name, "train.image_sizes=8", "model.name=ViT-Ti/4", "augment.cutmix=1", "checkpoint.every=1 steps", "checkpoint.keep=9")
+        settings(dataset, tmp_path, name, "train.image_sizes=8", "model.name=ViT-Ti/4", "augment.cutmix=1", "checkpoint.every=1 steps", "checkpoint.keep=9", "augment.resize_filter=bicubic")
         for name in ("whole", "cut")
     )  # fmt: skip
     forge.start(1, run).finish()
@@ -56,7 +56,7 @@ def test_a_run_goes_on_bit_for_bit(forge: Forge, dataset: Path, tmp_path: Path) 
     for step in (3, 4, 5, 6):
         shutil.rmtree(tmp_path / f"cut/checkpoints/step-{step:08d}")
     (tmp_path / "cut/metrics.jsonl").unlink()
-    forge.start(1, cut).finish()
+    forge.start(1, [*cut, "data.processes=2"]).finish()
     expected, found = metrics(tmp_path / "whole"), metrics(tmp_path / "cut")
     assert found == {step: loss for step, loss in expected.items() if step > 2}
     assert metrics(tmp_path / "cut", "val_loss")[6] == metrics(tmp_path / "whole", "val_loss")[6]
