@@ -114,7 +114,7 @@ class WorkerProcesses:
             bad, samples.labels[:], samples.valid[:] = found
             for own, shared in zip(samples.views, _views(worker.shared, writer, len(samples.rows)), strict=True):
                 own[:] = shared
-        except (BrokenPipeError, ConnectionResetError, EOFError):
+        except (OSError, EOFError):
             raise OneRankCrashError(
                 f"{socket.gethostname()}: a process that decodes images (data.processes) was killed; if by the kernel, the host needs more memory: "
                 "the same command resumes from the last checkpoint."
