@@ -132,10 +132,7 @@ class GpuBench:
         self._apart(name, gpu_step.against_others, (case, best, compiled), _PART_SECONDS)
 
     def _objective(self, case: Case, loss: str) -> None:
-        memory = self.device_memory or math.inf
-        self._apart(
-            f"objectives {case.name}, {loss}", gpu_step.objective, (case, _DEFAULTS, loss, memory), _STEP_SECONDS
-        )
+        self._apart(f"objectives {case.name}, {loss}", gpu_step.objective, (case, _DEFAULTS, loss), _STEP_SECONDS)
 
     def _operations(self, case: Case) -> None:
         self._apart(f"operations {case.name}", gpu_step.profile, (case, Setup(deterministic=True)), _STEP_SECONDS)

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -196,17 +197,15 @@ def fits(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
         yield {"fits": size, "peak_memory_gib": peak_memory(torch.device(case.device)) / 2**30}
 
 
-def objective(case: Case, setup: Setup, loss: str, device_memory: float) -> Iterator[Row]:
-    """One row of the engine's step of an objective, `train.loss`, with as many of the case's images as are predicted to fit.
-
-    device_memory: bytes; infinite on a CPU.
-    """
+def objective(case: Case, setup: Setup, loss: str) -> Iterator[Row]:
+    """One row of the engine's step of an objective, `train.loss`, with as many of the case's images as are predicted to fit a GPU."""
     from data_tools.bench.training.training_step import pipeline_engine  # Late, as in `_engine_step`.
     from pipeline.train.loop import training_step
 
     run = objective_run(loss, case.model, case.pixels, case.batch)
     config = objectives.new_backbone(run, NUM_CLASSES)
-    while case.batch > 1 and rank_memory(config, run, case.batch, 1, 1).total > device_memory:
+    most = device_memory(torch.device(case.device, 0)) or math.inf
+    while case.batch > 1 and rank_memory(config, run, case.batch, 1, 1).total > most:
         case = replace(case, batch=case.batch // 2)
     with _settings_of_torch(setup, case.device):
         trained = objectives.create(run, models.build(config)).to(case.device)

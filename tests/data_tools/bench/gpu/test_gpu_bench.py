@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -265,6 +266,8 @@ def run_uncompiled(arguments: list[str]) -> None:
     from transformers import ViTForImageClassification  # noqa: F401
 
     torch._dynamo.config.disable = True
+    gpu_step.device_memory = lambda device: 2
+    gpu_step.rank_memory = lambda model, run, batch, *more: SimpleNamespace(total=batch)
     forked.command(arguments)
 
 
@@ -282,5 +285,6 @@ def test_the_whole_benchmark_on_a_cpu(forge: Forge, tmp_path: Path, monkeypatch:
     found = {row["name"].split(", ")[1]: row for row in rows if row["name"].startswith("objectives")}
     assert found.keys() == {"mae", "dino", "lejepa"}
     assert all(row["first_losses"][-1] < row["first_losses"][0] for row in found.values()), "they train"
+    assert [row["batch"] for row in found.values()] == [2] * 3, "what fits, instead of 4"
     assert sum("data_wait" in row for row in rows) == 2, "with few and with many log lines"
     assert "A log line every step costs" in said
