@@ -153,7 +153,7 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> 
     """Build the engine, try out one step, and load the checkpoint."""
     config, plan, ranks = context.config, context.plan, context.ranks
     clock = StepClock(ranks.device)
-    # First, because it may start processes, which must not inherit what a GPU uses.
+    # First, because it may fork processes, which should inherit little of what trains.
     feed = Feed(config, plan, context.prepared.data.split, ranks, context.stop, clock)
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)

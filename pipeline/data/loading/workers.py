@@ -81,7 +81,7 @@ class _Worker:
 class WorkerProcesses:
     """Processes that call `fill`, for as many threads that each wait for one. Thread-safe.
 
-    They are forked, so make them before the process uses a GPU. They end with it, however that happens.
+    They are forked and use no GPU. They end with this process, however that happens.
     """
 
     def __init__(self, count: int, split: Split, writers: Sequence[ViewWriter]) -> None:
