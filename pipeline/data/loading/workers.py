@@ -135,16 +135,19 @@ class WorkerProcesses:
 def _start(shared: mmap.mmap, split: Split, writers: Sequence[ViewWriter]) -> _Worker:
     ours, theirs = Pipe()
     dies_with_parent = dying_with_parent()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # Until the process ignores them.
     with warnings.catch_warnings():  # Python 3.12 warns of threads, none of which hold a lock that `fill` needs.
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if process:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
         return _Worker(process, ours, shared)
     try:
         dies_with_parent()
         for number in _IGNORED:  # The rank decides when to stop; a launcher also signals its children.
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         torch.set_num_threads(1)  # OpenMP waits forever for its threads, which a fork does not copy.
         ours.close()
         _work(theirs, shared, split, writers)

@@ -55,13 +55,16 @@ def load(dataset: Dataset, processes: int, **more: Any) -> tuple[list[Batch], di
         for epoch, writer in enumerate(writers):
             loader.writer = writer
             found += list(loader.batches(requests(epoch)))
-        assert len(children()) == processes
-    assert children() == []
+        working = processes_of(loader) if processes else []
+        assert len(working) == processes
+    assert not any(process.is_running() for process in working)
     return found, loader.bad
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children()
+def processes_of(loader: Loader) -> list[psutil.Process]:
+    """Not all children of this process: other tests have some, too."""
+    assert loader.processes is not None
+    return [psutil.Process(worker.process) for worker in loader.processes._workers]
 
 
 @pytest.mark.parametrize("shared", [workers._SHARED_BYTES, 1])  # The least has room for the views of one sample.
@@ -81,7 +84,7 @@ def test_processes_give_the_batches_of_threads(dataset: Dataset, shared: int, mo
 
 def test_a_killed_process_is_named(dataset: Dataset) -> None:
     with Loader(dataset.split("train"), train_views(GROUPS, 3), 2, 2, 1.0, processes=1) as loader:
-        children()[0].kill()
+        processes_of(loader)[0].kill()
         with pytest.raises(OneRankCrashError, match=r"decodes images \(data.processes\) was killed"):
             list(loader.batches(requests()))
 
@@ -101,12 +104,10 @@ def test_a_process_killed_in_the_middle_of_its_answer_is_named(
 def test_signals_to_stop_do_not_end_a_process(dataset: Dataset) -> None:
     """A launcher sends them to all processes of a rank, which ends its step first."""
     with Loader(dataset.split("train"), train_views(GROUPS, 3), 2, 2, 1.0, processes=2) as loader:
-        batches = loader.batches(requests())
-        next(batches)  # They have begun to work, so they ignore signals.
-        for child in children():
+        for process in processes_of(loader):  # Also if they have not begun to run.
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                child.send_signal(number)
-        assert len(list(batches)) == 3
+                process.send_signal(number)
+        assert len(list(loader.batches(requests()))) == 4
 
 
 def test_a_wait_for_a_process_ends_with_the_run(dataset: Dataset) -> None:
@@ -114,12 +115,11 @@ def test_a_wait_for_a_process_ends_with_the_run(dataset: Dataset) -> None:
         signal.pause()
 
     writer = ViewWriter(((1, 8, 8),), hang)
-    with (
-        Loader(dataset.split("train"), writer, 2, 2, 1.0, is_stop_wanted=lambda: True, processes=2) as loader,
-        pytest.raises(Interrupted),
-    ):
+    loader = Loader(dataset.split("train"), writer, 2, 2, 1.0, is_stop_wanted=lambda: True, processes=2)
+    working = processes_of(loader)
+    with loader, pytest.raises(Interrupted):
         list(loader.batches(requests()))
-    assert children() == []
+    assert not any(process.is_running() for process in working)
 
 
 def test_mistakes_of_ours_are_not_swallowed(dataset: Dataset) -> None:
@@ -173,8 +173,8 @@ def test_processes_end_with_the_one_that_made_them(dataset: Dataset) -> None:
     ours, theirs = os.pipe()
     process = os.fork()
     if not process:
-        Loader(dataset.split("train"), train_views(GROUPS, 3), 2, 2, 1.0, processes=2)
-        os.write(theirs, " ".join(str(child.pid) for child in children()).encode())
+        loader = Loader(dataset.split("train"), train_views(GROUPS, 3), 2, 2, 1.0, processes=2)
+        os.write(theirs, " ".join(str(child.pid) for child in processes_of(loader)).encode())
         signal.pause()
     found = [int(number) for number in os.read(ours, 100).split()]
     assert len(found) == 2
