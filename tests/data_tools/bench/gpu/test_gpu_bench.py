@@ -283,8 +283,8 @@ def test_the_whole_benchmark_on_a_cpu(forge: Forge, tmp_path: Path, monkeypatch:
     worked = {row["name"].split(" ")[0] for row in rows if "failed" not in row}
     assert worked == {"product", "shards", "others", "objectives", "operations", "fit"}, said
     found = {row["name"].split(", ")[1]: row for row in rows if row["name"].startswith("objectives")}
-    assert found.keys() == {"mae", "dino", "lejepa"}
+    assert found.keys() == {"mae", "lejepa"}
     assert all(row["first_losses"][-1] < row["first_losses"][0] for row in found.values()), "they train"
-    assert [row["batch"] for row in found.values()] == [2] * 3, "what fits, instead of 4"
+    assert [row["batch"] for row in found.values()] == [2] * 2, "what fits, instead of 4"
     assert sum("data_wait" in row for row in rows) == 2, "with few and with many log lines"
     assert "A log line every step costs" in said
