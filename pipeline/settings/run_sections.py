@@ -180,8 +180,8 @@ class DataConfig:
     threads: int = cpu_threads(2, "Decoding threads of each rank.", on_change="nothing")
     processes: int = setting(
         0,
-        "Decode training images in so many processes of each rank instead of data.threads threads; of local files only. Faster on a GPU for images of "
-        "some 64 pixels or many views; the batches are the same.",
+        "Decode training images in so many processes of each rank instead of data.threads threads; of local files only. For small images, whose "
+        "decoding mostly holds Python's lock (docs/performance.md); the batches are the same.",
         min=0,
         max=MAX_THREADS,
         on_change="nothing",

@@ -1,6 +1,6 @@
 """What decodes the samples of a batch: `fill`, on a thread, or in one of several processes.
 
-Threads share Python's lock with the thread that trains. For small images and many views most of the work holds it, so that one process decodes
+Threads share Python's lock with the thread that trains. For small images most of the work holds it, so that one process decodes
 no faster with more threads, and on a GPU also launches its kernels late. Processes cost a copy of the pixels.
 """
 
