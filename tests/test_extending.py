@@ -1,5 +1,6 @@
 """The worked examples of docs/extending.md: their diffs apply to the code, and the checks below them pass."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import model as models
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = dict(
     zip(
@@ -19,53 +22,32 @@ EXAMPLES = dict(
     )
 )
 
+# Runs every check in a folder of its own, in one process, and writes how each ended, if it failed.
+EACH = """
+import json, os, sys, traceback
+from pathlib import Path
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_worked_example(name: str, tmp_path: Path) -> None:
-    diff, check = EXAMPLES[name]
-    changed(tmp_path, diff)
-    done = run(check, tmp_path, tmp_path / "with")
-    assert done.returncode == 0, done.stderr
-    # The check fails without the change, so it looks at what was added.
-    without = run(check, ROOT, tmp_path / "without")
-    assert name in without.stderr.splitlines()[-1], without.stderr
+folder, failures = Path.cwd(), {}
+for name, check in json.load(sys.stdin).items():
+    os.chdir(folder / name)
+    try:
+        exec(compile(check, name, "exec"), {})
+    except Exception:
+        failures[name] = traceback.format_exc()
+(folder / "failures.json").write_text(json.dumps(failures))
+"""
 
-
-def changed(folder: Path, diff: str) -> None:
-    """Copy the code to a folder, and apply a diff to it."""
-    for name in ("pipeline", "data_tools", "launch"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
-
-
-def test_an_augmentation_is_a_setting_and_its_code_and_older_sweeps_are_continued(tmp_path: Path) -> None:
-    """In two files. The digest of a published protocol, which outcomes of earlier sweeps carry, stays."""
-    diff = EXAMPLES["invert"][0]
-    changed = re.findall(r"^\+\+\+ b/(.*)", diff, re.MULTILINE)
-    assert sorted(changed) == ["pipeline/data/loading/distort.py", "pipeline/settings/run_sections.py"]
-    shutil.copytree(ROOT / "pipeline", tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
-    code = f"""
+PUBLISHED_PROTOCOL = f"""
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer.sweep import protocol_sha256
-for given in ([], ["protocol.augment.invert=0.5"]):
-    config = schema.load(VtabConfig, {str(ROOT / "configs/vtab/peft_224.yaml")!r}, ["weights=any", *given])
-    print(protocol_sha256(config.protocol)[:16])
+
+found = [
+    protocol_sha256(schema.load(VtabConfig, {str(ROOT / "configs/vtab/peft_224.yaml")!r}, ["weights=any", *given]).protocol)[:16]
+    for given in ([], ["protocol.augment.invert=0.5"])
+]
+assert found[0] == "0549e0750c139c4b" != found[1], found
 """
-    done = run(code, tmp_path, tmp_path / "folder")
-    assert done.returncode == 0, done.stderr
-    published, changed_one = done.stdout.split()
-    assert published == "0549e0750c139c4b" != changed_one
-
-
-def run(code: str, root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program in a folder, with the packages of `root`."""
-    folder.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
-
 
 WITH_NEW_FIELD = """
 import json
@@ -77,9 +59,8 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.files import open_safetensors
-from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
-from pipeline.settings import changes
+from pipeline.settings import changes, schema
+from pipeline.settings.command import fields_help
 from pipeline.settings.run import RunConfig
 
 def refused(function, *arguments):
@@ -109,23 +90,61 @@ assert "must be true or false" in refused(schema.load, RunConfig, None, ["model.
 assert "Set model.final_norm=true" in refused(lambda: models.configure("BiT-R50x1", final_norm=False))
 without = models.create("ViT-mu/8", 8, 4, final_norm=False)
 assert "cannot hold final_norm = False" in refused(as_plain, without, "timm", ("token",), True, True)
+
+# --help
+shown = fields_help(RunConfig)
+assert "model.final_norm  (true|false; default true; another value is another run)\\n      Normalise the tokens after the last block." in shown
 """
 
 
-def test_a_new_field_of_the_model_leaves_what_was_made_before_as_it_was(tmp_path: Path) -> None:
-    changed(tmp_path, EXAMPLES["final_norm"][0])
-    folder = tmp_path / "work"
-    before = (
-        "from pipeline.model import *; save_safetensors(create('ViT-mu/8', 8, 4, dropout=0.1), 'before.safetensors')"
-    )
-    assert run(before, ROOT, folder).returncode == 0
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Check -> its traceback, if it fails with a copy of the code that all diffs were applied to."""
+    code, work = (tmp_path_factory.mktemp(name) for name in ("code", "work"))
+    for name in ("pipeline", "data_tools", "launch"):
+        shutil.copytree(ROOT / name, code / name)  # With the compiled files, which stay valid.
+    for diff, _ in EXAMPLES.values():
+        subprocess.run(["git", "apply", "-"], cwd=code, input=diff, text=True, check=True)
+    checks = {name: check for name, (_, check) in EXAMPLES.items()}
+    checks |= {"published protocol": PUBLISHED_PROTOCOL, "earlier files": WITH_NEW_FIELD}
+    for name in checks:
+        (work / name).mkdir()
+    models.save_safetensors(models.create("ViT-mu/8", 8, 4, dropout=0.1), work / "earlier files/before.safetensors")
     with tarfile.open(ROOT / "tests/old_versions/made_2026-11-22.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    done = run(WITH_NEW_FIELD, tmp_path, folder)
-    assert done.returncode == 0, done.stderr
-    command = [sys.executable, tmp_path / "launch/pretrain.py", "--help"]
-    help_text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert (
-        "model.final_norm  (true|false; default true; another value is another run)\n      Normalise the tokens after the last block."
-        in help_text
+        archive.extractall(work / "earlier files", filter="data")
+    return run_each(checks, code, work)
+
+
+@pytest.fixture(scope="module")
+def failures_without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same of the examples' checks with the code as it is: in another process, as other tests register an objective simclr in theirs."""
+    work = tmp_path_factory.mktemp("without")
+    for name in EXAMPLES:
+        (work / name).mkdir()
+    return run_each({name: check for name, (_, check) in EXAMPLES.items()}, ROOT, work)
+
+
+def run_each(checks: dict[str, str], code: Path, work: Path) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONPATH": str(code)}
+    subprocess.run(
+        [sys.executable, "-c", EACH], cwd=work, env=environment, input=json.dumps(checks), text=True, check=True
     )
+    return json.loads((work / "failures.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_worked_example(name: str, failures: dict[str, str], failures_without: dict[str, str]) -> None:
+    assert name not in failures, failures[name]
+    assert name in failures_without[name], "its check fails without the change, so it looks at what was added"
+
+
+def test_an_augmentation_is_a_setting_and_its_code_and_older_sweeps_are_continued(failures: dict[str, str]) -> None:
+    """In two files. The digest of a published protocol, which outcomes of earlier sweeps carry, stays."""
+    changed = re.findall(r"^\+\+\+ b/(.*)", EXAMPLES["invert"][0], re.MULTILINE)
+    assert sorted(changed) == ["pipeline/data/loading/distort.py", "pipeline/settings/run_sections.py"]
+    assert "published protocol" not in failures, failures["published protocol"]
+
+
+def test_a_new_field_of_the_model_leaves_what_was_made_before_as_it_was(failures: dict[str, str]) -> None:
+    assert "earlier files" not in failures, failures["earlier files"]
