@@ -52,7 +52,7 @@ def masks_of(config: Config, micro_batch: int) -> list[Tensor]:
         ("Axial-ViT-Ti/16", 64, torch.float32, {}),
         ("R+Ti/16", 64, torch.float32, {}),
         ("ViT-Ti/16", 64, torch.float32, {"masked": "small_patch"}),
-        ("BiT-R50x1", 64, torch.float32, {}),
+        ("BiT-R50x1", 64, torch.float32, {"units": (1, 2), "width": 32}),
     ],
 )
 @pytest.mark.parametrize("checkpointing", [False, True])

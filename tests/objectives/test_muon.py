@@ -161,7 +161,8 @@ def test_arithmetic_of_orthogonal() -> None:
 @pytest.mark.parametrize("name", ["BiT-R50x1", "R26+S/32"])
 def test_a_convolution_is_a_matrix_with_a_row_for_each_output(name: str) -> None:
     model = Classification(
-        build(configure(name, 32, 5, **({"units": (1, 1)} if "BiT" in name else {"depth": 1}))), "softmax"
+        build(configure(name, 32, 5, **({"units": (1, 1)} if "BiT" in name else {"stem": (1, 1), "depth": 1}))),
+        "softmax",
     )
     names, named = optimizers.matrices(model, model.decayed()), dict(model.named_parameters())
     kernels = {n for n, p in named.items() if p.dim() in (2, 4) and n in model.decayed()}
@@ -181,7 +182,7 @@ def test_a_convolution_is_a_matrix_with_a_row_for_each_output(name: str) -> None
 
 
 def test_what_has_no_hidden_layer_is_refused() -> None:
-    model = Classification(build(configure("BiT-R50x1", 32, 5)), "softmax")
+    model = Classification(build(configure("BiT-R50x1", 32, 5, units=(1,))), "softmax")
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.endswith("head.weight")
     with pytest.raises(UserError, match="for the kernels of hidden layers"):

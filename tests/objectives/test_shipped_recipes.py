@@ -23,8 +23,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_computes_gradients_in_its_precision(recipe: Path) -> None:
     config = schema.load(RunConfig, recipe)
-    if config.train.loss == "dino":
-        config.objective["prototypes"] = 64
+    small = {"dino": {"prototypes": 64}, "mae": {"decoder_width": 64, "decoder_depth": 1}}
+    config.objective.update(small.get(config.train.loss, {}))
     model = objectives.new_backbone(config, num_classes=5)
     assert isinstance(model, ViTConfig)
     model = replace(model, width=96, depth=2, mlp_width=64, num_heads=3)
