@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +22,7 @@ from tiny import make_dataset
 from pipeline import ray_tasks
 from pipeline.process import waits
 from pipeline.process.running_time import running_time
+from pipeline.process.slow_imports import without_collection
 
 # The fixtures that make a test one of a row of its own (the Makefile's), by the name of its marker.
 ROWS = {"hosts": {"can_have_hosts"}, "ray": {"ray_cluster", "own_ray"}, "ranks": {"forge"}}
@@ -160,6 +161,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those that are about them, which are then selected alone (`make gpu`)."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Every collection of garbage would look at a million objects of what the tests' files import, for half a second."""
+    with without_collection():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,4 +19,6 @@ def test_collection_is_suspended_and_goes_on_as_before(is_enabled: bool) -> None
         assert gc.get_freeze_count() >= before + len(made)
     finally:
         gc.unfreeze()
+        if before:  # As tests/conftest.py had it.
+            gc.freeze()
         (gc.enable if was_enabled else gc.disable)()
