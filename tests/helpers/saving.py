@@ -1,4 +1,7 @@
-"""Saves without training: a small model's weights and moments, cut among any number of ranks as one likes."""
+"""Saves without training: a small model's weights and moments, cut among any number of ranks as one likes.
+
+Imports torch only when the model is made: a process without it is forked much faster.
+"""
 
 import os
 from collections.abc import Sequence
@@ -9,20 +12,30 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.architecture.variants import configure
 from pipeline.checkpoint.store import Checkpoints, verify
 from pipeline.checkpoint.writer import Commit, Retention, SaveJob, save
 from pipeline.data.storage.bucket import BucketPath
-from pipeline.model import ViTConfig, configure, create, safetensors_metadata
 
-CONFIG: ViTConfig = configure("ViT-mu/8", 16, 3, width=8, depth=1, mlp_width=8, num_heads=1)
+CONFIG = configure("ViT-mu/8", 16, 3, width=8, depth=1, mlp_width=8, num_heads=1)
 STATES = ("weights", "exp_avg")
 
 
 @cache
 def tensors(step: int) -> dict[str, dict[str, np.ndarray]]:
     """state -> name -> float32 array, other ones for each step."""
-    weights = create("ViT-mu/8", 16, 3, width=8, depth=1, mlp_width=8, num_heads=1, seed=step).state_dict()
+    from pipeline.model import build
+
+    weights = build(CONFIG, seed=step).state_dict()
     return {state: {n: t.numpy() + np.float32(i) for n, t in weights.items()} for i, state in enumerate(STATES)}
+
+
+@cache
+def metadata(step: int) -> dict[str, str]:
+    """Of model.safetensors."""
+    from pipeline.model import safetensors_metadata
+
+    return safetensors_metadata(CONFIG, {"step": step})
 
 
 def cut(names: dict[str, np.ndarray], world_size: int) -> list[list[tuple[str, int, int]]]:
@@ -57,7 +70,7 @@ def job(
     commit = Commit(
         {"step": step, **state},
         shapes,
-        safetensors_metadata(CONFIG, {"step": step}),
+        metadata(step),
         Retention(keep, list(damaged), always),
     )
     return SaveJob(
