@@ -34,18 +34,28 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 @cache
 def prose(path: Path) -> str:
     """What is written for readers: a page; docstrings, texts and comments of code; comments of a YAML file."""
+    if path.suffix == ".py":
+        return parts(path)[0]
     text = path.read_text()
-    if path.suffix == ".md":
-        return text
-    if path.suffix == ".yaml":
-        return "\n".join(line.partition("#")[2] for line in text.splitlines() if "#" in line)
-    found = []
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    return (
+        text if path.suffix == ".md" else "\n".join(line.partition("#")[2] for line in text.splitlines() if "#" in line)
+    )
+
+
+@cache
+def parts(path: Path) -> tuple[str, set[str]]:
+    """Of a file of code: docstrings, texts and comments; and all other words, those of string constants too."""
+    found, words = [], set()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type == tokenize.COMMENT:
             found.append(token.string.lstrip("# "))
+        elif token.type == tokenize.NAME:
+            words.add(token.string)
         elif token.type == tokenize.STRING and token.string.startswith('"""'):
             found.append(ast.literal_eval(token.string))
-    return "\n".join(found)
+        elif token.type == tokenize.STRING:
+            words.update(re.findall(r"\w+", token.string))
+    return "\n".join(found), words
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -212,11 +222,7 @@ def _packages() -> set[str]:
 @cache
 def words_of_code() -> set[str]:
     """Names and words of string constants of code and configs, without docstrings and comments."""
-    found: set[str] = set()
-    for path in (*CODE, *sorted((ROOT / "tests").rglob("*.py"))):
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type == tokenize.NAME or (token.type == tokenize.STRING and not token.string.startswith('"""')):
-                found.update(re.findall(r"\w+", token.string))
+    found: set[str] = set().union(*(parts(path)[1] for path in (*CODE, *sorted((ROOT / "tests").rglob("*.py")))))
     for path in (*CONFIGS, ROOT / "Makefile", ROOT / "pyproject.toml"):
         found.update(re.findall(r"\w+", path.read_text()))
     return found

@@ -22,29 +22,25 @@ def test_nouns_follow_their_number(count: float, noun: str, shown: str) -> None:
 
 def test_no_message_counts_without_it() -> None:
     """No f-string has a number and then the plural of a noun that is counted elsewhere: it would say "1 ranks"."""
-    trees = {
-        path: ast.parse(path.read_text())
-        for folder in ("pipeline", "data_tools", "launch")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    }
-    nouns = {
-        node.args[1].value.split()[-1]
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "counted"
-        if isinstance(node.args[1], ast.Constant)
-    }
+    nouns: set[str] = set()
+    counts: list[tuple[str, str]] = []  # A place in the code with its number, and the text behind it.
+    for path in (
+        path for folder in ("pipeline", "data_tools", "launch") for path in sorted((ROOT / folder).rglob("*.py"))
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "counted":
+                if isinstance(node.args[1], ast.Constant):
+                    nouns.add(node.args[1].value.split()[-1])
+            elif isinstance(node, ast.JoinedStr):
+                counts += [
+                    (f"{path.relative_to(ROOT)}:{value.lineno}: {{{ast.unparse(value.value)}}}", text.value)
+                    for value, text in zip(node.values, node.values[1:], strict=False)
+                    if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant) and text.value[0] == " "
+                    if _is_count(value)
+                ]
     assert len(nouns) > 20
     follows = re.compile(rf" (?:[a-z-]+ )?(?:{'|'.join(sorted(map(plural, nouns)))})\b(?![=/.])")
-    found = [
-        f"{path.relative_to(ROOT)}:{value.lineno}: {{{ast.unparse(value.value)}}}{text.value[:30]}"
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.JoinedStr)
-        for value, text in zip(node.values, node.values[1:], strict=False)
-        if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant) and follows.match(text.value)
-        if _is_count(value)
-    ]
+    found = [f"{place}{text[:30]}" for place, text in counts if follows.match(text)]
     assert not found
 
 
