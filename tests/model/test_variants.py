@@ -219,8 +219,10 @@ PLACES = [
 EVERY = {
     **{f"ViT-{size}/16": {} for size in ("Ti", "S", "M", "B", "L", "H")},
     **{f"ViT-{size}/14": {"image_size": (28, 42)} for size in ("g", "G")},
+    # With and without a class token, which has positions of its own; the pool itself knows none.
     **{f"{positions}, {at}, {pool}": {"name": "ViT-B/16", "positions": positions, "positions_at": at, "pool": pool}
-       for (positions, at), pool in product(PLACES, ("token", "gap", "map"))},
+       for (positions, at), pool in product(PLACES, ("token", "gap"))},
+    "map": {"name": "ViT-B/16", "pool": "map"},
     "overlapping": {"name": "ViT-B/16", "patch_stride": 8, "drop_path": 0.3},
     "Axial-ViT-B/16": {"drop_path": 0.1},
     "registers, token": {"name": "ViT-B/16", "registers": 2},

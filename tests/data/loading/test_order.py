@@ -134,13 +134,13 @@ def test_a_rank_reads_few_shards_at_a_time(world_size: int) -> None:
 
 
 def large(num_shards: int, seed: int = 0) -> SampleOrder:
-    """Shards of about 1,000 samples, at the settings of ImageNet-21k: 14,200 of them, or a million."""
+    """Shards of about 1,000 samples, at the settings of ImageNet-21k, which has 14,200 of them."""
     return SampleOrder(np.random.default_rng(0).integers(900, 1101, num_shards), seed, 4096, 16, 4096)
 
 
 @pytest.mark.slow
-def test_every_sample_of_imagenet_21k_once_an_epoch() -> None:
-    order = large(14_200)
+def test_every_sample_of_imagenet_1k_once_an_epoch() -> None:
+    order = large(1_300)
     n, seen = order.num_samples, np.zeros(order.num_samples, bool)
     for first in range(n, 2 * n, 2**20):
         rows, epochs = order.rows(np.arange(first, min(first + 2**20, 2 * n)))
@@ -163,7 +163,7 @@ def test_a_billion_rows_and_positions_are_each_others_inverse() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_shards", "powers"), [(14_200, range(1, 13)), (1_000_000, (1, 6, 12))])
+@pytest.mark.parametrize(("num_shards", "powers"), [(14_200, range(1, 13)), (1_000_000, (12,))])
 def test_4096_ranks_see_the_batches_of_one(num_shards: int, powers: Sequence[int]) -> None:
     """At steps far apart, including one across two epochs; each rank's order is built anew."""
     order = large(num_shards)

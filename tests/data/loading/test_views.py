@@ -146,7 +146,7 @@ def test_a_region_gives_the_views_of_the_whole_image(orientation: int, crop: str
             Views(1, (16, 20), AugmentConfig(crop=crop, area_max=0.2, resize_filter=filter, scaled_decoding=reduced)),
         )
         for data in files:
-            for row in range(20):
+            for row in range(10):
                 found, expected = ([np.zeros((24, 24, 3), np.uint8) for _ in "12"] for _ in "ab")
                 for outs, by_region in ((found, True), (expected, False)):
                     outs.append(np.zeros((16, 20, 3), np.uint8))
