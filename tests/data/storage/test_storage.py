@@ -35,9 +35,9 @@ ROOT = Path(__file__).resolve().parents[3]
 Server = tuple[S3, str]
 
 
-def cached(url: str, folder: Path, max_bytes: int = 10**9, in_use_seconds: float = 3600.0, stall: float = 20.0):
+def cached(url: str, folder: Path, max_bytes: int = 10**9, in_use_seconds: float = 3600.0):
     """A split of the data set at url, read through a cache."""
-    storage = Storage(Retry(60, stall_seconds=stall), ShardCache(folder, max_bytes, in_use_seconds))
+    storage = Storage(Retry(60), ShardCache(folder, max_bytes, in_use_seconds))
     return open_dataset(url, storage).split("train")
 
 
@@ -315,9 +315,13 @@ def test_a_process_ends_at_once_while_it_downloads(s3: Server, dataset: Path, tm
     copy_folder(dataset, f"{url}/tiny")
     code = f"""
 import sys, numpy as np
-sys.path[:0] = [{str(ROOT / "tests/data/storage")!r}, {str(ROOT / "tests/helpers")!r}]
-from test_storage import cached, ShardReader, Path
-reader = ShardReader(cached({f"{url}/tiny"!r}, Path({str(tmp_path)!r}), stall=3600))
+from pathlib import Path
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.storage.cache import ShardCache, Storage
+from pipeline.data.storage.retry import Retry
+storage = Storage(Retry(60, stall_seconds=3600), ShardCache(Path({str(tmp_path)!r}), 10**9))
+reader = ShardReader(open_dataset({f"{url}/tiny"!r}, storage).split("train"))
 next(reader.ahead((np.array([row]),) for row in range(150)))
 sys.stdin.read()
 """
