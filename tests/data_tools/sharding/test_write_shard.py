@@ -138,7 +138,7 @@ def test_a_damaged_part_is_made_again(job: ShardingJob, tmp_path: Path) -> None:
     part = tmp_path / "out" / PARTS / "train-000000.parquet"
     data = part.read_bytes()
     rows = pq.read_table(part).replace_schema_metadata(None).cast(ROWS)
-    places = np.random.default_rng(0).choice(len(data) * 8, 250, replace=False)
+    places = np.random.default_rng(0).choice(len(data) * 8, 120, replace=False)
     assert not write_shard(job).made
     num_made = 0
     for place in places.tolist():
@@ -149,7 +149,7 @@ def test_a_damaged_part_is_made_again(job: ShardingJob, tmp_path: Path) -> None:
         assert done == replace(whole, made=done.made)
         assert pq.read_table(part).replace_schema_metadata(None).cast(ROWS) == rows  # As the manifest takes them.
         num_made += done.made
-    assert num_made > 100
+    assert num_made > 48
 
 
 @pytest.mark.parametrize(
