@@ -253,7 +253,7 @@ def _plain_step(
     forward = _compiled(model, setup)
 
     def step() -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
+        _begin_step(setup)
         for weight in weights:
             weight.grad = None
         loss = F.cross_entropy(forward(images).float(), labels)
@@ -305,12 +305,17 @@ def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[S
     numbers = itertools.count()
 
     def step() -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
+        _begin_step(setup)
         number = next(numbers)
         batch = batches[min(number // 2, len(batches) - 1)]
         return training_step(engine, [batch], number, _LR).loss
 
     return step, None, lambda: list(model.parameters())
+
+
+def _begin_step(setup: Setup) -> None:
+    if setup.compile:  # Otherwise it only imports Inductor, in each process.
+        torch.compiler.cudagraph_mark_step_begin()
 
 
 def _choose_optimizer(optimizer: torch.optim.Optimizer, setup: Setup, capturable: bool = False) -> None:
