@@ -31,6 +31,8 @@ def pretrain(config: RunConfig) -> None:
 
 
 def settings_of_the_objective(arguments: Sequence[str]) -> str:
+    if not any(argument.startswith("train.loss=") for argument in arguments):
+        return ""
     from pipeline.objectives import settings_help  # Late: imports torch.
 
     return settings_help(arguments)

@@ -25,7 +25,7 @@ def test_every_command_is_guarded_before_it_imports_anything(path: Path) -> None
 
 
 def test_help_waits_for_no_library() -> None:
-    """But for the demo, which draws, for pretrain.py, which also lists the objectives' settings, and for Ray's launcher."""
+    """But for the demo, which draws, and for Ray's launcher."""
     script = (
         "import runpy, sys\n"
         "for path in sys.argv[1:]:\n"
@@ -34,7 +34,7 @@ def test_help_waits_for_no_library() -> None:
         "    except SystemExit: print('done', path)\n"
         "print(sorted({'torch', 'numpy', 'pyarrow', 'matplotlib', 'cv2', 'ray', 'mlflow'} & sys.modules.keys()))\n"
     )
-    paths = [str(path) for path in COMMANDS if path.name not in ("demo.py", "pretrain.py", "ray_run.py")]
+    paths = [str(path) for path in COMMANDS if path.name not in ("demo.py", "ray_run.py")]
     said = subprocess.run([sys.executable, "-c", script, *paths], capture_output=True, text=True, check=True, cwd=ROOT)
     lines = said.stdout.splitlines()
     assert [f"done {path}" for path in paths] == [line for line in lines if line.startswith("done ")]
