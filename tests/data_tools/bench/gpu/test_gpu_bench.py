@@ -28,6 +28,8 @@ from pipeline.base.errors import UserError
 from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, OTHER, traffic
 from pipeline.model import ViTConfig, configure, training_flops_per_image
+from pipeline.process.outputs import try_outputs
+from pipeline.settings import schema
 from pipeline.settings.commands.bench import GpuBenchConfig, RecordConfig
 
 ROOT = Path(__file__).parents[4]
@@ -222,19 +224,18 @@ def test_results_survive_a_kill(tmp_path: Path) -> None:
     assert found["command"].startswith("python launch/bench.py gpu device=cpu")
 
 
-@pytest.mark.slow
-def test_mistakes(tmp_path: Path) -> None:
-    def fails(*arguments: str) -> str:
-        command = [sys.executable, "launch/bench.py", "gpu", *arguments]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-        return done.stderr
-
-    assert fails() == "error: torch sees no GPU here. device=cpu runs the same code on tiny models, as a test of it.\n"
-    assert "there is no folder" in fails("device=cpu", f"json={tmp_path}/missing/found.json")
-    assert "models: ViT-L/16 is not NAME@PIXELS" in fails("models=[ViT-L/16]")
-    assert "only = prodct must be one of product, step" in fails("device=cpu", "only=[prodct]")
+def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # As the command does, and undone.
+    with pytest.raises(UserError, match=r"^torch sees no GPU here\. device=cpu runs the same code on tiny models"):
+        gpu.run(GpuBenchConfig())
+    for said, override in (
+        ("models: ViT-L/16 is not NAME@PIXELS", "models=[ViT-L/16]"),
+        ("only = prodct must be one of product, step", "only=[prodct]"),
+    ):
+        with pytest.raises(UserError, match=said):
+            schema.load(GpuBenchConfig, None, [override])
+    with pytest.raises(UserError, match="there is no folder"):
+        try_outputs(GpuBenchConfig(json=f"{tmp_path}/missing/found.json"))
     config = GpuBenchConfig(device="cpu", models=["BiT-R50x1@224"])
     with pytest.raises(UserError, match="BiT-R50x1 is not a Vision Transformer"):
         gpu.GpuBench(config, BenchRecord("gpu", config))
