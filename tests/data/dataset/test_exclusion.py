@@ -43,7 +43,7 @@ def contents(split: Split) -> list[str]:
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(lists=st.lists(st.sets(st.integers(0, COUNT - 1), max_size=20), max_size=3))
 @pytest.mark.slow
 def test_only_what_is_kept_has_an_address(tmp_path_factory, make_dataset, lists: list[set[int]]) -> None:
