@@ -1,8 +1,8 @@
-"""A real S3 API on loopback (moto's server), behind a proxy that does to requests what networks and servers do."""
+"""A real S3 API on loopback (moto's), in a server that does to requests what networks and servers do."""
 
 import contextlib
 import http.client
-import logging
+import io
 import os
 import socket
 import struct
@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from polling import until
+from werkzeug.serving import WSGIRequestHandler
+from werkzeug.test import run_wsgi_app
 
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER
 from pipeline.data.storage.atomic import replacing
@@ -93,20 +95,14 @@ class _Handler(BaseHTTPRequestHandler):
         sent = (
             self._chunks() if self.headers.get("Transfer-Encoding") == "chunked" else self.rfile.read(int(length or 0))
         )
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        for name in ("transfer-encoding", "expect"):
-            headers.pop(name, None)
-        upstream = http.client.HTTPConnection(*s3.upstream)
-        upstream.request(self.command, self.path, sent, {**headers, "content-length": str(len(sent))})
-        response = upstream.getresponse()
-        body = response.read()
-        upstream.close()
-        head = f"HTTP/1.1 {response.status} {response.reason}\r\n" + "".join(
-            f"{name}: {value}\r\n"
-            for name, value in response.getheaders()
-            if name not in ("Connection", "Transfer-Encoding")
-        )
-        if "Content-Length" not in response.headers:
+        environ = WSGIRequestHandler.make_environ(self)
+        for name in ("HTTP_TRANSFER_ENCODING", "HTTP_EXPECT", "wsgi.input_terminated"):
+            environ.pop(name, None)
+        environ |= {"wsgi.input": io.BytesIO(sent), "CONTENT_LENGTH": str(len(sent))}
+        parts, status, answered = run_wsgi_app(s3.moto, environ, buffered=True)
+        body = b"".join(parts)
+        head = f"HTTP/1.1 {status}\r\n" + "".join(f"{name}: {value}\r\n" for name, value in answered)
+        if "Content-Length" not in answered:
             head += f"Content-Length: {len(body)}\r\n"
         raw = head.encode() + b"\r\n"
         if fault := s3.next_fault(f"{self.command} {self.path}"):
@@ -131,10 +127,15 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def port_integer(self) -> int:
+        """As werkzeug's handlers have it, one of whose methods is called with this one."""
+        return self.client_address[1]
+
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
+    ssl_context, multithread, multiprocess = None, True, False
 
     def handle_error(self, *_: object) -> None:
         """Clients go away in the middle; that is what these tests are about."""
@@ -144,12 +145,9 @@ class S3:
     """The server. url: of the proxy. requests: `GET /bucket/key` and the like, all there were."""
 
     def __init__(self) -> None:
-        from moto.server import ThreadedMotoServer
+        from moto.moto_server.werkzeug_app import create_backend_app
 
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        self._moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-        self._moto.start()
-        self.upstream = self._moto.get_host_and_port()
+        self.moto = create_backend_app("s3")
         self._rules: list[_Rule] = []
         self.requests: list[str] = []
         self._lock = threading.Lock()
@@ -162,7 +160,6 @@ class S3:
         self._proxy.over.set()  # type: ignore[attr-defined]
         self._proxy.shutdown()
         self._proxy.server_close()
-        self._moto.stop()
 
     def reset(self) -> None:
         """Forget faults and requests."""
@@ -183,10 +180,11 @@ class S3:
 
     def bucket(self, name: str) -> None:
         """Make a bucket, unless it is there."""
-        connection = http.client.HTTPConnection(*self.upstream)
+        connection = http.client.HTTPConnection("127.0.0.1", self._proxy.server_port)
         connection.request("PUT", f"/{name}")
         assert connection.getresponse().status == 200
         connection.close()
+        self.requests.clear()
 
 
 @contextlib.contextmanager
