@@ -38,10 +38,7 @@ CASES: list[tuple[int, str, int, int, list[str]]] = [
     (2, "fp32", 2, PART, [CKPT, *model_parts.overrides()]),
     (3, "bf16", 1, ALL, model_parts.overrides()),
     (1, "fp32", 1, ALL, DINO),
-    (1, "bf16", 2, ALL, DINO),
-    (2, "fp32", 2, ALL, DINO),
     (2, "bf16", 1, ALL, [*DINO, CKPT]),
-    (3, "fp32", 2, ALL, DINO),
     (3, "bf16", 1, ALL, DINO),
 ]
 

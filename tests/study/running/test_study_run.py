@@ -340,10 +340,10 @@ def test_cells_on_ray_with_a_killed_worker_and_a_killed_driver(
     """The scores are those of runs that nothing disturbed."""
     said = tmp_path / "said"
     settings = [
-        f"run={base}", f"out={tmp_path / 'runs'}", "name=three", "question=data_size", "on=ray", "threads=1", "mlflow=none",
-        "models=[{name: wide,settings: [model.width=32]}]", "data_sizes=[60,100,150]",
+        f"run={base}", f"out={tmp_path / 'runs'}", "name=two", "question=data_size", "on=ray", "threads=1", "mlflow=none",
+        "models=[{name: wide,settings: [model.width=32]}]", "data_sizes=[60,150]",
     ]  # fmt: skip
-    folder = tmp_path / "runs" / "three"
+    folder = tmp_path / "runs" / "two"
     with command(*settings, said=said) as first:
         # A worker of Ray, with the cell below it.
         cell = wait_for(
@@ -359,7 +359,7 @@ def test_cells_on_ray_with_a_killed_worker_and_a_killed_driver(
         # One stands still, so that not all are done before the driver is killed.
         halted = wait_for(lambda: cells_in(first), "cell", said)[0]
         halted.suspend()
-        wait_for(lambda: "[1 of 3 cells" in said.read_text(), "a cell", said)
+        wait_for(lambda: "[1 of 2 cells" in said.read_text(), "a cell", said)
         first.kill()
         first.wait(timeout=300)
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -367,8 +367,8 @@ def test_cells_on_ray_with_a_killed_worker_and_a_killed_driver(
     with command(*settings, said=said) as second:
         assert second.wait(timeout=500) == 0, said.read_text()
     results = read_results(folder)
-    assert [cell.state for cell in results.cells] == ["done"] * 3
-    assert "3 cells, 1 of them done" in said.read_text() or "3 cells, 2 of them done" in said.read_text()
+    assert [cell.state for cell in results.cells] == ["done"] * 2
+    assert "2 cells, 1 of them done" in said.read_text()
     assert not (folder / "progress.json").exists()
     # The same runs in a row, without Ray.
     undisturbed = []
