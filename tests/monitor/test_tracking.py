@@ -177,6 +177,7 @@ def test_an_absent_server_delays_nothing_and_loses_nothing(
 
     real = tracking.MlflowClient
     monkeypatch.setattr(tracking, "MlflowClient", lambda tracking_uri: real(default_uri(out)))
+    monkeypatch.chdir(out)  # A server chooses where artifacts go, and this store takes the current folder.
     tracker = start(out, uri=uri)
     tracker.log(100, {"loss": 100.0})
     tracker.finish("FINISHED")
