@@ -8,6 +8,7 @@ from typing import TypeVar
 from pipeline.base.words import on_one_line
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
 from pipeline.monitor.run_page import hide_passwords
+from pipeline.process.start import silence_broken_output
 
 T = TypeVar("T")
 
@@ -64,4 +65,7 @@ def one_line(error: Exception) -> str:
 
 
 def warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr, flush=True)
+    try:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # The terminal was closed: what sends to MLflow goes on.
+        silence_broken_output()
