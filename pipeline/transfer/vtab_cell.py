@@ -33,6 +33,7 @@ from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.views import remembering_train_view
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate.classify import label_table, predict, score
+from pipeline.evaluate.loaded_model import check_outputs
 from pipeline.evaluate.probes import fewshot
 from pipeline.evaluate.probes.features import extract
 from pipeline.evaluate.probes.knn import knn_predict
@@ -236,6 +237,7 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
         split = dataset.split(name, "none")
         rows = np.arange(len(split))
         seen = extract(features, _reading(split, size, augment, config, device), rows)
+        check_outputs(config.weights, f"{cell.task.name}, {name}", seen, split)
         values[name], labels[name] = seen.values, label_table(split)[:, 0]
     # train800val200 consists of these two.
     values[ALL], labels[ALL] = (np.concatenate([part[TRAIN], part[VAL]]) for part in (values, labels))

@@ -230,6 +230,19 @@ def test_a_probe_chooses_on_200_and_learns_from_all(data: Dataset, method: str) 
     assert (outcome["accuracy"], outcome["steps"]) == (pytest.approx(expected), None)
 
 
+@pytest.mark.parametrize("method", ["linear", "knn"])
+def test_features_that_are_not_finite_are_told_in_one_line(data: Dataset, tmp_path: Path, method: str) -> None:
+    """They were an error of numpy's eigenvalues, or a score."""
+    model = models.create("ViT-mu/4", SIDE, 7, seed=3)
+    torch.nn.init.constant_(model.blocks[0].mlp.up.weight, 1e38)  # NaN itself is refused when weights are read.
+    models.save(model, tmp_path / "broken.pt")
+    settings = config(data, f"method={method}", f"weights={tmp_path / 'broken.pt'}")
+    with pytest.raises(
+        UserError, match=r"broken\.pt gives NaN or infinity for \d+ of 32 images, the first train800000"
+    ):
+        run_cell(SweepJob(VtabCell(TASK, "probe", None, 0, data.fingerprint), settings))
+
+
 def test_data_that_changed_and_images_that_cannot_be_read_are_refused(data: Dataset, tmp_path: Path) -> None:
     settings = config(data)
     with pytest.raises(UserError, match=r"dtd has changed: it was 0{16}, and is "):
