@@ -8,6 +8,7 @@ and from MLflow: each step has one point, the last.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +64,10 @@ class Tracker:
         if metrics:
             self._file.write(Record(step, round(time.time() * 1000), metrics).to_line())
             self._file.flush()
+
+    def has_at_start(self, names: Iterable[str]) -> bool:
+        """Whether the step that the run continues from has a record of one of these metrics."""
+        return any(accepted_name(name) in self._logged for name in names)
 
     def go_back(self, step: int) -> list[str]:
         """Remove the records of steps after `step`, which run again. Returns lines that say what was removed."""

@@ -1,8 +1,8 @@
 """Evaluators that run during training: scores on the held-out split, and probes of the features.
 
 What each measures is declared in `objectives.metrics`, so checkpoint.best can be checked before a run starts. Each writes its last
-result to a file of the run folder. A restarted run compares it with its checkpoint, to make up an evaluation that was due but did
-not finish.
+result to a file of the run folder. A restarted run compares it, and its records, with its checkpoint, to make up an evaluation that was
+due but did not finish.
 """
 
 import json
@@ -65,6 +65,10 @@ class Evaluator:
         if not start or self.name not in self.context.plan.due(start).evaluations:
             return False
         last = json_record.read_or_none(self.context.folder / self.file, _LastResult)
+        tracker = self.monitoring.tracker
+        # Of a step that runs again, after a rollback perhaps: the records know.
+        if last and last.step > start and tracker:
+            return not tracker.has_at_start(objectives.metrics(self.context.config)[self.name])
         return last is None or last.step < start
 
     def evaluate_on_all_ranks(self, step: int) -> None:

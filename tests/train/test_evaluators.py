@@ -15,9 +15,11 @@ from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.estimate.plan import make_plan
 from pipeline.evaluate.classify import ClassificationScores
+from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.tracking import Tracker
 from pipeline.objectives.classification import Classification
 from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
+from pipeline.settings.run import RunConfig, TrackConfig
 from pipeline.train.evaluators import EVALUATORS, Evaluation, SplitEvaluator, evaluators_of
 from pipeline.transfer.child_run import ScoresFile
 
@@ -83,6 +85,28 @@ def test_an_objective_without_a_held_out_metric_has_no_evaluator_of_the_split(mo
     assert names(load(*PROBE)) == ["probe"]
     with pytest.raises(UserError, match="must be empty: nothing is measured"):
         objectives.check(load("checkpoint.best=val_loss"))
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_an_evaluation_after_a_rollback_is_made_up_after_a_kill(tmp_path: Path, done: bool) -> None:
+    """scores.json may be of a later step, whose records were removed when the run went back: it was taken for the one that is due."""
+    folder = tmp_path / "x"
+    facts = RunFacts("x", "pretrain")
+    tracker = Tracker(TrackConfig(enabled=False), tmp_path, folder, facts, start=0)
+    tracker.log(90, {"val_top1": 0.5})
+    (folder / "scores.json").write_text('{"step": 90}')
+    tracker.go_back(20)
+    tracker.log(50, {"loss": 1.0})
+    if done:
+        tracker.log(50, {"val_top1": 0.4})
+    tracker.finish("KILLED")
+    again = Tracker(TrackConfig(enabled=False), tmp_path, folder, facts, start=50)
+    plan = SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)))
+    context: Any = SimpleNamespace(folder=folder, config=load(), plan=plan)
+    nothing: Any = None
+    evaluator = SplitEvaluator(context, nothing, monitoring=SimpleNamespace(tracker=again), saver=nothing)  # type: ignore[arg-type]
+    assert evaluator.is_missing(50) == (not done)
+    again.finish("FINISHED")
 
 
 def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None:
