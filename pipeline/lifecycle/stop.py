@@ -53,8 +53,9 @@ _ONE_INTERRUPT_SECONDS = 1.0
 _LAST_WORD_SECONDS = 27.0
 # Timeout for the other ranks when leaving with everything committed.
 _FAREWELL_SECONDS = 10.0
-# Reserve before stop_after_minutes, for the current step, MLflow and exit; plus three times the longest commit.
-_RESERVE_SECONDS = 30.0
+# Reserve before stop_after_minutes, for the current step, MLflow and exit; plus three times the longest commit. Before the first one
+# of a start, its time is that of its bytes on a slow disk.
+_RESERVE_SECONDS, _SLOW_DISK = 30.0, 100e6
 # Timeout for ranks to report when one is lost, and the number of lost ranks named in the error.
 _ROLL_CALL_SECONDS, _NAMED = 3 * _POLL_SECONDS, 8
 _LOST_OTHERS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed? ?out", re.IGNORECASE)
@@ -67,7 +68,7 @@ class Stop:
         self.folder = RunFolder(Path(config.out) / config.name, int(os.environ.get("RANK", "0")))
         self.reason = ""
         self.step = 0
-        self.commit_seconds = 0.0
+        self.commit_seconds = self._expected_seconds = 0.0
         self.limit_seconds = config.train.stop_after_minutes * 60
         self.begin = time.monotonic()  # Monotonic: wall clocks jump.
         self._training = False
@@ -147,6 +148,12 @@ class Stop:
         ranks.barrier()
         self._hosts = ranks.gather(socket.gethostname())
         self._ranks, self.folder.ours = ranks, True
+
+    def expect_checkpoint(self, num_bytes: int) -> None:
+        """Until a commit was measured, keep time for one of so many bytes, of all ranks together, before stop_after_minutes."""
+        # At most half of the limit: a run that stops before its first step each time would never end.
+        most = max(0.0, self.limit_seconds / 2 - _RESERVE_SECONDS) / 3
+        self._expected_seconds = min(num_bytes / _SLOW_DISK, most)
 
     def begin_training(self, step: int) -> None:
         """From now on the ranks stop together, with a checkpoint. Collective."""
@@ -340,7 +347,7 @@ class Stop:
         if self._ranks.is_main:
             if is_stop_asked(self.folder.path):
                 return BY_FILE
-            reserve = _RESERVE_SECONDS + 3 * self.commit_seconds
+            reserve = _RESERVE_SECONDS + 3 * (self.commit_seconds or self._expected_seconds)
             if self.limit_seconds and time.monotonic() - self.begin > self.limit_seconds - reserve:
                 return BY_LIMIT
         with contextlib.suppress(RuntimeError):  # Rank 0, which hosts the store, has exited.

@@ -19,7 +19,7 @@ from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.estimate.memory import refuse_too_large
+from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.lifecycle.run_folder import last_end_in_words
@@ -245,6 +245,8 @@ def write_settings(config: RunConfig, folder: Path) -> None:
 # ---------------------------------------------------------------------- what saves
 def _prepare_saving(context: RunContext, start: _StartingPoint) -> Saving:
     config = context.config
+    if config.train.stop_after_minutes:
+        context.stop.expect_checkpoint(checkpoint_bytes(start.model.config, config))
     saver = Saver(
         str(start.checkpoints.folder), context.ranks, 60 * config.data.retry_minutes, start.state.step, context.console.say,
         60 * commit_minutes(config),

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,28 @@ def test_ranks_that_wait_for_one_that_prepares_leave_with_it(tmp_path: Path) -> 
         stop._ranks = SimpleNamespace(is_main=False, barrier=lambda: waiting.append(stop._training))  # type: ignore[assignment]
         stop.begin_training(0)
         assert (waiting, stop._training) == ([False], True)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "commits", "reserve"),
+    [(0, [], 30), (10e9, [], 330), (1e12, [], 500), (10e9, [1, 2], 36), (10e9, [200, 2], 630)],
+)
+def test_a_limit_leaves_time_for_the_first_commit_too(
+    checkpoint: float, commits: list[float], reserve: float, tmp_path: Path
+) -> None:
+    """Until one is known, it is expected to take its bytes at 100 MB/s, in at most half of the limit."""
+    with stop_of(tmp_path) as stop:
+        stop.limit_seconds = 1000.0
+        stop._ranks = SimpleNamespace(is_main=True, barrier=lambda: None)  # type: ignore[assignment]
+        stop.expect_checkpoint(int(checkpoint))
+        stop.begin_training(0)
+        for seconds in commits:
+            stop.committed(1, seconds)
+        asked = []
+        for passed in (1000 - reserve - 5, 1000 - reserve + 5):
+            stop.begin = time.monotonic() - passed
+            asked.append(stop._asked_elsewhere())
+    assert asked == ["", "train.stop_after_minutes"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
