@@ -19,6 +19,7 @@ from data_tools.sources.reader import Reader
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.commands.data import ShardConfig
+from pipeline.settings.effect import refuse_without_effect
 
 __all__ = ["Listing", "Reader", "list_source"]
 
@@ -55,7 +56,9 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
                     "the classes. Leave it out: class_list=FILE chooses classes, class_map=FILE renames them."
                 )
             splits = layout.splits if layout.splits and config.splits == _ONE_SPLIT else config.splits
-            replace(config, splits=splits).check()  # Held-out images go to 'val', which the layout may have itself.
+            detected = replace(config, layout=name, splits=splits)  # type: ignore[arg-type]
+            detected.check()  # Held-out images go to 'val', which the layout may have itself.
+            refuse_without_effect(detected, f"source = {source} has layout = {name}: ")
             collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
             collector.advice = _list_advice(source, config)
             layout.walk(plain, config, staging, collector)

@@ -17,6 +17,7 @@ from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.model import Config, Model, build
 from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Objective
+from pipeline.settings import effect
 from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.command import listed
 from pipeline.settings.objective_checks import refuse_without_labels
@@ -93,6 +94,11 @@ def describe_groups(config: RunConfig, model: Config, num_steps: int) -> list[st
 def flat_settings(config: RunConfig) -> dict[str, Any]:
     """All settings of a run by dotted name, with those of its objective that are not given."""
     return flatten(to_dict(config) | {"objective": to_dict(kind(config.train.loss).settings(config))})
+
+
+def without_effect(config: RunConfig) -> list[str]:
+    """A line for each reason for which settings of a run, or of its objective, have no effect."""
+    return effect.without_effect(config) + effect.without_effect(kind(config.train.loss).settings(config), "objective.")
 
 
 def facts(loss: str) -> dict[str, Fact]:

@@ -48,10 +48,15 @@ class DinoSettings:
     hidden: int = setting(2048, "Width of the head's two hidden layers.", min=1, max=2**16)
     bottleneck: int = setting(256, "Width of what is compared with the prototypes.", min=1, max=2**16)
     local_views: int = setting(8, "Number of small views of each image.", min=0, max=100)
-    local_size: int = setting(LOCAL_SIZE, "Side of the small views in pixels.", min=1, max=MAX_SIDE)
-    local_area_min: float = setting(0.05, "Small views: smallest share of the image's area.", above=0, max=1)
+    local_size: int = setting(
+        LOCAL_SIZE, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views"
+    )
+    local_area_min: float = setting(
+        0.05, "Small views: smallest share of the image's area.", above=0, max=1, needs="local_views"
+    )
     local_area_max: float = setting(
-        0.4, "Small views: largest share of the image's area; augment.area_min is the smallest of large views.", above=0, max=1
+        0.4, "Small views: largest share of the image's area; augment.area_min is the smallest of large views.", above=0, max=1,
+        needs="local_views",
     )  # fmt: skip
     blur: list[float] = setting(
         [1.0, 0.1, 0.5], "Probability of blur in the first large view, the second, and the small ones.", min=0, max=1
@@ -75,13 +80,15 @@ class DinoSettings:
         "mean", "Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each micro-batch over "
         "all ranks by 3 iterations of Sinkhorn-Knopp (sinkhorn; DINOv2's).",
     )  # fmt: skip
-    centre_momentum: float = setting(0.9, "Weight of the old running mean.", min=0, below=1)
+    centre_momentum: float = setting(0.9, "Weight of the old running mean.", min=0, below=1, needs="centring=mean")
     ibot_weight: float = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0 is none.", min=0)
     ibot_head: Literal["shared", "separate"] = setting(
-        "shared", "Head of the patches: that of the image (DINOv2), or one of their own (DINOv3)."
+        "shared", "Head of the patches: that of the image (DINOv2), or one of their own (DINOv3).", needs="ibot_weight"
     )
-    ibot_share_min: float = setting(0.1, "Smallest share of patches that is masked, in half of the large views.", above=0, below=1)  # fmt: skip
-    ibot_share_max: float = setting(0.5, "Largest share of patches that is masked.", above=0, below=1)
+    ibot_share_min: float = setting(0.1, "Smallest share of patches that is masked, in half of the large views.", above=0, below=1, needs="ibot_weight")  # fmt: skip
+    ibot_share_max: float = setting(
+        0.5, "Largest share of patches that is masked.", above=0, below=1, needs="ibot_weight"
+    )
     koleo_weight: float = setting(
         0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0 is none.", min=0
     )

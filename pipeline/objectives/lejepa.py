@@ -41,10 +41,15 @@ _SAME = 0.05
 class LejepaSettings:
     global_views: int = setting(2, "Number of large views of each image, of model.image_size.", min=1, max=100)
     local_views: int = setting(6, "Number of small views of each image.", min=0, max=100)
-    local_size: int = setting(LOCAL_SIZE, "Side of the small views in pixels.", min=1, max=MAX_SIDE)
-    local_area_min: float = setting(0.05, "Small views: smallest share of the image's area.", above=0, max=1)
+    local_size: int = setting(
+        LOCAL_SIZE, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views"
+    )
+    local_area_min: float = setting(
+        0.05, "Small views: smallest share of the image's area.", above=0, max=1, needs="local_views"
+    )
     local_area_max: float = setting(
-        0.3, "Small views: largest share of the image's area; augment.area_min is the smallest of large views.", above=0, max=1
+        0.3, "Small views: largest share of the image's area; augment.area_min is the smallest of large views.", above=0, max=1,
+        needs="local_views",
     )  # fmt: skip
     hidden: int = setting(2048, "Width of the projector's two hidden layers.", min=1, max=2**16)
     width: int = setting(128, "Width of the projections; 16 to 512.", min=1, max=2**16)

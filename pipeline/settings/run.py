@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
+from pipeline.settings.effect import refuse_without_effect
 from pipeline.settings.objective_checks import check_objective
 from pipeline.settings.quantities import MAX_SEED
 from pipeline.settings.run_execution import (
@@ -48,6 +49,10 @@ _CROP_SETTINGS = {
 class RunConfig:
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
+    # An override may turn off what settings of the file need, and config.yaml keeps both: they are a line of the log and of the plan,
+    # not refused.
+    notes_without_effect = True
+
     name: str = result_name("Name of the run; its folder is <out>/<name>", "run", on_change="nothing")
     out: str = setting("runs", "Folder that holds all runs.", output="folder", on_change="nothing")
     seed: int = setting(0, "Seed of all random numbers.", min=0, max=MAX_SEED, on_change="run")
@@ -62,7 +67,7 @@ class RunConfig:
     schedule: RunScheduleConfig = setting(RunScheduleConfig, "")
     engine: EngineConfig = setting(EngineConfig, "", on_change="comparison")
     evaluate: EvaluateConfig = setting(EvaluateConfig, "", on_change="comparison")
-    probe: RunProbeConfig = setting(RunProbeConfig, "", on_change="comparison")
+    probe: RunProbeConfig = setting(RunProbeConfig, "", on_change="comparison", needs="every")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "", on_change="comparison")
     health: HealthConfig = setting(HealthConfig, "")
     profile: ProfileConfig = setting(ProfileConfig, "", on_change="nothing")
@@ -139,6 +144,8 @@ class RunConfig:
             raise UserError(
                 f"train.lora_rank = {self.train.lora_rank} needs train.freeze=backbone: LoRA is for weights that are not trained themselves."
             )
+        # Of LoRA without a rank: the run would train the head alone.
+        refuse_without_effect(self.train, prefix="train.")
         if self.init.weights is None:
             if self.train.freeze != "none":
                 raise UserError(

@@ -57,18 +57,27 @@ class EvaluateConfig:
 class ProbeConfig:
     """Scores of features without training: few-shot linear and k-nearest-neighbour accuracy; without labels, RankMe."""
 
-    train_split: str = setting("train", "Split that few-shot images and neighbours are chosen from.")
+    train_split: str = setting(
+        "train", "Split that few-shot images and neighbours are chosen from.", needs="shots|neighbours"
+    )
     shots: list[int] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0 is none.", min=0)
-    shots_seeds: int = setting(3, "Random choices of few-shot images; the score is their mean.", min=1, max=1_000)
+    shots_seeds: int = setting(
+        3, "Random choices of few-shot images; the score is their mean.", min=1, max=1_000, needs="shots"
+    )
     l2: list[float] = setting(
         [1024.0],
         "Strengths of the few-shot ridge regression (2^10 in big_vision); each is reported.",
         above=0,
         min_items=1,
+        needs="shots",
     )
     neighbours: int = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0 is none.", min=0)
-    temperature: float = setting(0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", above=0)
-    neighbour_images: int = setting(50_000, "kNN: number of random training images to search; 0 is all.", min=0)
+    temperature: float = setting(
+        0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", above=0, needs="neighbours"
+    )
+    neighbour_images: int = setting(
+        50_000, "kNN: number of random training images to search; 0 is all.", min=0, needs="neighbours"
+    )
 
     rankme_images: int = setting(
         0,
@@ -163,7 +172,11 @@ class HealthConfig:
     spike_sigma: float = setting(6.0, "A spike is this many standard deviations above the recent mean.", above=0)
     spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)
     max_rollbacks: int = setting(
-        3, "With on_spike=rollback: number of rollbacks above which the run stops.", min=0, on_change="comparison"
+        3,
+        "With on_spike=rollback: number of rollbacks above which the run stops.",
+        min=0,
+        on_change="comparison",
+        needs="on_spike=rollback",
     )
     hang_minutes: float = minutes(
         5.0,
@@ -184,7 +197,7 @@ class ProfileConfig:
     trace_step: int = setting(
         0, "First step of a torch.profiler trace of rank 0, kept in the run's folder and MLflow; 0 is none.", min=0
     )
-    trace_steps: int = setting(3, "Number of steps in the trace.", min=1, max=100_000)
+    trace_steps: int = setting(3, "Number of steps in the trace.", min=1, max=100_000, needs="trace_step")
     communication: bool = setting(False, "Time collective calls as well; they then no longer overlap with computation.")
 
 
@@ -195,7 +208,9 @@ class InitConfig:
         "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md).",
         path=True,
     )
-    new_head: bool = setting(True, "With init.weights: replace the head by a zero-initialised linear layer.")
+    new_head: bool = setting(
+        True, "With init.weights: replace the head by a zero-initialised linear layer.", needs="weights"
+    )
     mean_pool: bool = setting(
         False,
         "With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes (model.pool_norm).",

@@ -122,7 +122,11 @@ class DataConfig:
         on_change="nothing",
     )
     cache_gb: float = setting(
-        200.0, "Maximum size of data.cache in GB; least recently read shards are removed.", above=0, on_change="nothing"
+        200.0,
+        "Maximum size of data.cache in GB; least recently read shards are removed.",
+        above=0,
+        on_change="nothing",
+        needs="cache",
     )
     retry_minutes: float = minutes(
         10.0,
@@ -253,7 +257,9 @@ class AugmentConfig:
     hue: float = setting(
         0.0, "Colour jitter: turn hues by a random share of the circle, at most this (0.1 in DINO).", min=0, max=0.5
     )
-    color_jitter_probability: float = share(1.0, "Probability of colour jitter (0.8 in DINO).")
+    color_jitter_probability: float = share(
+        1.0, "Probability of colour jitter (0.8 in DINO).", needs="color_jitter|saturation|hue"
+    )
     three_augment: float = share(
         0.0,
         "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third of it, before the "
@@ -265,11 +271,14 @@ class AugmentConfig:
     randaugment_layers: int = setting(
         0, "RandAugment's N: random operations per image (2 in the recipes).", min=0, max=100
     )
-    randaugment_magnitude: float = setting(10.0, "RandAugment's M: strength of the operations.", min=0, max=20)
+    randaugment_magnitude: float = setting(
+        10.0, "RandAugment's M: strength of the operations.", min=0, max=20, needs="randaugment_layers"
+    )
     randaugment_contrast: Literal["mean", "pixel_count"] = setting(
         "mean",
         "Grey value that RandAugment's Contrast blends with: the image's mean, or height x width / 256 (196 at 224 px), as "
         "in the published AugReg and big_vision runs.",
+        needs="randaugment_layers",
     )
     erase: float = share(0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.")
     mixup: float = share(0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.")
@@ -326,12 +335,15 @@ class TrainConfig:
         max=65_536,
         on_change="run",
     )
-    lora_alpha: float = setting(16.0, "LoRA: the changes are multiplied by lora_alpha / lora_rank.", above=0)
+    lora_alpha: float = setting(
+        16.0, "LoRA: the changes are multiplied by lora_alpha / lora_rank.", above=0, needs="lora_rank"
+    )
     lora_layers: list[str] = setting(
         ["qkv", "out"],
         "LoRA: dense layers of each block: qkv, out, up, down.",
         min_items=1,
         distinct=True,
+        needs="lora_rank",
         on_change="run",
     )
     label_smoothing: float = share(0.0, "Softmax only: share of the target spread over all classes.")
@@ -362,11 +374,11 @@ class OptimizerConfig:
         min=0,
         max=MAX_BATCH,
     )
-    beta1: float = setting(0.9, "Adam: decay of the first moment.", min=0, below=1)
-    beta2: float = setting(0.999, "Adam: decay of the second moment.", min=0, below=1)
-    eps: float = setting(1e-8, "Adam: term added to the denominator.", above=0)
-    momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1)
-    muon_momentum: float = setting(0.95, "Muon: Nesterov momentum of the matrices.", min=0, below=1)
+    beta1: float = setting(0.9, "Adam: decay of the first moment.", min=0, below=1, needs="name=adam,muon")
+    beta2: float = setting(0.999, "Adam: decay of the second moment.", min=0, below=1, needs="name=adam,muon")
+    eps: float = setting(1e-8, "Adam: term added to the denominator.", above=0, needs="name=adam,muon")
+    momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1, needs="name=sgd")
+    muon_momentum: float = setting(0.95, "Muon: Nesterov momentum of the matrices.", min=0, below=1, needs="name=muon")
     weight_decay: float = setting(
         0.1,
         "Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the gradient.",
@@ -404,7 +416,9 @@ class ScheduleConfig:
     )
     warmup: Length = setting(Length.parse("10000 steps"), "Linear warm-up from 0.")
     final: float = share(
-        0.0, "Learning rate at the end, as a share of the peak; none with decay=constant without a cooldown."
+        0.0,
+        "Learning rate at the end, as a share of the peak; none with decay=constant without a cooldown.",
+        needs="decay=linear,cosine,drops|cooldown",
     )
 
     def check(self, prefix: str) -> None:

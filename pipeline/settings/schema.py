@@ -22,6 +22,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import Converter, Limits, RefusedError, finite, is_record, plain, quoted, shortened
 from pipeline.base.words import counted
 from pipeline.process.outputs import Holds, Output
+from pipeline.settings.effect import refuse_without_effect
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
 
 T = TypeVar("T")
@@ -57,6 +58,8 @@ class Rule(Limits):
 
     form, choices: of text, where choices may be a table. min_items, distinct: of a list. is_path: the text is a path, where `~` is
     the home folder. command: the text is words as in a shell, with quotes. renamed: earlier name of a value -> its name today.
+    needs: settings of the same class, or of the section that has the rule, without one of which it has no effect (effect.py): names with
+    | between, each set to anything but 0, empty, null and false, or `name=value,value`, where of a list one is enough and none is all.
     """
 
     form: TextForm | None = None
@@ -67,6 +70,7 @@ class Rule(Limits):
     command: bool = False
     on_change: OnChange | None = None
     renamed: typing.Mapping[str, str] = dataclasses.field(default_factory=dict)
+    needs: str = ""
 
     @property
     def range(self) -> str:
@@ -105,7 +109,7 @@ def load(cls: type[T], path: str | Path | None, overrides: typing.Sequence[str] 
     """Read a settings tree from a YAML file, then apply `a.b=value` overrides (values are YAML).
 
     Raises UserError for a missing file, a syntax error, an unknown or missing key, a value of the wrong type or outside its
-    range, and whatever the class's own `check()` refuses.
+    range, and whatever the class's own `check()` refuses; and for one without effect, unless the class `notes_without_effect`.
     """
     tree = {} if path is None else read_yaml(_config_file(str(path)))
     for override in overrides:
@@ -114,6 +118,8 @@ def load(cls: type[T], path: str | Path | None, overrides: typing.Sequence[str] 
     check = getattr(config, "check", None)
     if check is not None:
         check()
+    if not getattr(cls, "notes_without_effect", False):
+        refuse_without_effect(config)
     return config
 
 

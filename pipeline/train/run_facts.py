@@ -131,6 +131,7 @@ def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
     return [
         plan.describe(),
         *plan.notes(config),
+        *objectives.without_effect(config),
         f"{counted(images, 'image')}, {images * objectives.training_flops(config, model.config) / 1e18:.4g} exaFLOPs",
         f"{memory.total / 2**30:.2f} GiB of memory for each rank's tensors at the most, predicted",
         *objectives.describe_groups(config, model.config, plan.steps),

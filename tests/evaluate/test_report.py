@@ -392,7 +392,7 @@ def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: 
     assert view({}, 224) == ("center", 0)
     assert view(trained, 224) == ("center", 248)
     assert view(trained, 448) == ("center", 496)
-    assert view(trained, 448, "eval_resize=480", "eval_crop=resize") == ("resize", 480)
+    assert view(trained, 448, "eval_resize=480", "eval_crop=resize_center") == ("resize_center", 480)
     antialias = evaluation_view(config(weights, data), 224, {"resize_filter": "antialias"})
     assert antialias.resize_filter == "antialias"
     assert view({"image_size": 32, "eval_crop": "resize", "eval_resize": 0}, 32) == ("resize", 0)

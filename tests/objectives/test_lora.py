@@ -58,16 +58,17 @@ def test_the_exported_weights_compute_the_same() -> None:
 def test_it_is_planned() -> None:
     from pipeline.estimate import memory
 
+    without = ("train.lora_rank=0", "train.lora_alpha=16")
     config = run_of("engine.precision=fp32", "engine.zero_stage=0", "train.micro_batch=8")
     found = memory.parameters(config, MODEL)
     trained = sum(p.numel() for p in with_trained_factors().parameters() if p.requires_grad)
     assert found.trained == trained < found.frozen
     frozen, free = (
         memory.moments(MODEL, c, 8, 1, 1)[0]
-        for c in (run_of("engine.precision=fp32", "engine.zero_stage=0", "train.lora_rank=0"), config)
+        for c in (run_of("engine.precision=fp32", "engine.zero_stage=0", *without), config)
     )
     assert free.activations > frozen.activations, "gradients go through all blocks"
-    assert objectives.training_flops(config, MODEL) > objectives.training_flops(run_of("train.lora_rank=0"), MODEL)
+    assert objectives.training_flops(config, MODEL) > objectives.training_flops(run_of(*without), MODEL)
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,7 @@ def _contestants(files: Files, folder: Path, cores: int) -> Iterator[Contestant]
         return Contestant(name, about, cores, work, module, prepare=partial(_level_start, out, num_bytes))
 
     def ours(**settings: Any) -> Callable[[], Iterator[int]]:
-        config = ShardConfig(
-            source=str(raw), out=str(out), samples_per_shard=_PER_SHARD, jpeg_quality=_QUALITY, **settings
-        )
+        config = ShardConfig(source=str(raw), out=str(out), samples_per_shard=_PER_SHARD, **settings)
         return partial(_ours, config, cores)
 
     copied = ("bytes copied", "", "")
@@ -69,7 +67,7 @@ def _contestants(files: Files, folder: Path, cores: int) -> Iterator[Contestant]
     for name, module, write in peers:
         yield one(name, copied, module, partial(_in_processes, files, out, cores, write))
     for method in ("area", "antialias"):
-        work = ours(resize_short=_SHORT, resize_filter=method)
+        work = ours(resize_short=_SHORT, resize_filter=method, jpeg_quality=_QUALITY)
         yield one(f"ours, resized, {method}", (small, "libjpeg-turbo", method), _OURS, work)
     work = partial(_in_processes, files, out, cores, partial(_write, encode=_shrunk))
     yield one("ShardWriter + Pillow", (small, "Pillow", "antialias"), "webdataset", work)

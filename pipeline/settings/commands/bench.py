@@ -15,7 +15,7 @@ class RecordConfig:
 
     json: str = setting("", "File for the results as JSON, replaced after each result; empty is none.", output="file")
     mlflow: str = mlflow_uri("MLflow tracking URI for the results; empty sends nothing.")
-    experiment: str = setting("bench", "MLflow experiment, with mlflow.")
+    experiment: str = setting("bench", "MLflow experiment, with mlflow.", needs="mlflow")
 
 
 @dataclass(frozen=True, kw_only=True)

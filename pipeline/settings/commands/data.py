@@ -64,15 +64,29 @@ class ShardConfig:
         "ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines 'filename "
         "number' or ReaL's real.json.",
         path=True,
+        needs="layout=auto,imagenet1k",
     )
-    cifar100_labels: Literal["fine", "coarse"] = setting("fine", "cifar: CIFAR-100's 100 classes or 20 groups.")
-    image_column: str = setting("image", "parquet: column of encoded images, of type binary or struct<bytes, path>.")
-    path_column: str = setting("path", "list: column of paths, relative to the list's folder, or URLs.")
+    cifar100_labels: Literal["fine", "coarse"] = setting(
+        "fine", "cifar: CIFAR-100's 100 classes or 20 groups.", needs="layout=auto,cifar"
+    )
+    image_column: str = setting(
+        "image",
+        "parquet: column of encoded images, of type binary or struct<bytes, path>.",
+        needs="layout=auto,parquet",
+    )
+    path_column: str = setting(
+        "path", "list: column of paths, relative to the list's folder, or URLs.", needs="layout=auto,list"
+    )
     label_column: str = setting(
-        "label", "parquet, list: column of labels: names, numbers, or lists of them; empty is none."
+        "label",
+        "parquet, list: column of labels: names, numbers, or lists of them; empty is none.",
+        needs="layout=auto,parquet,list",
     )
     label_separator: str = setting(
-        ";", "list: separator between the labels of an image.", form=TextForm(r"(?s).+", "text that is not empty")
+        ";",
+        "list: separator between the labels of an image.",
+        form=TextForm(r"(?s).+", "text that is not empty"),
+        needs="layout=auto,list",
     )
     label_names: str = setting("", "File of class names, one per line, for labels that are numbers from 0.", path=True)
     class_map: str = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.", path=True)
@@ -88,8 +102,11 @@ class ShardConfig:
     resize_filter: Literal["area", "antialias"] = setting(
         "area",
         "With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is faster.",
+        needs="resize_short",
     )
-    jpeg_quality: int = setting(95, "With resize_short: JPEG quality of re-encoded images.", min=1, max=100)
+    jpeg_quality: int = setting(
+        95, "With resize_short: JPEG quality of re-encoded images.", min=1, max=100, needs="resize_short"
+    )
     inspect: Inspect = setting("decode", _INSPECT)
     max_bad_share: float = share(0.001, "Share of unreadable images above which the job stops.")
     num_tasks: int = _num_tasks("Number of shards written")
@@ -198,7 +215,7 @@ class StatsConfig:
     )
     sheet: int = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.", min=0, max=1000)
     mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.")
+    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,19 +229,20 @@ class BenchConfig(RecordConfig):
     )
     source: str = setting(REQUIRED, "Folder or tar of JPEGs", path=True)
     images: int = setting(4000, "Number of images; those of source are repeated.", min=1)
-    batch: int = batch_size(64, "Images per batch.")
-    image_size: int = pixels(224, "Side of a decoded image in pixels.", least=1)
+    batch: int = batch_size(64, "Images per batch.", needs="what=data,views,augment")
+    image_size: int = pixels(224, "Side of a decoded image in pixels.", least=1, needs="what=data,views,augment")
     max_threads: int = cpu_threads(
         16,
         "With data: largest number of threads; our loader is measured with one thread per core, then twice, four times ... "
         "as many.",
+        needs="what=data",
     )
     rounds: int = setting(3, "Number of rounds; each measures everything once, and medians are reported.", min=1)
     folder: str = setting("", "Folder for temporary images; it must exist. Empty is the system's.", output="folder")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        if self.images < 2 * self.batch:
+        if self.what != "shard" and self.images < 2 * self.batch:
             raise UserError(f"images = {self.images} must be at least two batches of {self.batch}.")
         if self.what == "augment" and self.batch % 2:
             raise UserError(f"batch = {self.batch} must be even: images are mixed in pairs.")

@@ -18,27 +18,41 @@ class PlanConfig(RunConfig):
 
     cluster: str = setting("", "Nodes x GPUs x kind of GPU, as 8x8xH100-80GB; empty plans for one rank without a GPU.")
     network: str = setting(
-        "", "Network of the nodes: a name (dgx-h100, aws-p5, 25gbe, ...) or Gb/s per node; empty is usual for the GPU."
+        "",
+        "Network of the nodes: a name (dgx-h100, aws-p5, 25gbe, ...) or Gb/s per node; empty is usual for the GPU.",
+        needs="cluster",
     )
     link: float = setting(
-        0.0, "GB/s and direction between GPUs of a node; 0 is the data sheet's NVLink or PCIe.", min=0
+        0.0,
+        "GB/s and direction between GPUs of a node; 0 is the data sheet's NVLink or PCIe.",
+        min=0,
+        needs="cluster",
     )
     samples: int = setting(0, "Training samples per epoch; 0 takes them from the data set.", min=0, max=1e15)
     classes: int = setting(0, "Number of classes; 0 takes it from the data set.", min=0, max=10_000_000)
     variant: str = setting("", "Architecture of init.weights that do not exist yet, as 'ViT-L/16'.")
     efficiency: float = setting(
-        0.6, "Assumed share of the data sheet's FLOP/s and memory bandwidth that kernels reach.", above=0, max=1
+        0.6,
+        "Assumed share of the data sheet's FLOP/s and memory bandwidth that kernels reach.",
+        above=0,
+        max=1,
+        needs="cluster",
     )
     measured: float = setting(
-        0.0, "Images/s that one GPU was measured at; replaces the predicted speed of a GPU.", min=0
+        0.0,
+        "Images/s that one GPU was measured at; replaces the predicted speed of a GPU.",
+        min=0,
+        needs="cluster",
     )
     bench: str = setting(
         "",
         "JSON file of launch/bench.py gpu, measured on such a GPU; its fastest exact step of this model replaces the predicted one.",
         path=True,
     )
-    mfu: float = share(0.0, "MFU of one GPU, instead of the predicted one; 0 predicts.")
-    price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)
+    mfu: float = share(0.0, "MFU of one GPU, instead of the predicted one; 0 predicts.", needs="cluster")
+    price: float = setting(
+        0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0, needs="cluster"
+    )
     save_rate: float = setting(1.0, "Write rate of the checkpoints' disk in GB/s, all ranks together.", above=0)
     copy_rate: float = setting(10.0, "Copy rate from a GPU to host memory in GB/s.", above=0)
     json: str = setting("", "File for all figures as JSON; '-' prints JSON instead of the table.", output="file")
@@ -68,7 +82,7 @@ class SamplesConfig:
     run: str = setting(REQUIRED, "Run folder, or the YAML file of a run that has not started", path=True)
     step: int = setting(0, "List the samples of this optimizer step, counted from 1 as in log lines.", min=0, max=1e15)
     ranks: int = setting(1, "Number of ranks that the batch is divided over; 1 shows the whole batch.", min=1)
-    rank: int = setting(0, "With step: rank whose samples are listed, from 0.", min=0)
+    rank: int = setting(0, "With step: rank whose samples are listed, from 0.", min=0, needs="step")
     sample: str = setting("", "List the steps of this sample of the training split, given by its key.")
     data: str = setting("", "Folder of the data set, if it is not where the run's settings say.", path=True)
     mix: dict[str, str] = setting(
@@ -146,10 +160,10 @@ class TrainBenchConfig(RecordConfig):
         "loop on random images.",
         path=True,
     )
-    decoders: int = cpu_threads(2, "With data: decoding threads.")
-    log_every: int = setting(0, "With data: steps between log lines; 0 is one in each round.", min=0)
-    compile: bool = setting(False, "With data: torch.compile the model, as engine.compile.")
-    deterministic: bool = setting(True, "With data: as engine.deterministic.")
+    decoders: int = cpu_threads(2, "With data: decoding threads.", needs="data")
+    log_every: int = setting(0, "With data: steps between log lines; 0 is one in each round.", min=0, needs="data")
+    compile: bool = setting(False, "With data: torch.compile the model, as engine.compile.", needs="data")
+    deterministic: bool = setting(True, "With data: as engine.deterministic.", needs="data")
 
     def check(self) -> None:
         """Refuse what a run refuses, too. Raises UserError."""

@@ -72,9 +72,11 @@ class CompareConfig:
         False, "Score the weights of all runs again on one split, with precision, recall and F1 by class."
     )
     split: str = setting("", "Split for score=true, which it implies; empty is data.eval_split of the first run.")
-    data: str = setting("", "Data set for score=true; empty is that of the runs, if they have the same.", path=True)
-    batch: int = batch_size(64, "score=true: images per forward pass.")
-    threads: int = cpu_threads(2, "score=true: decoding threads.")
+    data: str = setting(
+        "", "Data set for score=true; empty is that of the runs, if they have the same.", path=True, needs="score|split"
+    )
+    batch: int = batch_size(64, "score=true: images per forward pass.", needs="score|split")
+    threads: int = cpu_threads(2, "score=true: decoding threads.", needs="score|split")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,6 +110,7 @@ class StudyConfig:
         True,
         "question = labels: models without weights train for as many more steps as the longest pre-training of the others is "
         "worth in compute.",
+        needs="question=labels",
     )
     seeds: list[int] = seeds([0], "Seeds; each gives a run with its own subset, weights and order.")
     score: str = setting(
@@ -128,7 +129,9 @@ class StudyConfig:
         "YAML file of a VTAB-1k sweep of the weights of each cell, as configs/vtab/vit_paper.yaml; empty is none.",
         path=True,
     )
-    vtab_settings: list[str] = setting(list, "Settings over those of that file, as [data=datasets/vtab,method=linear].")
+    vtab_settings: list[str] = setting(
+        list, "Settings over those of that file, as [data=datasets/vtab,method=linear].", needs="vtab"
+    )
     on: Literal["here", "ray"] = setting(
         "here", "Where cells run: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit."
     )
@@ -140,9 +143,13 @@ class StudyConfig:
     gpus: int = setting(
         0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
     )
-    threads: int = cpu_threads(2, "CPUs of a cell with on=ray, of each of its GPUs with slurm.")
+    threads: int = cpu_threads(2, "CPUs of a cell with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
     num_tasks: int = setting(
-        0, "on=ray: number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS
+        0,
+        "on=ray: number of cells that run at the same time; 0 is as many as fit.",
+        min=0,
+        max=MAX_TASKS,
+        needs="on=ray",
     )
     hours: float = setting(
         0.0, "Time for the whole study, by the clock. A plan that needs more is refused, and cells that no longer fit are left out. 0 is no limit.",

@@ -25,7 +25,7 @@ class ProtocolConfig:
     small_image_size: int = pixels(
         0, "image_size for tasks whose images have fewer than 96 x 96 pixels (BiT); 0 is image_size."
     )
-    small_resize_to: int = pixels(0, "augment.resize_to for these tasks.")
+    small_resize_to: int = pixels(0, "augment.resize_to for these tasks.", needs="small_image_size")
     pixels: Literal["weights", "imagenet"] = setting(
         "weights",
         "Pixel normalisation: [-1, 1], which our weights and converted ones expect (docs/weights.md); or ImageNet's mean and "
@@ -40,7 +40,7 @@ class ProtocolConfig:
     lr: list[float] = setting(
         REQUIRED, "Peak learning rates to try, as [0.1, 0.01]", above=0, min_items=1, distinct=True
     )
-    momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1)
+    momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1, needs="optimizer=sgd")
     weight_decay: list[float] = setting(
         [0.0],
         "Weight decays of dense kernels to try; each is multiplied by the learning rate.",
@@ -87,6 +87,9 @@ class ProtocolConfig:
 @dataclass(frozen=True, kw_only=True)
 class VtabConfig:
     """A sweep that scores weights on VTAB-1k's tasks by a protocol."""
+
+    # Printed when it begins: as in a run, an override may turn off what the protocol's file configures, and a sweep keeps its protocol.
+    notes_without_effect = True
 
     weights: str = setting(
         REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True

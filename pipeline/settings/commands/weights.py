@@ -41,7 +41,9 @@ class WeightsConfig:
     image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
     kernel: Kernel | None = kernel_setting()
     eval_resize: int = pixels(
-        0, "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none."
+        0,
+        "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none.",
+        needs="eval_crop=auto,center,resize_center",
     )
     eval_crop: Literal["auto", "center", "resize", "resize_center"] = setting(
         "auto",
@@ -84,7 +86,7 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
         True, "Match classes by name, and refuse data with one that the weights do not have; false: by number."
     )
     mlflow: str = mlflow_uri("MLflow tracking URI for the scores and the report; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.")
+    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -137,8 +139,10 @@ class ExportConfig:
             raise UserError(
                 f"out = {as_typed(self.out)} of format = {self.format} must end in {suffixes[self.format]}."
             )
-        if self.format.endswith("mae") and (self.image_size or self.kernel):
-            raise UserError(f"format = {self.format} writes MAE as it was trained: leave out image_size and kernel.")
+        if self.format.endswith("mae") and (self.image_size or self.kernel or not self.head or self.fold_layer_scale):
+            raise UserError(
+                f"format = {self.format} writes MAE as it was trained: leave out image_size, kernel, head and fold_layer_scale."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,7 @@ class FeaturesConfig(LookConfig):
 
     out: str = setting(REQUIRED, "File for the table, .parquet", output="file")
     like: str = setting("", "An image file: the most similar images are drawn on a sheet. Empty draws none.", path=True)
-    num_like: int = setting(16, "With like: number of similar images.", min=1, max=1000)
+    num_like: int = setting(16, "With like: number of similar images.", min=1, max=1000, needs="like")
     sheet: str = setting("", "With like: the sheet, .png; empty is out with the suffix .png.", output="file")
 
     def check(self) -> None:
@@ -187,16 +191,27 @@ class ExplainConfig(LookConfig):
 
     images: list[str] = setting(list, f"Images: {_IMAGES}; empty draws only figures that need no image.", path=True)
     draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
-    layer: str = setting("all", "attention: block, a number from 1, all, or mean.", form=_ONE_OR_ALL)
-    head: str = setting("mean", "attention: head, a number from 1, all, or mean.", form=_ONE_OR_ALL)
+    layer: str = setting(
+        "all", "attention: block, a number from 1, all, or mean.", form=_ONE_OR_ALL, needs="draw=attention"
+    )
+    head: str = setting(
+        "mean", "attention: head, a number from 1, all, or mean.", form=_ONE_OR_ALL, needs="draw=attention"
+    )
     normalise: bool | None = setting(
-        None, "reconstruction: whether MAE's decoder predicts normalised pixels; null is what the weights say, or true."
+        None,
+        "reconstruction: whether MAE's decoder predicts normalised pixels; null is what the weights say, or true.",
+        needs="draw=reconstruction",
     )
     num_drawn: int = setting(6, "Number of images that are drawn, chosen at random.", min=1)
     num_averaged: int = setting(
-        128, "Number of images that attention distance is averaged over (128 in the ViT paper).", min=1
+        128,
+        "Number of images that attention distance is averaged over (128 in the ViT paper).",
+        min=1,
+        needs="draw=distance",
     )
-    num_predicted: int = setting(1000, "Number of images that are searched for the most confident mistakes.", min=1)
+    num_predicted: int = setting(
+        1000, "Number of images that are searched for the most confident mistakes.", min=1, needs="draw=predictions"
+    )
     seed: int = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.", min=0, max=MAX_SEED)
     out: str = setting(
         "",
@@ -206,4 +221,4 @@ class ExplainConfig(LookConfig):
         holds="explanation",
     )
     mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.")
+    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")

@@ -173,7 +173,7 @@ def test_cost_of_augmentation(source: Path, tmp_path: Path, capsys: pytest.Captu
 def test_the_command(source: Path, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    command = [sys.executable, ROOT / "launch" / "bench.py", "shard", f"source={source}", "images=8", "batch=4"]
+    command = [sys.executable, ROOT / "launch" / "bench.py", "shard", f"source={source}", "images=8"]
     done = subprocess.run(
         [*command, "rounds=1", f"folder={scratch}"],
         capture_output=True,

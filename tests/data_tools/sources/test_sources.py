@@ -157,6 +157,10 @@ def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
         (f"out={tmp_path}/new", "splits.train=here"): "here has no class folders with images (split 'train')",
         (f"out={tmp_path}/new", "val_share=0.0001"): "leaves 2 for 'train' and 0 for 'val'",
         (f"out={tmp_path}/new", "layout=archive"): "is a folder",
+        (
+            f"out={tmp_path}/new",
+            "label_column=a",
+        ): "layout = folder: label_column = a has no effect without layout = parquet or list.",
     }
     for arguments, said in cases.items():
         assert said in refusal(monkeypatch, capfd, f"source={source}", *arguments)

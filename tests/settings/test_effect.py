@@ -1,0 +1,151 @@
+"""Settings without effect: each is said, in one line, and no shipped file has one."""
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import objectives
+from pipeline.base.errors import UserError
+from pipeline.estimate.forecast import make_forecast
+from pipeline.estimate.forecast_text import describe
+from pipeline.settings import run, run_execution, run_sections, schema
+from pipeline.settings.commands import bench, data, operate, reports, study, transfer, weights
+from pipeline.settings.effect import without_effect
+from pipeline.settings.run import RunConfig
+from pipeline.settings.run_sections import OBJECTIVES
+
+ROOT = Path(__file__).parents[2]
+MODULES = (run, run_execution, run_sections, bench, data, operate, reports, study, transfer, weights)
+CLASSES = [
+    c for module in MODULES for c in vars(module).values() if dataclasses.is_dataclass(c) and not hasattr(c, "parse")
+]
+RUNS = [path for path in sorted((ROOT / "configs").rglob("*.yaml"))
+        if path.parent.name in ("continued", "demo", "finetune", "pretrain") or path.name.startswith("cifar10_")]  # fmt: skip
+RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs", "train.loss=softmax"]
+
+
+def test_what_a_setting_needs_is_a_setting_with_such_a_value() -> None:
+    checked = 0
+    for cls in {*CLASSES, *(objectives.kind(loss).Settings for loss in OBJECTIVES)}:
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            needs = field.metadata["rule"].needs if "rule" in field.metadata else ""
+            of = typing.get_type_hints(hints[field.name]) if dataclasses.is_dataclass(hints[field.name]) else hints
+            known = 0
+            for name, _, values in (need.partition("=") for need in filter(None, needs.split("|"))):
+                if name in of:
+                    known += 1
+                    (kind,) = typing.get_args(of[name]) if typing.get_origin(of[name]) is list else (of[name],)
+                    accepted = set(filter(None, values.split(",")))
+                    assert accepted <= set(typing.get_args(kind)), f"{cls.__name__}.{field.name}"
+            assert bool(known) == bool(needs), f"{cls.__name__}.{field.name}"
+            checked += known
+    assert checked > 40
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
+    assert objectives.without_effect(schema.load(RunConfig, path)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["probe.shots=[1,5]"], "probe.shots = [1, 5] has no effect without probe.every"),
+        (
+            ["probe.shots=[0]", "probe.neighbours=20", "probe.temperature=0.1", "probe.every=0%"],
+            "probe.shots = [0], probe.neighbours = 20, probe.temperature = 0.1 have no effect without probe.every",
+        ),
+        (["probe.every=5%", "probe.temperature=0.1"], "probe.temperature = 0.1 has no effect without probe.neighbours"),
+        (
+            ["probe.every=5%", "probe.rankme_images=9", "probe.shots=0", "probe.train_split=val"],
+            "probe.train_split = val has no effect without probe.shots or probe.neighbours",
+        ),
+        (["data.cache_gb=5"], "data.cache_gb = 5.0 has no effect without data.cache"),
+        (["augment.hue=0.1", "augment.color_jitter_probability=0.8"], ""),
+        (
+            ["augment.color_jitter_probability=0.8"],
+            "augment.color_jitter_probability = 0.8 has no effect without augment.color_jitter or augment.saturation or augment.hue",
+        ),
+        (["optimizer.momentum=0.8"], "optimizer.momentum = 0.8 has no effect without optimizer.name = sgd"),
+        (["optimizer.name=sgd", "optimizer.beta2=0.9"], "optimizer.beta2 = 0.9 has no effect without optimizer.name = adam or muon"),
+        (["schedule.final=0.1"], ""),
+        (
+            ["schedule.decay=constant", "schedule.final=0.1"],
+            "schedule.final = 0.1 has no effect without schedule.decay = linear or cosine or drops or schedule.cooldown",
+        ),
+        (["schedule.decay=constant", "schedule.final=0.1", "schedule.cooldown=10%"], ""),
+        (["health.max_rollbacks=9"], "health.max_rollbacks = 9 has no effect without health.on_spike = rollback"),
+        (["init.new_head=false"], "init.new_head = false has no effect without init.weights"),
+        (["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"], "objective.local_size = 64 has no effect without objective.local_views"),
+        (["train.loss=dino", "objective.ibot_head=separate"], "objective.ibot_head = separate has no effect without objective.ibot_weight"),
+    ],
+)  # fmt: skip
+def test_a_run_says_what_has_no_effect(given: list[str], said: str) -> None:
+    """An override may turn off what settings of the file belong to, so they are not refused."""
+    assert "; ".join(objectives.without_effect(schema.load(RunConfig, None, [*RUN, *given]))) == said
+
+
+def test_the_plan_says_it_too() -> None:
+    given = [
+        *RUN,
+        "samples=1000",
+        "classes=10",
+        "train.global_batch=16",
+        "schedule.warmup=0%",
+        "price=2",
+        "probe.shots=1",
+    ]
+    lines = describe(make_forecast(schema.load(operate.PlanConfig, None, given)))
+    assert "price = 2.0 has no effect without cluster" in lines
+    assert "probe.shots = [1] has no effect without probe.every" in lines
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "said"),
+    [
+        (RunConfig, [*RUN, "train.lora_alpha=8"], "train.lora_alpha = 8.0 has no effect without train.lora_rank. Set"),
+        (RunConfig, [*RUN, "train.lora_layers=[up]"], "train.lora_layers = ['up'] has no effect without train.lora_rank"),
+        (reports.CompareConfig, ["runs=[a,b]", "data=d", "batch=8"], "data = d, batch = 8 have no effect without score or split. Set what"),
+        (weights.ExportConfig, ["weights=w", "format=mae", "out=a.pth", "head=false"], "writes MAE as it was trained"),
+        (weights.ExportConfig, ["weights=w", "format=huggingface_mae", "out=a", "fold_layer_scale=true"], "writes MAE as it was trained"),
+        (weights.ScoreConfig, ["weights=w", "data=d", "experiment=e"], "experiment = e has no effect without mlflow"),
+        (weights.ScoreConfig, ["weights=w", "data=d", "neighbour_images=9"], "neighbour_images = 9 has no effect without neighbours"),
+        (weights.FeaturesConfig, ["weights=w", "images=i", "out=a.parquet", "num_like=3"], "num_like = 3 has no effect without like"),
+        (weights.ExplainConfig, ["weights=w", "draw=[filters,cost]", "layer=3"], "layer = 3 has no effect without draw = attention"),
+        (operate.SamplesConfig, ["run=r", "sample=k", "ranks=2", "rank=1"], "rank = 1 has no effect without step"),
+        (operate.TrainBenchConfig, ["compile=true"], "compile = true has no effect without data"),
+        (data.BenchConfig, ["what=views", "source=s", "max_threads=3"], "max_threads = 3 has no effect without what = data"),
+        (data.ShardConfig, ["source=s", "out=o", "jpeg_quality=90"], "jpeg_quality = 90 has no effect without resize_short"),
+        (data.ShardConfig, ["source=s", "out=o", "layout=folder", "label_column=x"], "label_column = x has no effect without layout = parquet or list."),
+    ],
+)  # fmt: skip
+def test_a_command_refuses_what_has_no_effect(cls: type, given: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        schema.load(cls, None, given)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["bit_hyperrule", "lightweight", "peft_224", "vit_paper"])
+def test_a_protocol_may_have_a_setting_without_effect_and_a_shipped_one_has_none(name: str) -> None:
+    """A sweep that began with one would not go on without it."""
+    file = ROOT / f"configs/vtab/{name}.yaml"
+    given = ["weights=w", "protocol.augment.randaugment_magnitude=3"]
+    assert without_effect(schema.load(transfer.VtabConfig, file, given[:1])) == []
+    assert without_effect(schema.load(transfer.VtabConfig, file, given)) == [
+        "protocol.augment.randaugment_magnitude = 3.0 has no effect without protocol.augment.randaugment_layers"
+    ]
+
+
+def test_what_is_needed_makes_it_accepted() -> None:
+    loaded: Any = schema.load(reports.CompareConfig, None, ["runs=[a,b]", "split=val", "data=d", "batch=8"])
+    assert loaded.batch == 8
+    assert schema.load(weights.ExplainConfig, None, ["weights=w", "layer=3"]).draw == [], "which is all"
+    assert (
+        schema.load(weights.ScoreConfig, None, ["weights=w", "data=d", "mlflow=http://x", "experiment=e"]).experiment
+        == "e"
+    )
