@@ -222,10 +222,10 @@ class StatsConfig:
 class BenchConfig(RecordConfig):
     """A benchmark of reading or writing data, compared with other projects."""
 
-    what: Literal["data", "views", "shard", "augment"] = setting(
+    what: Literal["data", "views", "shard", "augment", "train", "gpu", "model", "tracking"] = setting(
         REQUIRED,
         "What is measured: data, the loader; views, the loader with 2 large views and 8 small ones of each image; shard, sharding; augment, "
-        "the cost of augmentation",
+        "the cost of augmentation; the others, as the first word of the command, have settings of their own",
     )
     source: str = setting(REQUIRED, "Folder or tar of JPEGs", path=True)
     images: int = setting(4000, "Number of images; those of source are repeated.", min=1)
@@ -242,6 +242,10 @@ class BenchConfig(RecordConfig):
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
+        if self.what in ("train", "gpu", "model", "tracking"):
+            raise UserError(
+                f"{self.what} has settings of its own: make it the first word, as bench.py {self.what} --help."
+            )
         if self.what != "shard" and self.images < 2 * self.batch:
             raise UserError(f"images = {self.images} must be at least two batches of {self.batch}.")
         if self.what == "augment" and self.batch % 2:

@@ -33,6 +33,18 @@ from pipeline.settings.run import RunConfig
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("nosuch", "what = nosuch must be one of data, views, shard, augment, train, gpu, model, tracking."),
+        ("gpu", "gpu has settings of its own: make it the first word"),
+    ],
+)
+def test_all_benchmarks_are_named(what: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        schema.load(BenchConfig, None, [f"what={what}", "source=s"])
+
+
 def test_the_first_third_does_not_count() -> None:
     assert measure._rate([10] * 6, [5.0, 6.0, 6.5, 7.0, 7.5, 8.0]) == 40 / 2
     assert measure._rate([10, 10], [5.0, 6.0]) == 10
