@@ -59,10 +59,13 @@ def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     """Prepare a run, up to the step where it starts. Collective. Raises UserError for a user's mistake."""
     context = _connect_on_all_ranks(stop, prepared)
     start = _find_start_on_all_ranks(context)
-    training = _build_training_on_all_ranks(context, start)
-    monitoring = _begin_monitoring_on_all_ranks(context, start, training)
-    saving = _prepare_saving(context, start)
-    evaluators = evaluators_of(context, training.engine, monitoring, saving.saver)
+    # A failure would leave the decoding processes to this one, which may live on.
+    with contextlib.ExitStack() as undone:
+        training = _build_training_on_all_ranks(context, start, undone)
+        monitoring = _begin_monitoring_on_all_ranks(context, start, training)
+        saving = _prepare_saving(context, start)
+        evaluators = evaluators_of(context, training.engine, monitoring, saving.saver)
+        undone.pop_all()
     step = start.state.step
     progress = Progress(step, step, step, list(start.state.left_out))
     return TrainingRun(context, training, monitoring, saving, evaluators, progress)
@@ -149,12 +152,18 @@ def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
 
 
 # ---------------------------------------------------------------------- what trains
-def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint) -> Training:
-    """Build the engine, try out one step, and load the checkpoint."""
+def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, undone: contextlib.ExitStack) -> Training:
+    """Build the engine, try out one step, and load the checkpoint. undone: closes what was opened, if set-up fails."""
     config, plan, ranks = context.config, context.plan, context.ranks
     clock = StepClock(ranks.device)
+
+    def begin_feed() -> Feed:
+        feed = Feed(config, plan, context.prepared.data.split, ranks, context.stop, clock)
+        undone.enter_context(feed.loader)
+        return feed
+
     # First, because it may fork processes, which should inherit little of what trains.
-    feed = Feed(config, plan, context.prepared.data.split, ranks, context.stop, clock)
+    feed = ranks.on_all(begin_feed)
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)
     if start.resumed is None and start.origin is not None and objective.continues_additions:

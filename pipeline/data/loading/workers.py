@@ -85,13 +85,20 @@ class WorkerProcesses:
     """
 
     def __init__(self, count: int, split: Split, writers: Sequence[ViewWriter]) -> None:
-        """writers: all that `fill` may be called with."""
+        """writers: all that `fill` may be called with. Raises UserError if the system refuses memory or another process."""
         self.writers = writers
         size = max(_SHARED_BYTES, *(_bytes_per_sample(writer) for writer in writers))
         self._workers: list[_Worker] = []
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for _ in range(count):
-            worker = _start(mmap.mmap(-1, size), split, writers)
+        for number in range(count):
+            try:
+                worker = _start(mmap.mmap(-1, size), split, writers)
+            except OSError as error:
+                self.close()
+                raise UserError(
+                    f"data.processes = {count}, and process {number + 1} cannot be started ({error.strerror}). Use fewer, or raise the limits of "
+                    "processes, open files and memory (ulimit -u, -n, -v)."
+                ) from None
             self._workers.append(worker)
             self._idle.put(worker)
 
@@ -136,11 +143,15 @@ def _start(shared: mmap.mmap, split: Split, writers: Sequence[ViewWriter]) -> _W
     ours, theirs = Pipe()
     dies_with_parent = dying_with_parent()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # Until the process ignores them.
-    with warnings.catch_warnings():  # Python 3.12 warns of threads, none of which hold a lock that `fill` needs.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process = os.fork()
+    process = -1
+    try:
+        with warnings.catch_warnings():  # Python 3.12 warns of threads, none of which hold a lock that `fill` needs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+    finally:
+        if process:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     if process:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
         return _Worker(process, ours, shared)
     try:
