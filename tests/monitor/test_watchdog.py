@@ -1,21 +1,27 @@
 """Hangs end a run and are named; waits that may last are none."""
 
-import subprocess
+import multiprocessing
+import os
+import signal
 import sys
-import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 from polling import until
 
 from pipeline.lifecycle.hosts import to_blame
-from pipeline.lifecycle.run_folder import forget_last_start, last_end_in_words, read_failures
+from pipeline.lifecycle.run_folder import RunFolder, Status, forget_last_start, last_end_in_words, read_failures
 from pipeline.monitor import watchdog
 from pipeline.monitor.watchdog import diagnosis
+from pipeline.process import waits
 from pipeline.process.running_time import RunningClock
 
-ROOT = Path(__file__).resolve().parents[2]
+FORK = multiprocessing.get_context("fork")  # A rank that need not import what this process has imported.
 
 
 def test_who_is_waited_for() -> None:
@@ -67,52 +73,54 @@ def test_a_process_that_was_stopped_itself_does_not_hang(tmp_path: Path, monkeyp
         ends.clear()
 
 
-RANK = """
-    import os, signal, sys, threading, time
-    sys.path[:0] = sys.argv[1:3]
-    from pathlib import Path
-    from polling import until
-    from pipeline.process import waits
-    from pipeline.lifecycle.run_folder import RunFolder, Status
-    from pipeline.monitor import watchdog as module
+def read_from_a_dead_disk(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _rank(out: Path, rank: int, wait_seconds: float, num_reports: int, is_ready: Event, go: Event) -> None:
+    """A forked rank of three, in a step; ends with 0 unless its watchdog ends it."""
+    sys.stderr = open(out / f"stderr-{rank}", "w", buffering=1)  # noqa: SIM115
+    waits.say_with(None)
     waits.NOTICE_SECONDS = 0.2
-    out, rank, wait_seconds, num_reports = Path(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), int(sys.argv[6])
     folder = RunFolder(out, rank)
     if rank == 0:
         assert folder.lock() is None
         folder.say_status(Status("running", 12, -1, ""))
     folder.ours = True
-    def record(line, lost_others):  # As Stop does.
+
+    def record(line: str, lost_others: bool) -> None:  # As Stop does.
         folder.say_failure(line, lost_others)
         folder.say_status(Status("failed", 12, 1, line))
-    def reports():
+
+    def reports() -> list[Path]:
         return [file for file in (out / "hang").glob("rank-*.txt") if "process" in file.read_text()]
+
     class Over(threading.Event):
-        def wait(self, timeout=None):
-            if timeout == module._REPORT_SECONDS:  # Not for so long, but until all are there that come, however late.
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout == watchdog._REPORT_SECONDS:  # Not for so long, but until all are there that come, however late.
                 until(lambda: len(reports()) == num_reports)
                 return self.is_set()
             return super().wait(timeout)
-    module._REPORT_SECONDS, module._SPEAK_SECONDS = 300.0, 0.0
-    print("started", flush=True)
-    sys.stdin.readline()
-    watchdog = module.Watchdog(out / "hang", rank, ["a", "b", "c"], minutes=1.0 / 60, record=record)
-    watchdog._over = Over()
-    watchdog.at(12, "step")
-    def read_from_a_dead_disk(seconds):
-        time.sleep(seconds)
-    watchdog.at(13, "step")
+
+    watchdog._REPORT_SECONDS, watchdog._SPEAK_SECONDS = 300.0, 0.0
+    is_ready.set()
+    go.wait()
+    dog = watchdog.Watchdog(out / "hang", rank, ["a", "b", "c"], minutes=1.0 / 60, record=record)
+    dog._over = Over()
+    dog.at(12, "step")
+    dog.at(13, "step")
     if rank == 0 and num_reports == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank == 1 and wait_seconds:
-        watchdog.at(13, "data")
+        dog.at(13, "data")
         with waits.waiting("s3://bucket/x", wait_seconds, "data.retry_minutes"):
             read_from_a_dead_disk(3 if wait_seconds > 3 else 600)
         os._exit(0)
     time.sleep(3 if wait_seconds > 3 else 600)
     os._exit(0)
-"""
-Start = Callable[..., list[subprocess.Popen[str]]]
+
+
+Start = Callable[..., list[ForkProcess]]
 
 
 @pytest.fixture
@@ -122,38 +130,41 @@ def start(tmp_path: Path) -> Iterator[Start]:
     wait: if given, the limit of an announced wait, in which rank 1 reads data, for 3 s or more. num_reports: of ranks that
     hang; of two, when rank 0 stands still.
     """
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[ForkProcess] = []
 
-    def start(wait: float = 0, num_reports: int = 3) -> list[subprocess.Popen[str]]:
-        arguments = [sys.executable, "-c", textwrap.dedent(RANK), str(ROOT), str(ROOT / "tests/helpers"), str(tmp_path)]
+    def start(wait: float = 0, num_reports: int = 3) -> list[ForkProcess]:
+        ready, go = ([FORK.Event() for _ in range(3)] for _ in range(2))
         for rank in range(3):
             processes.append(
-                subprocess.Popen([*arguments, str(rank), str(wait), str(num_reports)], stdin=subprocess.PIPE,
-                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-            )  # fmt: skip
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "started\n"
+                FORK.Process(target=_rank, args=(tmp_path, rank, wait, num_reports, ready[rank], go[rank]))
+            )
+            processes[rank].start()
+        for is_ready in ready:
+            assert is_ready.wait(300)
         for rank in (1, 0, 2):
-            pipe = processes[rank].stdin
-            assert pipe is not None
-            pipe.write("\n")
-            pipe.flush()
+            go[rank].set()
             if rank == 1 and wait > 1:  # The others know of it before they may take it for a hang.
-                until(lambda: list(tmp_path.glob("hang/wait-00001.json")) or processes[1].poll() is not None)
+                until(lambda: list(tmp_path.glob("hang/wait-00001.json")) or not processes[1].is_alive())
         return processes
 
     yield start
     for process in processes:
         process.kill()
-        process.communicate()
+        process.join()
+
+
+def errors_of(tmp_path: Path, ranks: list[ForkProcess]) -> list[str]:
+    """What ranks have said, once they have ended."""
+    for process in ranks:
+        process.join(300)  # Not at the end of the sleep.
+    return [(tmp_path / f"stderr-{rank}").read_text() for rank in range(3)]
 
 
 @pytest.mark.slow
 def test_a_hang_names_rank_host_and_line_and_leaves_a_record(tmp_path: Path, start: Start) -> None:
     ranks = start(wait=0.5)
-    errors = [process.communicate(timeout=300)[1] for process in ranks]  # Not at the end of the sleep.
-    assert [process.returncode for process in ranks] == [1, 1, 1]
+    errors = errors_of(tmp_path, ranks)
+    assert [process.exitcode for process in ranks] == [1, 1, 1]
     told = "".join(errors)
     assert (
         "rank 1 on b has been in data of step 13, waiting for s3://bucket/x, at most 0 s (data.retry_minutes), for"
@@ -172,11 +183,9 @@ def test_a_hang_names_rank_host_and_line_and_leaves_a_record(tmp_path: Path, sta
 @pytest.mark.slow
 def test_a_rank_that_stands_still_entirely_is_named(tmp_path: Path, start: Start) -> None:
     ranks = start(num_reports=2)
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in ranks[1:]]
-    finally:
-        ranks[0].kill()
-        ranks[0].communicate()
+    errors = errors_of(tmp_path, ranks[1:])
+    ranks[0].kill()
+    ranks[0].join()
     assert "rank 0 on a does not respond" in "".join(errors)
     assert to_blame({"a": 1, "b": 2}, read_failures(tmp_path)) == ["a"]
     said = "failed at step 12: hang: rank 0 on a does not respond"
@@ -189,8 +198,8 @@ def test_a_rank_that_stands_still_entirely_is_named(tmp_path: Path, start: Start
 def test_a_wait_that_may_last_is_no_hang_of_any_rank(tmp_path: Path, start: Start) -> None:
     """Rank 1 waits for a store for 3 s, the others for rank 1; they may do nothing for 1 s."""
     ranks = start(wait=300)
-    errors = [process.communicate(timeout=300)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0, 0], errors
+    errors = errors_of(tmp_path, ranks)
+    assert [process.exitcode for process in ranks] == [0, 0, 0], errors
     assert "rank 1 on b waits for s3://bucket/x, at most 5 min (data.retry_minutes)\n" in errors[0]
     assert errors[2] == "", "rank 0 speaks"
     assert not list((tmp_path / "hang").glob("rank-*"))
