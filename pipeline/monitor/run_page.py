@@ -1,5 +1,6 @@
 """What the MLflow page of a run shows beside its curves: kind, source, data sets, parents. Needs no MLflow."""
 
+import contextlib
 import getpass
 import math
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -300,18 +302,23 @@ def source_tags() -> dict[str, str]:
     is_job = any(
         name in os.environ for name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
     )
-    tags = {
+    return {
         "mlflow.user": _user(),
         "mlflow.source.name": program,  # MLflow shows what follows the last slash, so no arguments.
         "command": hide_passwords(shlex.join([program, *sys.argv[1:]]))[:2000],
         "mlflow.source.type": "JOB" if is_job else "LOCAL",
+        **_revision(),
     }
-    try:
+
+
+@cache  # A sweep and a study make many runs from one process, which runs the code that it has imported.
+def _revision() -> dict[str, str]:
+    """Tags of the git revision of this code; fewer outside of git, or without it: a job's working folder, an installed package."""
+    tags = dict[str, str]()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         tags["mlflow.source.git.commit"] = _git("rev-parse", "HEAD")
         tags["mlflow.source.git.branch"] = _git("rev-parse", "--abbrev-ref", "HEAD")
         tags["mlflow.source.git.dirty"] = str(bool(_git("status", "--porcelain", "--untracked-files=no"))).lower()
-    except (OSError, subprocess.SubprocessError):
-        pass  # Outside of git, or without it: a job's working folder, an installed package.
     return tags
 
 
