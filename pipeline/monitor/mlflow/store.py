@@ -330,12 +330,12 @@ def _create_database(path: Path) -> None:
     from sqlalchemy import create_engine
     from sqlalchemy.pool import StaticPool
 
+    path.parent.mkdir(parents=True, exist_ok=True)  # First: a disk that refuses it is asked again and again.
     engine = create_engine("sqlite://", poolclass=StaticPool)
     _initialize_tables(engine)
     connection: Any = engine.raw_connection().driver_connection
     content: bytes = connection.serialize()
     engine.dispose()
-    path.parent.mkdir(parents=True, exist_ok=True)
     create(path, content)
 
 
