@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +24,9 @@ DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+def out(database: Path, tmp_path: Path) -> Path:
+    """A folder of runs with an empty store in it."""
+    shutil.copy(database, tmp_path / "mlflow.db")
     return tmp_path
 
 
@@ -109,7 +109,6 @@ def test_what_a_person_wrote_is_not_overwritten_by_a_restart(out: Path) -> None:
 
 def test_runs_that_begin_together_share_an_experiment(out: Path) -> None:
     uri = default_uri(out)
-    MlflowStore(uri).client.search_experiments()  # The tables.
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: MlflowStore(uri).experiment_id("vit", None), range(8)))
     assert len(set(found)) == 1
@@ -137,25 +136,23 @@ HELD_OUT = replace(DATA, split="val", context="evaluation")
     ],
 )  # fmt: skip
 def test_one_column_says_how_good_any_kind_of_run_is(
-    tmp_path: Path, database: Path, facts: RunFacts, metrics: dict[str, float], number: float | None, words: str | None
+    out: Path, facts: RunFacts, metrics: dict[str, float], number: float | None, words: str | None
 ) -> None:
-    shutil.copy(database, tmp_path / "mlflow.db")
-    tracker = Tracker(TrackConfig(), tmp_path, tmp_path / "a", facts, None, FAST)
+    tracker = Tracker(TrackConfig(), out, out / "a", facts, None, FAST)
     tracker.log(0, metrics)
     tracker.finish("FINISHED")
-    (run,) = MlflowStore(default_uri(tmp_path)).client.search_runs(["1"])
+    (run,) = MlflowStore(default_uri(out)).client.search_runs(["1"])
     assert (run.data.metrics.get("score"), run.data.tags.get("score")) == (number, words)
-    assert "score" not in (tmp_path / "a" / "metrics.jsonl").read_text()
+    assert "score" not in (out / "a" / "metrics.jsonl").read_text()
 
 
-def test_losses_of_different_objectives_are_different_metrics(tmp_path: Path, database: Path) -> None:
-    shutil.copy(database, tmp_path / "mlflow.db")
+def test_losses_of_different_objectives_are_different_metrics(out: Path) -> None:
     for objective in ("softmax", "sigmoid", "masked_mean_color"):
         facts = RunFacts(objective, "pretrain", score="val_loss", objective=objective)
-        tracker = Tracker(TrackConfig(), tmp_path, tmp_path / objective, facts, None, FAST)
+        tracker = Tracker(TrackConfig(), out, out / objective, facts, None, FAST)
         tracker.log(1, {"loss": 1.0, "val_loss": 2.0, "loss_spikes": 0.0})
         tracker.finish("FINISHED")
-    found = MlflowStore(default_uri(tmp_path)).client.search_runs(["1"])
+    found = MlflowStore(default_uri(out)).client.search_runs(["1"])
     sent = {run.info.run_name: sorted(run.data.metrics) for run in found}
     assert sent == {
         "softmax": ["eval/val_loss", "health/loss_spikes", "train/loss"],
@@ -166,10 +163,9 @@ def test_losses_of_different_objectives_are_different_metrics(tmp_path: Path, da
 
 
 def test_the_view_of_an_earlier_version_is_replaced_and_a_changed_one_stays(
-    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+    out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copy(database, tmp_path / "mlflow.db")
-    store = MlflowStore(default_uri(tmp_path))
+    store = MlflowStore(default_uri(out))
     number = store.experiment_id("vit", None)
     monkeypatch.setattr(view, "_EARLIER", {hashlib.sha256(b"of an earlier version").hexdigest()})
     for present, kept in (("of an earlier version", view.view_tag()), ("changed by somebody", "changed by somebody")):
