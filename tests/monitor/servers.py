@@ -186,14 +186,22 @@ class Proxy:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._handler, self._port = Handler, 0
+        self.open()
+        self.url = f"http://127.0.0.1:{self._port}"
 
-    def stop(self) -> None:
+    def open(self) -> None:
+        """Accept connections, after `close` on the same port."""
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), self._handler)
+        self._server.daemon_threads, self._port = True, self._server.server_port
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Refuse new connections."""
         self._server.shutdown()
         self._server.server_close()
+
+    stop = close
 
 
 class Recorder:

@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +23,12 @@ from tracked_steps import log_step, warnings_in
 
 from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
-from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, RunConfig, TrackConfig, TrainConfig
 from pipeline.train.setup import write_settings
+from pipeline.transfer.track.children import REQUESTS_PER_CHILD, ChildSender, NestedRun, Pace
 
 pytestmark = pytest.mark.slow
 # The ends are far away: what is sent ends the wait, or what is refused.
@@ -134,15 +136,9 @@ def test_two_runs_that_begin_together_on_a_fresh_postgresql(
     uri = postgres.create("fresh")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "MLFLOW", "CI"))}
     environment = {**inherited, **recorder.environment, "PYTHONPATH": os.pathsep.join(sys.path)}
-    begun = [
-        subprocess.Popen(
-            [sys.executable, track_a_run.__file__, uri, str(tmp_path), name],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for name in ("a", "b")
-    ]  # fmt: skip
-    said = [process.communicate(timeout=400) for process in begun]
-    assert [process.returncode for process in begun] == [0, 0], said
+    command = [sys.executable, track_a_run.__file__, uri, str(tmp_path), "a", "b"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert said.returncode == 0, said
     client = MlflowStore(uri).client
     experiment = client.get_experiment_by_name("vit")
     runs = client.search_runs([experiment.experiment_id], order_by=["attributes.run_name"])
@@ -150,7 +146,7 @@ def test_two_runs_that_begin_together_on_a_fresh_postgresql(
     for run in runs:
         points = client.get_metric_history(run.info.run_id, "train/loss")
         assert [(point.step, point.value) for point in points] == [(step, 1 / step) for step in range(1, 6)]
-    lines = [line for out, err in said for line in (out + err).splitlines()]
+    lines = (said.stdout + said.stderr).splitlines()
     assert not [line for line in lines if not line.startswith("waiting for MLflow at ")], "one may wait for the other"
     assert experiment.artifact_location == (tmp_path / "mlartifacts").as_uri()
     assert recorder.asked == []
@@ -282,39 +278,35 @@ def test_mlflows_own_logins(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
 # ------------------------------------------------------------------------------------------ faults
 @pytest.mark.parametrize("when", ["at the start", "in the middle"])
 def test_a_server_that_is_down(proxy: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str], when: str) -> None:
+    """At the start it closes connections without an answer; in the middle, as after a kill, it also refuses new ones."""
     tracked = Tracked(proxy.url, tmp_path, f"down {when}")
     proxy.down = when == "at the start"
     tracked.start().log(1, 10)
+    said: list[str] = []
+
+    def warned() -> bool:
+        said.extend(warnings_in(capfd.readouterr().err))
+        return bool(said)
+
     if not proxy.down:
         # An upload that fails, before a server that is back answers again, is said in other words.
         until(lambda: tracked.has_sent(10) and tracked.has_uploaded("starts.jsonl"))
         proxy.down = True
-        proxy.requests.clear()
+        proxy.close()
         tracked.log(11, 20)
+        until(warned)
+        proxy.open()
+    proxy.requests.clear()
     until(lambda: len(proxy.requests) > 2)
     tracked.log(21, 30)
     proxy.down = False
     tracked.finish()
     expected = steps(1, 30) if when == "in the middle" else [*steps(1, 10), *steps(21, 30)]
     assert tracked.losses() == expected
-    (line,) = warnings_in(capfd.readouterr().err)
-    assert "cannot be reached" in line
-
-
-def test_a_server_that_is_restarted(server: MlflowServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tracked = Tracked(server.url, tmp_path, "restarted").start()
-    tracked.log(1, 10)
-    until(lambda: tracked.has_sent(10))
-    server.stop()
-    tracked.log(11, 20)
-    said: list[str] = []
-    until(lambda: said.extend(warnings_in(capfd.readouterr().err)) or said)
-    server.start()
-    tracked.log(21, 30)
-    tracked.finish()
-    assert tracked.losses() == steps(1, 30)
     assert tracked.run.info.status == "FINISHED"
-    assert len(said + warnings_in(capfd.readouterr().err)) == 1
+    warned()
+    (line,) = said
+    assert "cannot be reached" in line
 
 
 def test_a_server_that_does_not_answer_in_time(proxy: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -400,6 +392,29 @@ def test_a_server_whose_disk_is_full(server: MlflowServer, tmp_path: Path, capfd
     assert "too many 50" in said  # 500 or 503
     assert "(sqlite3.OperationalError) d" in server.log.read_text()  # "disk I/O error", or "database or disk is full"
     assert tracked.losses() == steps(1, 40)
+
+
+# ------------------------------------------------------------------------------------------ the cells of a sweep
+def test_a_sweep_makes_at_most_the_stated_requests_a_second(proxy: Proxy, tmp_path: Path) -> None:
+    tracked = Tracked(proxy.url, tmp_path, "sweep").start()
+    tracked.finish()  # The parent's own requests are over.
+    experiment = tracked.run.info.experiment_id
+    sender = ChildSender(tracked.folder, proxy.url, {"kind": "cell"}, pace=Pace(requests=20))
+    data = DatasetFacts("dtd", "/data/dtd", "0123456789abcdef", "val200", 200, 47, "evaluation")
+    sender.add(
+        NestedRun(f"cell-{i}", f"cell {i}", "FINISHED", 1_000, 2_000, {"seed": i}, {"val_top1": 0.5}, {}, (data,))
+        for i in range(6)
+    )
+    proxy.requests.clear()
+    begin = time.monotonic()
+    sender.begin()
+    assert sender.end()
+    seconds = time.monotonic() - begin
+    requests = sum("/mlflow/runs/" in request for request in proxy.requests)
+    assert requests == 2 + 6 * REQUESTS_PER_CHILD  # Two find the parent and its children.
+    assert (requests - 1) / seconds <= 20  # The first need not wait.
+    children = MlflowStore(proxy.url).client.search_runs([experiment], "tags.kind = 'cell'")
+    assert len(children) == 6
 
 
 # ------------------------------------------------------------------------------------------ telemetry
