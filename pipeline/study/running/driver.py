@@ -55,13 +55,12 @@ def run(
     study = open_study(config)
     ends: dict[str, tuple[State, str]] = {}
     results = read_cells(study, ends)
-    estimated = estimate(study, results.cells)
     if config.plan:
-        print("\n".join(plan_table(study, estimated, results.cells, at_a_time)))
+        print("\n".join(plan_table(study, estimate(study, results.cells), results.cells, at_a_time)))
         return None
     study.claim()
     if config.slurm:
-        write_script(study, estimated, config.slurm)
+        write_script(study, estimate(study, results.cells), config.slurm)
         return None
     if config.cell:
         _run_one(study, config.cell)
@@ -72,6 +71,7 @@ def run(
     names_left = names_to_run(results)
     left = [cell for cell in study.cells if cell.name in names_left]
     if not config.report:
+        estimated = estimate(study, results.cells)
         refuse_too_long(study, estimated, left, _read_spent(study.folder), at_a_time)
         print("\n".join(plan_table(study, estimated, results.cells, at_a_time)), flush=True)
     with show(study) or nullcontext() as page:
