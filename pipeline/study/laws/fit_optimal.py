@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -77,7 +78,14 @@ def compute_optimal(fits: Mapping[str, PowerLaw], budget: float, *, seed: int, d
 
 
 def _drawn_errors(fit: PowerLaw, budget: float, draws: int, seed: int, stream: int) -> np.ndarray:
-    """Errors at the budget of refits to redrawn runs, (draws,).
+    """Errors at the budget of refits to redrawn runs, (draws,)."""
+    floor, scale, exponent = _drawn_laws(fit, draws, seed, stream)
+    return floor + scale * (budget / fit.x.max()) ** -exponent
+
+
+@lru_cache(maxsize=64)  # A report asks for each of its budgets.
+def _drawn_laws(fit: PowerLaw, draws: int, seed: int, stream: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Floor, scale at the largest x, and exponent of refits to redrawn runs, each (draws,).
 
     A draw adds to the fitted law a deviation for each cell and, within it, for each seed. Their size is drawn, too: as the variance is
     known from few degrees of freedom, the refits of a linear law then have exactly Student's t. Cells themselves are not
@@ -95,6 +103,5 @@ def _drawn_errors(fit: PowerLaw, budget: float, draws: int, seed: int, stream: i
     of_cells = np.sqrt(fit.noise.cell_variance) * ndtri(uniform(1, fit.num_cells))
     of_seeds = np.sqrt(fit.noise.seed_variance) * ndtri(uniform(2, fit.num_runs))
     errors = fit.law(fit.x) + size * (of_cells[:, fit.cells] + of_seeds)
-    largest = fit.x.max()
-    floor, scale, exponent, _ = minimise(errors, fit.x / largest)
-    return floor + scale * (budget / largest) ** -exponent
+    floor, scale, exponent, _ = minimise(errors, fit.x / fit.x.max())
+    return floor, scale, exponent
