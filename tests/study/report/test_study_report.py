@@ -35,6 +35,12 @@ def written(results: StudyResults, folder: Path) -> tuple[str, str]:
     return " ".join(sentences), text
 
 
+@pytest.fixture
+def not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made, but no pixels of them: other tests draw each."""
+    monkeypatch.setattr(figures, "png", lambda figure: b"\x89PNG")
+
+
 def one_family() -> StudyResults:
     results = made_up.scaling(models=3)
     return replace(results, cells=[cell for cell in results.cells if cell.family == "ViT"])
@@ -76,6 +82,7 @@ def test_scaling(tmp_path: Path) -> None:
     assert "of another kind than top-1 accuracy" in text
 
 
+@pytest.mark.usefixtures("not_drawn")
 def test_compute_is_shown_in_a_unit_of_its_size(tmp_path: Path) -> None:
     """It was "5e-06 exaFLOPs" for a study on a CPU."""
     large = made_up.scaling()
@@ -91,6 +98,7 @@ def test_compute_is_shown_in_a_unit_of_its_size(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("not_drawn")
 def test_the_papers_points_are_beside_ours_only_where_scores_and_compute_are_of_one_kind(tmp_path: Path) -> None:
     near = made_up.scaling(budgets=(50, 100, 200, 400), score="finetune:imagenet")
     _, text = written(near, tmp_path / "near")
@@ -179,6 +187,7 @@ def test_lost_seeds_are_counted_and_do_not_change_the_others(tmp_path: Path) -> 
     assert "| 6,250 | R26 |" in text
 
 
+@pytest.mark.usefixtures("not_drawn")
 @pytest.mark.parametrize("question", list(_STUDIES))
 def test_single_seeds(question: str, tmp_path: Path) -> None:
     _, text = written(_STUDIES[question](seeds=1), tmp_path)
