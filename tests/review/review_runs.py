@@ -45,7 +45,6 @@ def write_run(
     tree = schema.to_dict(config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(tree))
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     (folder / "model.json").write_text(json.dumps(model.to_dict()))
     (folder / "status.json").write_text(json.dumps({"status": "finished", "step": steps, "code": 0, "reason": ""}))
     facts = RunFacts(
@@ -85,6 +84,7 @@ def write_run(
     if not (page / "facts.json").exists():
         (page / "facts.json").write_text(json.dumps({"experiment": "vit", "facts": dataclasses.asdict(facts)}))
     if tracked:
+        (folder / "config.yaml").write_text(yaml.safe_dump(tree))
         upload(folder, "config.yaml", "model.json")
     return folder
 

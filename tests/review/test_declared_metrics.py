@@ -1,6 +1,7 @@
 """Metrics that no reader has heard of are shown by their declaration, from a folder and from MLflow alone."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,24 +25,32 @@ DECLARED = {
 SHARE = Metric("share", "higher", "probe")
 
 
-@pytest.fixture
-def runs(out: Path) -> list[RunRecord]:
-    """The same two runs of an invented objective, by their folders; then the first one from MLflow alone."""
-    first = write_run(out / "a", evaluations={10: 0.25, 20: 0.75}, declared=DECLARED, tracked=True)
-    second = write_run(out / "b", evaluations={10: 0.25, 20: 0.5}, declared=DECLARED)
-    alone = from_mlflow(ReadingStore(default_uri(out)), str(run_id_of(first)))
-    return [from_folder(first), from_folder(second), alone]
+@pytest.fixture(scope="module")
+def folder(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs of an invented objective and a store; tests must not change it."""
+    folder = tmp_path_factory.mktemp("declared")
+    shutil.copy(database, folder / "mlflow.db")
+    write_run(folder / "a", evaluations={10: 0.25, 20: 0.75}, declared=DECLARED, tracked=True)
+    write_run(folder / "b", evaluations={10: 0.25, 20: 0.5}, declared=DECLARED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[RunRecord]:
+    """The runs by their folders; then the first one from MLflow alone."""
+    alone = from_mlflow(ReadingStore(default_uri(folder)), str(run_id_of(folder / "a")))
+    return [from_folder(folder / "a"), from_folder(folder / "b"), alone]
 
 
 @pytest.mark.slow
-def test_a_report_shows_them(runs: list[RunRecord], out: Path) -> None:
+def test_a_report_shows_them(runs: list[RunRecord], folder: Path) -> None:
     for record in (runs[0], runs[2]):
         assert record.declared == DECLARED
         assert (record.last_score and str(record.last_score), record.best_score and record.best_score.step) == (
             "0.75",
             10,
         )
-        blocks = list(report.page(record, RunReader(default_uri(out))))
+        blocks = list(report.page(record, RunReader(default_uri(folder))))
         (scores,) = (block for block in blocks if isinstance(block, Table) and block.header[0] == "score")
         assert [tuple(row) for row in scores.rows] == [
             ("alignment, split test", "0.75", "20", "0.25", "10", "400"),
@@ -70,17 +79,17 @@ def test_a_comparison_ranks_and_draws_them(runs: list[RunRecord]) -> None:
     ]  # fmt: skip
 
 
-def test_mlflow_groups_them(runs: list[RunRecord], out: Path) -> None:
-    (run,) = ReadingStore(default_uri(out)).client.search_runs(["1"])
+def test_mlflow_groups_them(runs: list[RunRecord], folder: Path) -> None:
+    (run,) = ReadingStore(default_uri(folder)).client.search_runs(["1"])
     assert {"eval/test_alignment", "eval/test_kept", "train/train_collapse_rank"} <= run.data.metrics.keys()
     assert runs[2].metrics["train_collapse_rank"].values[-1] == 20
     # The score is not in per cent.
     assert run.data.metrics.keys().isdisjoint({"score"})
 
 
-def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(out: Path) -> None:
+def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) -> None:
     probed = {"test_loss": Metric("loss", "lower", "eval"), "pets_5shot": SHARE, "pets_20nn": SHARE}
-    record = from_folder(write_run(out / "a", evaluations={10: 0.25, 20: 0.75}, declared=probed))
+    record = from_folder(write_run(tmp_path / "a", evaluations={10: 0.25, 20: 0.75}, declared=probed))
     record = dataclasses.replace(record, settings={**record.settings, "probe.data": "d/pets", "probe.split": "val"})
     records = {name: dataclasses.replace(record, flops_per_image=flops) for name, flops in (("a", 1.0), ("b", 2.0))}
     assert (record.scored, str(record.last_score)) == ("pets_20nn", "75.00 %")
@@ -90,7 +99,7 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(out: Path) -> None
     assert "metric_pets_20nn.png" in [picture.name for picture in budgets.curves(records)]
     lines = list(
         compare.summary(
-            records | {"other": from_folder(write_run(out / "b", evaluations={10: 0.25}, declared=DECLARED))}
+            records | {"other": from_folder(write_run(tmp_path / "b", evaluations={10: 0.25}, declared=DECLARED))}
         )
     )
     assert ["pets 20nn 75.00 %" in line for line in lines] == [True, True, False]
