@@ -234,7 +234,7 @@ def test_a_head_that_is_not_trained_is_said(tmp_path, capsys):
 
 
 def test_the_command_says_a_mistake_in_one_line(tmp_path, monkeypatch, capsys):
-    """In this process: that of broken weights starts one."""
+    """In this process: tests/settings/test_command.py sees one end with 2."""
     command = [str(ROOT / "launch" / "export.py"), "weights=absent", "format=npz", f"out={tmp_path}/a.npz"]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as stop:

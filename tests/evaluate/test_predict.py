@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import os
-import subprocess
+import runpy
 import sys
 import tarfile
 from pathlib import Path
@@ -234,17 +234,20 @@ def test_a_part_of_a_split(data: Dataset) -> None:
     assert smaller.offsets[1] == split.offsets[4]
 
 
-def test_names_that_are_no_utf_8_are_shown_and_written(weights: Path, data: Dataset, tmp_path: Path) -> None:
+def test_names_that_are_no_utf_8_are_shown_and_written(
+    weights: Path, data: Dataset, tmp_path: Path, monkeypatch
+) -> None:
     """A photo named in Latin-1 ended in a UnicodeEncodeError."""
     name = os.fsdecode(b"caf\xe9.jpg")
     (tmp_path / name).write_bytes(files_of(data)[0])
     with tarfile.open(tmp_path / "some.tar", "w") as tar:
         tar.add(tmp_path / name, name)
-    out = tmp_path / "out.csv"
-    command = [sys.executable, str(ROOT / "launch" / "predict.py"), f"weights={weights}", f"out={out}",
+    out, stdout = tmp_path / "out.csv", io.TextIOWrapper(io.BytesIO(), "utf-8", "strict")  # As of a locale in UTF-8.
+    command = [str(ROOT / "launch" / "predict.py"), f"weights={weights}", f"out={out}",
                f"images=[{tmp_path / name},{tmp_path / 'some.tar'}]", "device=cpu"]  # fmt: skip
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "utf-8:strict"}  # As of a locale in UTF-8.
-    done = subprocess.run(command, env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert b"caf\\udce9.jpg  " in done.stdout
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "argv", command)
+    runpy.run_path(command[0], run_name="__main__")
+    stdout.flush()
+    assert b"caf\\udce9.jpg  " in stdout.buffer.getvalue()
     assert "caf\\udce9.jpg" in out.read_text()

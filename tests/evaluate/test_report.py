@@ -174,7 +174,7 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
 def test_mistakes_on_the_command_line(
     settings: list[str], said: str, weights: Path, data: Dataset, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """In this process: the test above starts one, and that of broken weights sees one end with 2."""
+    """In this process: the test above starts one, and tests/settings/test_command.py sees one end with 2."""
     out = tmp_path / "out"
     line = command(f"weights={weights}", f"data={data.path}", f"out={out}", *settings)
     monkeypatch.setattr(sys, "argv", line)
