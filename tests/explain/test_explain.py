@@ -64,6 +64,12 @@ def run(weights: Path, out: Path, *more: str) -> dict:
     return explain.run(schema.load(ExplainConfig, None, settings))
 
 
+@pytest.fixture
+def not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made, but no pixels of them: test_command_to_folder_and_mlflow has all of these."""
+    monkeypatch.setattr(explain, "png", lambda figure, dpi: b"")
+
+
 def drawn(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.png"))
 
@@ -104,6 +110,7 @@ def test_command_to_folder_and_mlflow(
     assert found.data.tags["weights_run"] == "try"
 
 
+@pytest.mark.usefixtures("not_drawn")
 def test_drawings_that_do_not_apply_are_reported(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +157,7 @@ def test_drawings_that_do_not_apply_are_reported(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.usefixtures("not_drawn")
 def test_weights_that_change_meanwhile_are_those_that_are_drawn(tmp_path: Path, monkeypatch) -> None:
     """A run in training commits a checkpoint while its figures are drawn: MLflow is told which weights these are of."""
     weights, sent = save(tmp_path / "model.pt"), []
@@ -165,6 +173,7 @@ def test_weights_that_change_meanwhile_are_those_that_are_drawn(tmp_path: Path, 
     assert sent[0].origin.path == str(weights)
 
 
+@pytest.mark.usefixtures("not_drawn")
 def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> None:
     weights, out = save(tmp_path / "random.pt", depth=2), tmp_path / "out"
     run(weights, out, f"images={photos}", "draw=attention", "layer=all", "head=all", "num_drawn=2")
@@ -183,6 +192,7 @@ def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> 
     assert run(weights, out, f"images=[{','.join(files)}]", "draw=patches")["images"] == files
 
 
+@pytest.mark.usefixtures("not_drawn")
 def test_no_forward_pass_is_of_more_images_than_a_batch(photos: Path, tmp_path: Path, monkeypatch) -> None:
     seen, forward = [], models.VisionTransformer.embed
 
