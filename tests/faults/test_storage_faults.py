@@ -223,7 +223,7 @@ def test_an_upload_that_fails_leaves_the_old_object(s3: Server, monkeypatch: pyt
     monkeypatch.setattr(object_store, "_PART_ATTEMPTS", 1)
     path = bucket_path(f"{s3[1]}/file", seconds=0.3)
     put(path, b"old")
-    large = np.random.default_rng(0).bytes(21_000_000)  # three parts
+    large = np.random.default_rng(0).bytes(11_000_000)  # two parts
     for part in ("partNumber=1", "partNumber=2", "?uploads", "POST"):
         s3[0].reset()
         s3[0].fail(answer(503, "SlowDown"), part)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -89,7 +90,7 @@ def fill(out: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str, dict[str, str]]]:
+def pages(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str, dict[str, str]]]:
     """A browser, the address of the server, and the IDs of the runs. Pictures go to BROWSER_PICTURES, if that is set."""
     folder = tmp_path_factory.mktemp("browser")
     pictures = Path(os.environ.get("BROWSER_PICTURES", folder))
@@ -100,6 +101,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, s
         patch.setattr(sys, "argv", ["launch/pretrain.py", "--config", "configs/demo/pretrain.yaml"])
         out = Path(os.environ.get("BROWSER_STORE", folder / "runs"))
         out.mkdir(parents=True, exist_ok=True)
+        shutil.copy(database, out / "mlflow.db")
         ids = fill(out)
         server = MlflowServer(folder, default_uri(out))
         with servers.running(server.start()), open_browser(pictures) as browser:
