@@ -38,7 +38,7 @@ from pipeline.transfer.vtab_tasks import TASKS
 
 MUTATIONS = 12  # Of each file.
 # Of these files' pages, every so many are drawn: what figures show is in them.
-DRAWN = {"metrics.jsonl": 8, "config.json": 16, "page/facts.json": 16}
+DRAWN, DRAWN_EVERY = {"metrics.jsonl", "config.json", "page/facts.json"}, 16
 SECRET = "the content of a file of somebody else"
 # JSON text of values that no program of ours writes there.
 ODD = [
@@ -94,15 +94,15 @@ def one_line(function: Callable[[], object]) -> str:
 
 
 class Pages:
-    """Makes pages; draws only every `drawn`-th, or none."""
+    """Makes pages; draws only every DRAWN_EVERY-th, or none."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.number, self.drawn = 0, 0
+        self.number, self.drawn = 0, False
         for module, name in ((report, "draw_run"), (budgets, "draw_curves")):
             monkeypatch.setattr(module, name, self._sometimes(getattr(module, name)))
 
     def _sometimes(self, draw: Callable[..., bytes | None]) -> Callable[..., bytes | None]:
-        return lambda *given, **more: draw(*given, **more) if self.drawn and self.number % self.drawn == 0 else None
+        return lambda *given, **more: draw(*given, **more) if self.drawn and self.number % DRAWN_EVERY == 0 else None
 
     def report(self, folder: Path) -> str:
         self.number += 1
@@ -196,7 +196,7 @@ def damaged(content: bytes, name: str, rng: random.Random, mutate: Callable[[byt
 def test_a_damaged_file_of_a_run(
     name: str, run: Path, pages: Pages, mutate: Callable[[bytes, random.Random], bytes]
 ) -> None:
-    file, rng, pages.drawn = run / name, random.Random(FILES.index(name)), DRAWN.get(name, 0)
+    file, rng, pages.drawn = run / name, random.Random(FILES.index(name)), name in DRAWN
     good = file.read_bytes()
     try:
         for _ in range(MUTATIONS):
