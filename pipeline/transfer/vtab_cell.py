@@ -200,7 +200,10 @@ class _PlainTrainer:
         optimizers.set_rates(self.optimizer, step, lr)
 
     def seed_dropout(self, micro_batch: int) -> None:
-        torch.manual_seed(random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self.step, 0, micro_batch))
+        seed = random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self.step, 0, micro_batch)
+        # Without a GPU `torch.manual_seed` notes a stack trace for each kind of device, for milliseconds.
+        on_gpu = self.ranks.device.type == "cuda"
+        (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
 
     def loss(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
         with _arithmetic(self.config, self.ranks.device):

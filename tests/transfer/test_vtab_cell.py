@@ -167,10 +167,10 @@ def test_pixels_are_normalised_as_the_protocol_says(data: Dataset) -> None:
 
 @pytest.mark.slow
 def test_a_search_learns_from_800_and_is_scored_on_200(data: Dataset) -> None:
-    settings = config(data, "protocol.length=[100 epochs]", "protocol.lr=[0.05]", "protocol.batch=16", "micro_batch=16")
+    settings = config(data, "protocol.length=[50 epochs]", "protocol.lr=[0.1]", "protocol.batch=16", "micro_batch=16")
     search, final = (run_cell(SweepJob(cell_of(data, settings, stage), settings)) for stage in ("search", "final"))
-    assert (search["num_images"], search["steps"]) == (SPLITS["val200"], 200)
-    assert (final["num_images"], final["steps"]) == (SPLITS["test"], 300)
+    assert (search["num_images"], search["steps"]) == (SPLITS["val200"], 100)
+    assert (final["num_images"], final["steps"]) == (SPLITS["test"], 150)
     assert min(search["accuracy"], final["accuracy"]) > 0.9  # Four colours.
 
 
