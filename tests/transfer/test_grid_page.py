@@ -65,8 +65,13 @@ def parent_and_children(uri: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_grid_and_its_runs_find_each_other(
-    config: GridConfig, database: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    config: GridConfig,
+    database: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(figures, "png", lambda figure: b"drawn")  # The last test of this file renders all figures.
     uri = f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
     assert uri_of_runs(config.mlflow, TrackConfig(), config.out) == uri
     (tmp_path / "runs").mkdir()
