@@ -41,6 +41,7 @@ FILES = {
 LABELLED = {
     name: data for i in range(3) for name, data in ((f"{i}.jpg", jpeg(i)), (f"{i}.json", b'{"labels": [%d]}' % i))
 }
+IS_DIGIT = np.array([chr(byte).isdigit() for byte in range(256)])
 # What fields and numbers are replaced by.
 TOKENS = [
     b"",
@@ -123,8 +124,8 @@ def mutate(data: bytes, rng: np.random.Generator) -> bytes:
         elif kind == 5:
             changed[at : at + 4] = int(rng.choice([0, 1, 2**31 - 1, 2**31, 2**32 - 1])).to_bytes(4, "little")
         else:
-            numbers = [place for place in range(len(changed)) if chr(changed[place]).isdigit()]
-            at = int(rng.choice(numbers)) if numbers else at
+            numbers = np.flatnonzero(IS_DIGIT[np.frombuffer(bytes(changed), np.uint8)])
+            at = int(rng.choice(numbers)) if len(numbers) else at
             changed[at : at + 1] = TOKENS[int(rng.integers(len(TOKENS)))]
     return bytes(changed)
 
