@@ -43,12 +43,11 @@ def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
 
 
 def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
-    """Raises UserError if other splits have classes without an image in 'train', unless settings choose the classes.
+    """Raises UserError if other splits have classes without an image in 'train', unless class_list chooses the classes.
 
     A misread layout produces such classes, and every score on them would be wrong.
     """
-    # With these settings, such classes are intended.
-    if "train" not in listing.splits or config.class_map or config.class_list:
+    if "train" not in listing.splits or config.class_list:
         return
     trained = _count(listing, listing.splits.index("train")) > 0
     for number, split in enumerate(listing.splits):

@@ -49,7 +49,7 @@ def _check_classes(of_flat: set[str], config: ShardConfig, collector: Collector)
     if unnamed:
         raise UserError(f"label_names = {config.label_names} lacks {min(unnamed)!r}, a class of the train tar.")
     unknown = of_flat - of_tars if of_tars else set()
-    # With these settings, other classes are intended.
+    # A class_map may rename them to classes of the tar: `refuse_untrained` checks the result.
     if unknown and not (config.class_map or config.class_list):
         raise UserError(
             f"val_labels = {config.val_labels}: the train tar does not have {len(unknown):,} of the {counted(len(of_flat), 'class')}, "

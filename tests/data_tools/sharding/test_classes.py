@@ -179,6 +179,9 @@ def test_classes_that_training_does_not_have_are_refused_in_every_layout(tmp_pat
     names = text(tmp_path, "cat\ndog\nimages\n")
     assert ruled(tmp_path / "raw", splits=splits, class_list=names).classes == ["cat", "dog", "images"]
     assert ruled(tmp_path / "raw", splits={"val": "val"}).classes == ["cat", "images"]
+    # A class_map that renames other classes says nothing about these. One that renames these is applied first.
+    assert f"{said} 'images'" in refused(tmp_path / "raw", splits=splits, class_map=text(tmp_path, "cat,pet\n"))
+    assert ruled(tmp_path / "raw", splits=splits, class_map=text(tmp_path, "images,dog\n")).classes == ["cat", "dog"]
 
 
 @pytest.mark.parametrize("name", ["label_names", "class_list", "class_map", "synset_names"])
