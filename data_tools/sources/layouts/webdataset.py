@@ -35,7 +35,7 @@ class TarSample:
     """A sample of a tar: key, image (name, offset and size in the tar), and labels or the reason why there are none.
 
     labels: ascending and distinct. has_label_file: False without .cls and with a .json that names no labels, as of captions, or cannot be
-    parsed.
+    read.
     """
 
     key: str
@@ -164,7 +164,7 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
                     has_label_file = has_label_file or found is not None
                 except ValueError as error:
                     fault = f".{ext}: {error}"
-                    # A damaged .json names no label: among those of captions it is one bad sample.
+                    # A .json that cannot be read names no label: among those of captions it is one bad sample.
                     has_label_file = has_label_file or not isinstance(error, UserError)
         if image is not None:
             fault = image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
@@ -184,9 +184,13 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) -> list[int] | None:
-    """Returns sorted, distinct labels; None for a .json that names none. Raises ValueError for invalid content."""
+    """Returns sorted, distinct labels; None for a .json that names none.
+
+    Raises UserError for a .json that cannot be read, ValueError for wrong labels and for any fault of a .cls.
+    """
     if member.fault or member.size > _MAX_LABEL_BYTES:
-        raise ValueError(member.fault or f"{counted(member.size, 'byte')} is too large for labels")
+        fault = member.fault or f"{counted(member.size, 'byte')} is too large for labels"
+        raise UserError(fault) if ext == "json" else ValueError(fault)
     data = read(member.offset, member.size)
     if ext == "cls":
         if not re.fullmatch(rb"\s*[+-]?\d{1,18}\s*", data):

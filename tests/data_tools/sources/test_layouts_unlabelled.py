@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -224,6 +225,26 @@ def test_a_damaged_json_makes_no_labels_of_captions(tmp_path: Path) -> None:
     ((_, where, reason),) = listing.skipped
     assert where == "00002.tar: 8.jpg"
     assert reason.startswith(".json: it is not valid JSON")
+
+
+def test_a_json_that_cannot_be_read_makes_no_labels_of_captions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link or a large one was taken for labels, so that every other caption was a bad sample."""
+    monkeypatch.setattr("data_tools.sources.layouts.webdataset._MAX_LABEL_BYTES", 100)
+    source = _img2dataset(tmp_path / "raw")
+    large = json.dumps({"caption": "a cat" * 100}).encode()
+    write_tar({"8.jpg": jpeg(8), "8.json": large, "9.jpg": jpeg(9)}, source / "00002.tar")
+    with tarfile.open(source / "00002.tar", "a") as tar:
+        linked = tarfile.TarInfo("9.json")
+        linked.type, linked.linkname = tarfile.LNKTYPE, "8.json"
+        tar.addfile(linked)
+    listing = listed(source, layout="webdataset")
+    assert len(unlabelled(listing)) == 4
+    assert [(where, reason.split(";")[0]) for _, where, reason in listing.skipped] == [
+        ("00002.tar: 8.jpg", ".json: 515 bytes is too large for labels"),
+        ("00002.tar: 9.jpg", ".json: a hard link to '8.json'"),
+    ]
 
 
 def test_class_names_without_labels_are_a_mistake(tmp_path: Path) -> None:
