@@ -25,7 +25,7 @@ from data_tools.sharding.write_shard import load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import complete_samples, known_class_names
 from data_tools.sources.listing import printable, reasons
-from data_tools.sources.reader import lost_if_unreadable
+from data_tools.sources.reader import lost_if_unreadable, refuse_large
 from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
@@ -196,14 +196,15 @@ def _scan(
     with fetched(path) as file:
         hashed = 0
         for sample in complete_samples(file, path):
-            _hash(file, hashed, sample.offset, digest)
-            data = file.read(sample.size)
-            digest.update(data)
-            hashed = sample.offset + sample.size
             where = (printable(sample.key), printable(f"{job.name}: {sample.name}"))
             try:
                 if sample.fault and not sample.is_unlabelled:
                     raise ValueError(sample.fault)
+                refuse_large(sample.size)
+                _hash(file, hashed, sample.offset, digest)
+                data = file.read(sample.size)
+                digest.update(data)
+                hashed = sample.offset + sample.size
                 ext, width, height = inspect(data, job.whole)
                 if not job.whole:
                     check_end(data, ext)

@@ -43,8 +43,7 @@ class Reader:
 
         Raises OSError when the file cannot be read, ValueError when it is too large or differs from what was listed.
         """
-        if max(size, packed) > _MAX_BYTES:
-            raise ValueError(f"{counted(max(size, packed), 'byte')} is too large for an image")
+        refuse_large(max(size, packed))
         if path != self._path:
             self.__exit__()
             self._path, self._file = "", None
@@ -56,6 +55,12 @@ class Reader:
         if len(data) != size:
             raise ValueError(f"{counted(len(data), 'byte')}, but {size:,} when it was listed")
         return to_png(data) if packed == PIXELS else data
+
+
+def refuse_large(num_bytes: int) -> None:
+    """Raises ValueError for a file that is too large for an image."""
+    if num_bytes > _MAX_BYTES:
+        raise ValueError(f"{counted(num_bytes, 'byte')} is too large for an image")
 
 
 def raise_if_lost(error: Exception, path: str) -> None:

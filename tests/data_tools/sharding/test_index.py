@@ -16,7 +16,7 @@ from data_tools.dedup.thumbnails import ThumbnailJob, make_thumbnails
 from data_tools.sharding import shard
 from data_tools.sharding.index import IndexJob, index_tar, run
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.ray_tasks import LostError
 from pipeline.settings import command
@@ -154,6 +154,17 @@ def test_a_cut_image_is_skipped_by_its_header_alone(tmp_path: Path) -> None:
     for whole, reason in ((False, "cut off: it has no end marker"), (True, "ValueError: Premature end of JPEG file")):
         done = index_tar(IndexJob(str(source), "a.tar", "train", str(tmp_path / f"{whole}.parquet"), whole, 1))
         assert (done.shard.samples, done.skipped) == (1, [("2", "a.tar: 2.jpg", reason)])
+
+
+def test_a_file_that_is_too_large_for_an_image_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in sharding: whatever size a tar gives would have been read into memory at once."""
+    members = {"1.jpg": jpeg(1), "1.cls": b"0", "2.jpg": jpeg(2) + bytes(2**16), "2.cls": b"0"}
+    source = write_tar(members, tmp_path / "a.tar")
+    monkeypatch.setattr("data_tools.sources.reader._MAX_BYTES", 2**16)
+    done = index_tar(IndexJob(str(source), "a.tar", "train", str(tmp_path / "a.parquet"), False, 1))
+    said = f"{len(members['2.jpg']):,} bytes is too large for an image"
+    assert (done.shard.samples, done.skipped) == (1, [("2", "a.tar: 2.jpg", said)])
+    assert done.shard.sha256 == file_sha256(source)
 
 
 def test_what_others_write_is_whole(ray_cluster: int, tmp_path: Path, capfd) -> None:
