@@ -49,9 +49,9 @@ def vtab(config: VtabConfig) -> None:
 
     config = with_local_weights(config)
     for name in ("weights", "data", "pretrained_on"):
-        if value := getattr(config, name):
-            # hf://NAME is a folder of Hugging Face's cache, as Path writes it.
-            shared_path(name, str(Path(value)) if value.startswith("hf://") else value)
+        # hf://NAME is in Hugging Face's cache of each node.
+        if (value := getattr(config, name)) and not value.startswith("hf://"):
+            shared_path(name, value)
     folder = Path(str(shared_path("out", str(output(config)))))
     with nullcontext() if config.plan else only_driver(folder):
         run(config, folder, partial(on_ray, config), "" if config.plan else tracking_uri(config))

@@ -273,7 +273,7 @@ def test_data_sets_of_other_files_than_the_published_ones_are_named(
 
 
 def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_is_written(
-    prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = refused(tmp_path / "out", prepared, "protocol.image_size=3")
     assert re.fullmatch(r"protocol\.image_size = 3 does not suit .*/weights\.pt: .* Nearest sizes: 4\.", said)
@@ -294,6 +294,11 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
     command = runpy.run_path(str(PROTOCOLS.parents[1] / "launch" / "vtab.py"))["vtab"]
     with pytest.raises(UserError, match="Download it first: hf download no/such"):
         command(schema.load(VtabConfig, None, [*prepared, "weights=hf://no/such", "plan=true"]))
+    # Nor is it a relative path, which a job of Ray refuses.
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {"working_dir": "gcs://x.zip"}}')
+    with pytest.raises(UserError, match="Download it first: hf download no/such"):
+        command(schema.load(VtabConfig, None, [*prepared, "weights=hf://no/such", f"out={tmp_path}", "plan=true"]))
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
     # What the patches leave over is said.
     capsys.readouterr()
     vtab.run(
