@@ -4,15 +4,16 @@ Ray reads its environment when it is imported, and the import takes a second, so
 """
 
 import contextlib
-import json
 import os
 import secrets
 import select
 import socket
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path
 from pipeline.settings.quantities import whole_number
@@ -20,6 +21,13 @@ from pipeline.settings.quantities import whole_number
 _ROOT = Path(__file__).resolve().parents[2]
 # Timeout of a connection to the head node, in seconds.
 _CONNECT_SECONDS = 5.0
+# The variable, JSON, that tells the command of `ray job submit` about its job.
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+@dataclass(frozen=True)
+class _RayJob:
+    runtime_env: dict[str, Any] | None = None
 
 
 def shared_path(name: str, value: str) -> AnyPath:
@@ -30,8 +38,8 @@ def shared_path(name: str, value: str) -> AnyPath:
     path = to_path(value)
     if isinstance(path, BucketPath):
         return path
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
-    if "working_dir" in (job.get("runtime_env") or {}) and not path.is_absolute():
+    job = json_record.parse(os.environ.get(_JOB) or "{}", _RayJob, _JOB)
+    if "working_dir" in (job.runtime_env or {}) and not path.is_absolute():
         raise UserError(
             f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy of this "
             f"folder. Give an absolute path on storage that all nodes share: {name}=/..."
@@ -56,7 +64,7 @@ def connect(num_cpus: int = 0) -> int:
     _shorten_messages()
     if not ray.is_initialized():
         options: dict[str, Any] = {}
-        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        if _JOB in os.environ:
             pass  # Every worker has this library: the job's working_dir is this repository, or it is installed.
         elif os.environ.get("RAY_ADDRESS"):
             options = {"runtime_env": {"py_modules": [str(_ROOT / "pipeline"), str(_ROOT / "data_tools")]}}
@@ -108,7 +116,7 @@ def _prepare_environment() -> None:
     """Set the variables that Ray and its workers read; a cluster on this machine inherits them."""
     # When several tasks fail, we report the first error; Ray would print tracebacks of the others.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ or os.environ.get("RAY_ADDRESS"):
+    if _JOB in os.environ or os.environ.get("RAY_ADDRESS"):
         return
     # Without a token in the environment, Ray writes one into the home folder, which every later cluster then requires.
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():

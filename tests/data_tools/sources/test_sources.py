@@ -169,6 +169,10 @@ def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
 
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {"working_dir": "gcs://x.zip"}}')
     assert "out = here is a relative path" in refusal(monkeypatch, capfd, f"source={source}", "out=here")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{")
+    assert "RAY_JOB_CONFIG_JSON_ENV_VAR is not valid JSON" in refusal(
+        monkeypatch, capfd, f"source={source}", "out=here"
+    )
 
 
 @pytest.mark.parametrize(
