@@ -10,7 +10,7 @@ import json
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.exclusion import EXCLUDED, read_lists, write_list
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
 from pipeline.data.storage.atomic import write_files
-from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
+from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, to_path
 from pipeline.data.storage.retry import StorageError
 from pipeline.settings.commands.data import DedupConfig
 
@@ -45,15 +45,12 @@ _MAX_PICTURED = 96
 
 @dataclass(frozen=True)
 class ComparedSplit:
-    """The searched split, or a split of test images, with one job per shard."""
+    """The searched split, or a split of test images, with one job per shard. name: FOLDER:SPLIT."""
 
     dataset: Dataset
     split: str
     jobs: list[ThumbnailJob]
-
-    @property
-    def name(self) -> str:
-        return f"{self.dataset.path.name}:{self.split}"
+    name: str
 
     def __len__(self) -> int:
         return self.dataset.info["samples"][self.split]
@@ -131,14 +128,27 @@ def _open(config: DedupConfig) -> tuple[ComparedSplit, list[ComparedSplit]]:
             )
         for name in splits:
             tests[dataset.path, name] = _part(dataset, name, folder)
-    return searched, list(tests.values())
+    folders = _short_names(list(dict.fromkeys(path for path, _ in tests)))
+    return searched, [replace(part, name=f"{folders[path]}:{split}") for (path, split), part in tests.items()]
+
+
+def _short_names(folders: Sequence[AnyPath]) -> dict[AnyPath, str]:
+    """The last name of each folder, after as many of its parents as tell it from the others."""
+    names = {folder: (folder.key if isinstance(folder, BucketPath) else str(folder)).split("/") for folder in folders}
+
+    def short(folder: AnyPath) -> str:
+        ends = (names[folder][-count:] for count in range(1, len(names[folder]) + 1))
+        alone = (end for end in ends if sum(other[-len(end) :] == end for other in names.values()) == 1)
+        return "/".join(next(alone, [str(folder)]))  # The same in two buckets' stores.
+
+    return {folder: short(folder) for folder in folders}
 
 
 def _part(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSplit:
     if not dataset.info["samples"].get(split, 0):
         known = ", ".join(name for name, count in dataset.info["samples"].items() if count) or "none"
         raise UserError(f"{dataset.path} has no images of a split {split!r}. It has: {known}.")
-    return ComparedSplit(dataset, split, list(jobs(dataset, split, folder)))
+    return ComparedSplit(dataset, split, list(jobs(dataset, split, folder)), f"{dataset.path.name}:{split}")
 
 
 def _read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> None:
@@ -300,7 +310,9 @@ def _tell_unmarked(data: Dataset, tests: Sequence[ComparedSplit]) -> None:
         raise
     except UserError:  # There is none, or it is of other data.
         return
-    marked = sorted({reason.removeprefix(_COPY_OF).partition("/")[0] for reason in reasons})
+    # The folder may have several names, and the key, too.
+    named = (reason.removeprefix(_COPY_OF).partition(":") for reason in reasons)
+    marked = sorted({f"{folder}:{rest.partition('/')[0]}" for folder, _, rest in named})
     if others := [name for name in marked if name not in {test.name for test in tests}]:
         print(
             f"note: an earlier search marked copies of {', '.join(others)}; the list is now of this search alone. To mark both, name all test "

@@ -26,6 +26,7 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.exclusion import EXCLUDED, read_lists
 from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.storage.bucket import to_path
 from pipeline.settings import schema
 from pipeline.settings.commands.data import DedupConfig
 
@@ -244,6 +245,17 @@ def kill(*_: object, **__: object) -> None:
     raise RuntimeError("killed")
 
 
+def test_test_sets_in_folders_of_one_name_are_told_apart(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    train = copy(sets[0], tmp_path)
+    places = [shutil.copytree(sets[1].path, tmp_path / part / "pets") for part in ("x", "y")]
+    report = dedup.run(config(train, *places))
+    assert [part["name"] for part in report["against"]] == ["x/pets:train", "y/pets:train"]
+    reasons = read_lists(train)["test_copies"]["reason"].to_pylist()
+    assert {reason.partition("/x/")[0] for reason in reasons} == {"copy of x/pets:train"}
+    buckets = [to_path(url) for url in ("s3://a/pets?region=b", "s3://b/pets", "gs://b/pets", "s3://c/dogs?region=b")]
+    assert list(dedup._short_names(buckets).values()) == ["a/pets", "s3://b/pets", "gs://b/pets", "dogs"]
+
+
 def test_dry_run_marks_nothing(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
     train = copy(sets[0], tmp_path)
     report = dedup.run(config(train, sets[1].path, dry_run=True))
@@ -282,7 +294,7 @@ def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.Captur
     data, tests = SimpleNamespace(path=tmp_path, fingerprint="x"), [SimpleNamespace(name="c:test")]
     dedup._tell_unmarked(data, tests)
     (tmp_path / "exclude").mkdir()
-    for names in (["a:test", "c:test", "a:test"], ["c:test"], []):
+    for names in (["d/a:test", "c:test", "d/a:test"], ["c:test"], []):
         rows = [
             {"split": "train", "row": row, "key": "k", "reason": f"copy of {name}/x/1, distance 0.100"}
             for row, name in enumerate(names)
@@ -291,7 +303,9 @@ def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.Captur
         pq.write_table(table, tmp_path / "exclude/test_copies.parquet")
         capsys.readouterr()
         dedup._tell_unmarked(data, tests)
-        assert ("earlier search marked copies of a:test; the list" in capsys.readouterr().out) == ("a:test" in names)
+        assert ("earlier search marked copies of d/a:test; the list" in capsys.readouterr().out) == (
+            "d/a:test" in names
+        )
 
 
 def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
