@@ -7,7 +7,7 @@ from pipeline import objectives
 from pipeline.checkpoint.store import step_of
 from pipeline.lifecycle.run_folder import read_end
 from pipeline.monitor.mlflow.weights import weights_path
-from pipeline.process.committed import NAME
+from pipeline.process.committed import NAME, run_of_checkpoint
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import RunConfig
@@ -44,7 +44,7 @@ def _in_words(flops: float) -> str:
 def compute_of(weights: Path) -> float:
     """FLOPs of the run that weights are of: its folder, or one of its checkpoints; 0 if it is not known."""
     checkpoint = next((path for path in (weights, weights.parent) if NAME.fullmatch(path.name)), None)
-    folder = checkpoint.parents[1] if checkpoint else weights
+    folder = (run_of_checkpoint(checkpoint) or checkpoint.parents[1]) if checkpoint else weights
     end = read_end(folder)
     if end is None or not (folder / "config.yaml").exists():
         return 0.0

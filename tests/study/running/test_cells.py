@@ -392,6 +392,16 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) 
     assert compute_of(last) == compute_of(last / "model.safetensors") == whole
     assert compute_of(last.with_name("step-00000010")) == pytest.approx(whole / 3)
     assert compute_of(base.parent) == compute_of(last.with_name("elsewhere") / "step-00000010") == 0
+    # Of a run that keeps its checkpoints elsewhere.
+    run = make_child("mae", str(base), ["name=mae", f"out={base.parent}", f"checkpoint.folder={base.parent / 'large'}"])
+    settings = schema.to_dict(run.config)
+    (run.folder / "config.json").write_text(json.dumps(settings))
+    moved = base.parent / "large" / "mae"
+    moved.parent.mkdir()
+    last.parent.rename(moved)
+    for path in moved.glob("step-*"):
+        (path / "state.json").write_text(json.dumps({"identity": schema.flatten(settings)}))
+    assert compute_of(moved / last.name) == compute_of(run.folder) == whole
 
 
 def test_the_commands_of_the_help_name_a_score_that_their_cells_have(monkeypatch: pytest.MonkeyPatch) -> None:
