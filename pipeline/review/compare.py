@@ -46,6 +46,8 @@ _MAX_PAIRS = 30
 _MAX_FOLDER_NAME = 120
 # With fewer log lines the median says little, because the first ones are slow.
 _MIN_SPEEDS = 5
+# Said of a report where there was one: the folder is by default named after runs, and others may have the same names.
+REPLACED = " (the earlier one there is replaced)"
 # Settings that are names and places, not differences.
 PLACES = ("name", "out", "track.uri", "launch.env")
 _METHODS = {
@@ -83,10 +85,11 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
         "per_class.csv": table_csv(rescore.class_rows(scores)) if scores else None,
         **report(title, blocks),
     }
+    is_replaced = (folder / "report.html").exists()
     write_files(folder, files, mark="report.html")
     for line in summary(records):
         print(line)
-    print(f"comparison: {folder / 'report.html'}")
+    print(f"comparison: {folder / 'report.html'}{REPLACED * is_replaced}")
     return records
 
 

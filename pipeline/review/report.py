@@ -18,7 +18,7 @@ from pipeline.monitor.run_page import PREDICTED_SPEED, ModelFacts
 from pipeline.process.outputs import try_output
 from pipeline.review import lineage
 from pipeline.review.budgets import FLOPS, in_units
-from pipeline.review.compare import PLACES, code_facts, folder_name, median_speed, when
+from pipeline.review.compare import PLACES, REPLACED, code_facts, folder_name, median_speed, when
 from pipeline.review.figures import draw_run
 from pipeline.review.reader import RunReader
 from pipeline.review.record import RunRecord, Series, as_count, as_number, best_of, title_of
@@ -51,9 +51,10 @@ def run(config: RunReportConfig) -> Path:
     score = record.last_score
     title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome or record.status}"
     blocks = list(page(record, reader))
+    is_replaced = (folder / "report.html").exists()
     write_files(folder, report(title, blocks), mark="report.html")
     print(title)
-    print(f"report: {folder / 'report.html'}")
+    print(f"report: {folder / 'report.html'}{REPLACED * is_replaced}")
     return folder / "report.html"
 
 

@@ -288,7 +288,9 @@ def test_a_run_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not (tmp_path / "compared").exists()
 
 
-def test_what_a_killed_comparison_leaves_is_no_report_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_comparison_leaves_is_no_report_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same command was refused then: "this folder holds a report of a run"."""
     write_run(tmp_path / "a")
     write_run(tmp_path / "b")
@@ -300,8 +302,9 @@ def test_what_a_killed_comparison_leaves_is_no_report_of_a_run(tmp_path: Path, m
         kinds.append(kind_of(tmp_path / "out"))
 
     monkeypatch.setattr(os, "replace", watched)
-    for _ in range(2):
+    for replaced in ("", " (the earlier one there is replaced)"):
         compare.run(schema.load(CompareConfig, None, settings))
+        assert capsys.readouterr().out.endswith(f"report.html{replaced}\n")
     assert set(kinds) == {"comparison"}
 
 

@@ -222,6 +222,8 @@ def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_writes_one_page_without_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "a", evaluations={20: 0.5})
+    (folder / "review").mkdir()
+    (folder / "review" / "report.html").write_text("")
     file = report.run(schema.load(RunReportConfig, None, [f"run={folder}"]))
     assert file == folder / "review" / "report.html"
     html = file.read_text()
@@ -230,7 +232,9 @@ def test_the_command_writes_one_page_without_links(tmp_path: Path, capsys: pytes
     assert "@media print" in html
     text = (file.parent / "report.md").read_text()
     assert all((file.parent / name).is_file() for name in re.findall(r"\]\((\S+)\)", text))
-    assert "50.00 %" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "50.00 %" in out
+    assert "report.html (the earlier one there is replaced)" in out
 
 
 def test_the_report_of_an_evaluation_begins_like_a_sentence(tmp_path: Path) -> None:
