@@ -60,6 +60,7 @@ class StudyResults:
     """A study's results. score: the name of the score that its figures show. data: path; fingerprint: of the data set.
 
     evaluated_on: the data and split of the score, "" for VTAB-1k. image_size: side of the pre-training images in pixels. notes: sentences for the reader.
+    unpublished: names of VTAB tasks whose images are not those of the published files.
     """
 
     name: str
@@ -71,6 +72,11 @@ class StudyResults:
     image_size: int
     cells: list[CellResult]
     notes: list[str] = field(default_factory=list)
+    unpublished: list[str] = field(default_factory=list)
+
+    def mark(self, score: str) -> str:
+        """Stands beside the name of a score: † if it is not VTAB's."""
+        return "†" if score == "vtab" and self.unpublished else ""
 
     @property
     def counts_images(self) -> bool:

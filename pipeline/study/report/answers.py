@@ -341,6 +341,11 @@ def _variants(points: Sequence[Point], results: StudyResults) -> tuple[list[Abla
     return sorted(found, key=lambda variant: (variant.point.data_size, -variant.value)), results.models[0]
 
 
+def score_title(results: StudyResults) -> str:
+    """The name of a study's score in words, with its mark."""
+    return f"{title_of(results.score)}{results.mark(results.score)}"
+
+
 def title_of(score: str) -> str:
     """A score's name in words."""
     kind, _, name = score.partition(":")

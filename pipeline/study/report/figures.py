@@ -15,7 +15,7 @@ from pipeline.base.words import shorten
 from pipeline.review.statistics import PAIRED
 from pipeline.study.laws.fit import Prediction
 from pipeline.study.report import published
-from pipeline.study.report.answers import Answers, Line, Point, title_of
+from pipeline.study.report.answers import Answers, Line, Point, score_title
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 _STYLES = ("-", "--", ":", "-.")
@@ -63,7 +63,7 @@ def draw_scores(answers: Answers) -> bytes | None:
         axes.set_ylim(*_limits(points, laws))
     _log_axis(axes, *ends, [] if paper else [point.x for point in points] + [ends[1]], 0.06)
     axes.set_xlabel(_x_title(answers))
-    axes.set_ylabel(f"{title_of(answers.results.score)}, %", parse_math=False)
+    axes.set_ylabel(f"{score_title(answers.results)}, %", parse_math=False)
     _legend(axes, looks.handles(points) + _law_handles(laws) + (_paper_handles() if paper else []))
     return png(figure)
 
@@ -99,7 +99,7 @@ def draw_laws(answers: Answers) -> bytes | None:
         axes.set_title(shorten(line.name, _MAX_NAME), fontsize=10, parse_math=False)
         axes.set_xlabel(_x_title(answers))
         if (number - 1) % columns == 0:
-            axes.set_ylabel(f"{title_of(answers.results.score)}, %", parse_math=False)
+            axes.set_ylabel(f"{score_title(answers.results)}, %", parse_math=False)
     figure.legend(handles=_law_handles(lines), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return png(figure)
 
@@ -213,7 +213,7 @@ def draw_variants(answers: Answers) -> bytes | None:
     ]
     axes.set_yticks(range(len(variants)), labels, parse_math=False)
     axes.set_ylim(len(variants) - 0.5, -0.5)
-    axes.set_xlabel(f"{title_of(answers.results.score)}: difference to the baseline, points", parse_math=False)
+    axes.set_xlabel(f"{score_title(answers.results)}: difference to the baseline, points", parse_math=False)
     axes.set_title("95 % interval of the difference; pale: single seeds", fontsize=9, color="0.35")
     style_axes(axes, "x")
     return png(figure)

@@ -11,7 +11,7 @@ from pipeline.data.storage.atomic import write_files
 from pipeline.review.statistics import ScoreDifference
 from pipeline.study.laws.fit import MAX_EXTRAPOLATION, Estimate
 from pipeline.study.report import figures, published
-from pipeline.study.report.answers import PAIRED_FROM, Answers, Line, answer, points_of, title_of
+from pipeline.study.report.answers import PAIRED_FROM, Answers, Line, answer, points_of, score_title, title_of
 from pipeline.study.report.sentences import (
     estimate,
     number,
@@ -124,7 +124,7 @@ def _variants(answers: Answers) -> Iterator[Block]:
     if not answers.variants:
         return
     yield Heading(f"Differences to {answers.baseline}")
-    others = score_names(answers.results)[1:]
+    score, *others = score_names(answers.results)
     means = {
         name: {(point.model, point.data_size): point.mean for point in points_of(answers.results, name)}
         for name in others
@@ -143,9 +143,9 @@ def _variants(answers: Answers) -> Iterator[Block]:
         )  # fmt: skip
     header = (
         *(["training images"] if by_size else []),
-        "variant", "seeds", f"{answers.results.score} [95 %]", "difference [95 %]", "p, corrected", "difference",
+        "variant", "seeds", f"{score}{answers.results.mark(score)} [95 %]", "difference [95 %]", "p, corrected", "difference",
     )  # fmt: skip
-    yield Table((*header, *(f"{name}, %" for name in others)), rows)
+    yield Table((*header, *(f"{name}{answers.results.mark(name)}, %" for name in others)), rows)
     yield _of_differences([variant.difference for variant in answers.variants], "all variants")
 
 
@@ -268,7 +268,12 @@ def _cells(results: StudyResults) -> Iterator[Block]:
         )
         for cell in results.cells
     ]  # fmt: skip
-    header = ("cell", *(["family"] if has_families else []), "state", *(f"{name}, %" for name in names))
+    header = (
+        "cell",
+        *(["family"] if has_families else []),
+        "state",
+        *(f"{name}{results.mark(name)}, %" for name in names),
+    )
     yield Table((*header, "training images", unit, "steps", "images seen", "parameters", "hours"), rows)
 
 
@@ -276,7 +281,7 @@ def method(answers: Answers) -> Iterator[str]:
     """Paragraphs: what was fitted, how the intervals were made, what is not claimed."""
     results = answers.results
     yield (
-        f"Data: {results.data}, fingerprint {results.fingerprint}; pre-training images have {results.image_size} px. Score: {title_of(results.score)}"
+        f"Data: {results.data}, fingerprint {results.fingerprint}; pre-training images have {results.image_size} px. Score: {score_title(results)}"
         f"{f' on {results.evaluated_on}' if results.evaluated_on else ''}. A point is the mean over the seeds of one model at one data size and length. "
         "Its interval is Student's t over the seeds; a single run has Wilson's over its test images, which says nothing of other seeds. results.csv has the scores of all cells as shares."
     )

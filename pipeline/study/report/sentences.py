@@ -8,12 +8,13 @@ from pipeline.evaluate.intervals import Interval
 from pipeline.review.statistics import LEVEL, ScoreDifference, in_words, listed
 from pipeline.study.laws.fit import Estimate, Prediction
 from pipeline.study.report.answers import AblationVariant, Answers, Lead, Line, title_of
+from pipeline.transfer.score_table import unpublished_warning
 
 _MAX_NAMED = 4
 
 
 def sentences(answers: Answers) -> list[str]:
-    """The answer, two to four sentences: what was found, what is predicted, whether predictions held, what is missing."""
+    """The answer, a few sentences: what was found, what is predicted, whether predictions held, what is missing, what is not VTAB's."""
     found = list(_missing(answers))
     if not answers.points:
         return found
@@ -45,6 +46,7 @@ def _missing(answers: Answers) -> Iterator[str]:
     named = {point.family for point in answers.points}
     if named and (absent := [name for name in results.families if name not in named]):
         yield f"Nothing is said of {listed(absent, _MAX_NAMED)}: no cell of {'it' if len(absent) == 1 else 'them'} has a score."
+    yield from unpublished_warning(results.unpublished)
 
 
 # -------------------------------------------------------------------- who wins

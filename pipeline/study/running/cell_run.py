@@ -36,7 +36,7 @@ from pipeline.transfer.child_run import (
     why_unusable,
     with_track,
 )
-from pipeline.transfer.score_table import RESULTS_FILE, read_results, unpublished_warning
+from pipeline.transfer.score_table import RESULTS_FILE, read_results
 
 OUTPUT, HOURS, FAILED = "output", "hours", "failed"
 # Exit code of a command that refused its settings or its data: another try would end in the same way.
@@ -281,13 +281,13 @@ def _vtab_problems(folder: Path, cell: StudyCell) -> list[str]:
     return []
 
 
-def vtab_caveats(study: Study) -> list[str]:
-    """Sentences on the VTAB scores of all cells, for the study's report."""
+def unpublished_tasks(study: Study) -> list[str]:
+    """Names of VTAB tasks that any cell has a score of, and whose images are not those of the published files."""
     tasks: dict[str, None] = {}
     for cell in study.cells if study.config.vtab else []:
         with contextlib.suppress(UserError):
             tasks |= dict.fromkeys(read_results(_vtab_folder(study.folder, cell)).get("unpublished", []))
-    return unpublished_warning(list(tasks))
+    return list(tasks)
 
 
 # -------------------------------------------------------------------- notes on a cell beside its run: its hours, why it failed

@@ -27,7 +27,7 @@ from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import LostError, RunJobs, run_here
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.results import TO_RUN, State, StudyResults, keep_earlier, read_results, write_results
-from pipeline.study.running.cell_run import Ends, StoppedError, StudyJob, result_of, run_job, vtab_caveats
+from pipeline.study.running.cell_run import Ends, StoppedError, StudyJob, result_of, run_job, unpublished_tasks
 from pipeline.study.running.cells import Study, StudyCell, open_study, scored_on
 from pipeline.study.running.cost import estimate, plan_table, refuse_too_long
 from pipeline.study.running.slurm import write_script
@@ -124,7 +124,8 @@ def read_cells(study: Study, ends: Ends) -> StudyResults:
         scored_on(study),
         study.image_size,
         [result_of(study, cell, ends) for cell in cells],
-        [*study.notes, *vtab_caveats(study)],
+        study.notes,
+        unpublished_tasks(study),
     )
 
 

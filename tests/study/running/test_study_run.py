@@ -217,10 +217,15 @@ def test_a_hybrid_and_a_vit_are_scored_on_vtab(base: Path, started: Started, tmp
         dtd, svhn = (row["accuracy"] for row in content["scores"])
         assert cell.state == "done"
         assert cell.scores["vtab"] == (dtd + svhn) / 2
-    # Nothing is scored again.
+    # Nothing is scored again. Of other files than the published ones, the scores are marked wherever they stand.
     del started[:]
-    driver.run(config, no_pause)
+    for sweep in (base.parent / "runs" / "scored").glob("*-vtab/results.json"):
+        sweep.write_text(json.dumps({**json.loads(sweep.read_text()), "unpublished": ["svhn"]}))
+    assert driver.run(config, no_pause).unpublished == ["svhn"]
     assert started == []
+    text = (base.parent / "runs" / "scored" / "report.md").read_text()
+    assert "than the published ones (†): SVHN." in text.partition("## ")[0]
+    assert [text.count(shown) for shown in ("| vtab† [95 %] |", "| vtab†, % |", "VTAB-1k mean accuracy†.")] == [1, 1, 1]
 
 
 def test_a_cell_whose_processes_die_is_tried_again_and_one_that_is_asked_to_stop_ends_the_study(
