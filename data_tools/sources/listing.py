@@ -170,15 +170,13 @@ class Collector:
     _labels: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=lambda: [0])
     _classes: dict[str, int] = field(default_factory=dict)
-    # Number of images in each class folder, by split and class.
-    _counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    _counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (split, class folder) -> number of images.
     _tops: dict[str, None] = field(default_factory=dict)
     _no_images: "_Few" = field(default_factory=lambda: _Few())
     _hidden: "_Few" = field(default_factory=lambda: _Few())
     _outside: "_Few" = field(default_factory=lambda: _Few())
     _absolute: "_Few" = field(default_factory=lambda: _Few())
-    # Whether some image is directly in its class folder.
-    _flat: bool = False
+    _flat: bool = False  # Whether some image is directly in its class folder.
 
     def __post_init__(self) -> None:
         # The longest folder first: with {train: "", test: test} a file below test/ belongs to test.
@@ -325,9 +323,11 @@ class Collector:
         if self._hidden.count:
             notes.append(f"ignored {self._hidden.counted('hidden file')}: {self._hidden}")
         if self._outside.count:
+            are_most = "" in self.splits.values() and self._outside.count > len(table)
+            hint = "; layout=images reads them without labels" * (self.is_labelled and are_most)
             notes.append(
                 f"ignored {self._outside.counted('image')} outside the {'class ' * self.is_labelled}folders of splits = "
-                f"{self.splits}: {self._outside}"
+                f"{self.splits}: {self._outside}{hint}"
             )
         if self._absolute.count:
             notes.append(f"removed the leading / of {self._absolute.counted('key')}: {self._absolute}")
@@ -387,7 +387,7 @@ class Collector:
                 only = next(iter(counts))
                 raise UserError(
                     f"{where} holds the one folder {only!r}, which holds folders. If those are the classes, say so: "
-                    f"splits.{split}={_clean(f'{folder}/{only}')}"
+                    f"splits.{split}={_clean(f'{folder}/{only}')} . {self.advice}".rstrip()
                 )
 
     def _but_skipped(self) -> str:

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "one folder too deep": (
         lambda at: write_folder(_below("photos"), at / "raw"),
-        "If those are the classes, say so: splits.train=photos",
+        "If those are the classes, say so: splits.train=photos . For images without labels, run: python launch/shard.py layout=images",
     ),
 }  # fmt: skip
 
@@ -238,3 +238,10 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
         assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
         assert any("without an image extension" in note for note in listing.notes)
         assert any("ignored 1 image outside the class folders" in note and "top.jpg" in note for note in listing.notes)
+        assert not any("layout=images" in note for note in listing.notes)
+
+
+def test_a_folder_of_images_with_few_in_folders_below_is_read_by_another_layout(tmp_path: Path) -> None:
+    source = write_folder({"1.jpg": jpeg(1), "2.jpg": jpeg(2), "more/3.jpg": jpeg(3)}, tmp_path / "raw")
+    listing = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
+    assert any("2.jpg; layout=images reads them without labels" in note for note in listing.notes)
