@@ -17,6 +17,7 @@ from pipeline.process.start import interruptible, rank, say_interrupted, silence
 from pipeline.settings import schema
 from pipeline.settings.changes import facts_of
 from pipeline.settings.schema import OnChange
+from pipeline.settings.yaml_reader import as_typed
 
 T = TypeVar("T")
 
@@ -93,7 +94,12 @@ def read_settings(
         kind: dict[str, Any] = {"action": "store_const", "const": "true"} if is_switch else {"metavar": "VALUE"}
         value = "true" if is_switch else "VALUE"
         parser.add_argument(f"--{flag}", dest="flag", help=f"the same as {flag}={value}", **kind)
-    given = parser.parse_intermixed_args(arguments)  # Settings may also precede --config.
+    given, unknown = parser.parse_known_intermixed_args(arguments)  # Settings may also precede --config.
+    if unknown:
+        name, _, value = unknown[0].lstrip("-").partition("=")
+        raise UserError(
+            f"{as_typed(unknown[0])} is no option. Settings are written without dashes: {as_typed(name)}={value or 'VALUE'}"
+        )
     if subject and given.overrides and "=" not in given.overrides[0]:
         given.overrides[0] = f"{subject}={given.overrides[0]}"
     if flag and given.flag is not None:

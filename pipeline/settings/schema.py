@@ -167,6 +167,10 @@ class _SettingsConverter(Converter):
             if key not in hints:
                 guess = _did_you_mean(kind, prefix, str(key))
                 raise UserError(f"{self.where}: unknown setting {prefix}{as_typed(key)}.{guess}")
+        # `out=$OUT` with a variable that is not set is no choice of the current folder.
+        fields = dataclasses.fields(kind)
+        required = {field.name for field in fields if field.default is field.default_factory is REQUIRED}
+        tree = {key: value for key, value in tree.items() if value != "" or key not in required}
         return super().record({**{section: None for section in hints if is_record(hints[section])}, **tree}, kind, name)
 
     def scalar(self, value: Any, kind: Any, rule: Any) -> Any:
@@ -334,9 +338,9 @@ def type_name(kind: Any) -> str:
 def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name:
-        raise UserError(
-            f"{shortened(repr(override))} is no override: write setting=value, for example train.global_batch=512."
-        )
+        is_file = override.endswith((".yaml", ".yml"))
+        way_out = f"--config {as_typed(override)}" if is_file else "setting=value, for example train.global_batch=512."
+        raise UserError(f"{shortened(repr(override))} is no override: write {way_out}")
     parts = name.split(".")
     for depth, part in enumerate(parts):
         prefix = "".join(f"{section}." for section in parts[:depth])
@@ -384,6 +388,11 @@ def _override_value(kind: Any, text: str, name: str) -> Any:
 
 def _did_you_mean(cls: type, prefix: str, key: str) -> str:
     known = [f.name for f in dataclasses.fields(cls)]
+    section, dot, name = key.partition(".")
+    if dot and section in known:
+        return f" In a file, write it in its section: {section}: {{{name}: ...}}"
+    if key == "config" and not prefix:
+        return " A file of settings is given by --config FILE."
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f" Did you mean {prefix}{near[0]}?" if near else f" Known here: {', '.join(known)}."
 

@@ -72,6 +72,11 @@ def parse_yaml(text: str) -> Any:
             loader.dispose()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"(line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        problem = " ".join(part for part in (error.context, error.problem, place) if part)
+        raise ValueError(shortened(on_one_line(problem), 2 * MAX_QUOTED)) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # "\\UFFFFFFFF" and `%YAML 99...9` raise no YAMLError.
         raise ValueError(shortened(on_one_line(error), 2 * MAX_QUOTED)) from None
 

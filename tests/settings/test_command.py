@@ -64,6 +64,17 @@ def test_two_files_of_settings_are_refused(monkeypatch: pytest.MonkeyPatch, caps
     assert "--config is given 2 times (a.yaml, b.yaml). Give one file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [["--val_share=0.1"], ["--val_share", "0.1"]])
+def test_a_setting_with_dashes_is_one_line(given: list[str], monkeypatch, capsys) -> None:
+    """argparse printed its usage, and called the settings after it unrecognised."""
+    with pytest.raises(SystemExit) as stop:
+        run(print, monkeypatch, "source=a", *given, "out=b")
+    assert stop.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {given[0]} is no option. Settings are written without dashes: val_share=")
+    assert line.count("\n") == 1
+
+
 def test_the_subject_may_be_a_plain_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ShardConfig] = []
     monkeypatch.setattr(sys, "argv", ["x.py", "photos", "out=b"])

@@ -451,6 +451,12 @@ def test_mistakes_in_a_file(text: str, said: str, tmp_path: Path) -> None:
         ("model: {name: ViT-Ti/16}\nname: a\ndata: {path: d}", "train.length is not set (Length of the run"),
         ("train: {length: 1 epochs, lr: [}", "is not valid YAML"),
         ("- a", "must hold a mapping of settings, not ['a']"),
+        ("name: a\nname: b", "is not valid YAML: name is set twice (line 2, column 1)"),
+        ("train:\n\tlength: 1", "found character '\\t' that cannot start any token (line 2, column 1)"),
+        (
+            "train.length: 1 epochs",
+            "unknown setting train.length. In a file, write it in its section: train: {length: ...}",
+        ),
         ("", "must hold a mapping of settings, not None"),
     ],
 )
@@ -459,6 +465,16 @@ def test_a_file_that_is_not_whole(text: str, said: str, tmp_path: Path) -> None:
         schema.load(RunConfig, write(tmp_path, text))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_required_setting_that_is_empty_is_not_set(tmp_path: Path) -> None:
+    """`out=$OUT` without such a variable once meant the current folder."""
+    with pytest.raises(UserError, match=r"the command line: out is not set \(Folder or URL .*\)\. Set it: out="):
+        schema.load(ShardConfig, None, ["source=photos", "out="])
+    with pytest.raises(UserError, match=r"the command line: runs is not set"):
+        schema.load(suite_settings.SyncConfig, None, ["runs="])
+    with pytest.raises(UserError, match=r"train\.length is not set"):
+        schema.load(RunConfig, write(tmp_path, "name: a\ndata: {path: d}\ntrain: {length: ''}"))
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
@@ -573,6 +589,8 @@ def test_null_and_empty_values() -> None:
         ("seed.x=3", "the command line: seed is a single value, so there is no seed.x"),
         ("train.length.x=3", "train.length is a single value"),
         ("train", "'train' is no override: write setting=value"),
+        ("config=a.yaml", "unknown setting config. A file of settings is given by --config FILE."),
+        ("mine.yaml", "'mine.yaml' is no override: write --config mine.yaml"),
         ("=3", "'=3' is no override"),
         ("train=5", "the command line: train must be a mapping of settings, not 5"),
         ("train.micro_batch=x", "the command line: train.micro_batch = x must be a whole number"),
