@@ -131,15 +131,17 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
     """Open a data set by its folder or URL; reads dataset.json only. Raises UserError for a missing or damaged one."""
     storage = storage or Storage()
     path = to_path(path, storage.retry)
-    remedy = f"Shard it first: python launch/shard.py source=... out={path}"
     if not path.exists():
-        raise UserError(f"{path}: no such data set. {remedy}")
+        raise UserError(f"{path}: no such data set. Shard it first: python launch/shard.py source=... out={path}")
     try:
         text = read_bytes(path / INFO)
     except UserError:  # The bucket cannot be used, or it is no regular file.
         raise
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path} is no finished data set (it has no {INFO}). {remedy}") from None
+        raise UserError(
+            f"{path} is no finished data set (it has no {INFO}). If it holds the images, shard them: python launch/shard.py "
+            f"source={path} out=... . If sharding was interrupted, run its command again."
+        ) from None
     except OSError as error:
         raise UserError(f"{path / INFO} cannot be read ({error.strerror or error}).") from None
     return Dataset(path, parse_info(text, f"{path / INFO}"), storage)

@@ -81,7 +81,7 @@ def test_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
         (lambda path: (path / "shards.parquet").write_bytes(b"?"), r"shards.parquet is damaged"),
         (
             lambda path: (path / "dataset.json").unlink(),
-            r"no finished data set .*Shard it first: python launch/shard.py",
+            r"no finished data set .*\. If it holds the images, shard them: python launch/shard.py source=/",
         ),
         (lambda path: (path / "dataset.json").write_text("{"), r"dataset.json is damaged"),
         (lambda path: (path / "dataset.json").write_text(json.dumps({"format": "x/9"})), r"has format 'x/9'"),
