@@ -92,6 +92,10 @@ class RankProcess:
     def free_port(self) -> int:
         return free_port()
 
+    def has_file(self, path: str) -> bool:
+        """Whether there is this file where the rank would run."""
+        return os.path.isfile(path)
+
     def start(self, command: list[str], environment: dict[str, str]) -> None:
         """Start a Python script with its arguments."""
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -42,8 +42,8 @@ def run_ranks(
     say: called with the ranks' nodes, and as in `wait_for_ranks`. stopping: True once the ranks are to be stopped by SIGTERM,
     after which they exit by themselves. A rank that fails, or whose node dies, ends the others, which would wait for it.
     wait_minutes: how long to wait for resources that other jobs hold.
-    Raises UserError when the ranks do not fit, their resources do not become free, or a rank is lost; Stopped if `stopping` before
-    they run.
+    Raises UserError when the ranks do not fit, their resources do not become free, a node has no such script, or a rank is lost;
+    Stopped if `stopping` before they run.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -108,6 +108,13 @@ def _run_in_group(
     try:
         late = UserError("Ray did not start the processes of the ranks. See its logs (ray logs) for the cause.")
         places = get([actor.place.remote() for actor in actors], "Ray to start a process for each rank", late)
+        if not command[0].startswith("-"):
+            has_script = _get_from_rank([actor.has_file.remote(command[0]) for actor in actors])
+            if not all(has_script):
+                raise UserError(
+                    f"{command[0]} is not in the folder where Ray's processes run on {places[has_script.index(False)].address}. Start this "
+                    "command by `ray job submit --working-dir . -- python launch/ray_run.py ...`, which sends this folder to all nodes."
+                )
         port = _get_from_rank(actors[0].free_port.remote())
         for rank, (actor, variables) in enumerate(zip(actors, rank_environments(places, port, cpus), strict=True)):
             say(f"rank {rank} on {places[rank].address}, {variables['LOCAL_RANK']} of {variables['LOCAL_SIZE']} there")

@@ -44,6 +44,14 @@ def test_ranks_wait_for_resources_with_a_word_a_limit_and_an_ear_for_signals(
         remove_placement_group(held)
 
 
+def test_a_script_that_a_node_does_not_have_is_said_before_ranks_run(ray_cluster: int) -> None:
+    """With RAY_ADDRESS and no job, Ray's processes run in another folder."""
+    with pytest.raises(
+        UserError, match=r"^work/absent.py is not in the folder where Ray's processes run on .*--working-dir"
+    ):
+        ray_tasks.run_ranks(["work/absent.py"], 1, 1, print, lambda: False)
+
+
 def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ray itself would try for a minute.
     monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("it asks Ray"))
