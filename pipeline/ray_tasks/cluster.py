@@ -130,8 +130,10 @@ def _check_reachable(address: str) -> None:
     """Raise UserError when nothing listens at RAY_ADDRESS. Ray itself would print warnings for over a minute."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     number = whole_number(port)
-    if not host or number is None:
+    if number is None:
         return  # "auto" or "local", which Ray resolves.
+    if not host:
+        raise _no_cluster(address, "it names no host")
     try:
         socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:

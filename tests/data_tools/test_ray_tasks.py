@@ -61,6 +61,7 @@ def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.Mon
         "[::1]:1",
         "127.0.0.1:99999",
         "no.such.host.invalid:1",
+        ":6379",
     ):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(UserError, match=r"there is no Ray cluster .* unset RAY_ADDRESS to use this machine alone"):
