@@ -70,7 +70,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     else:
         table = _of_sample(order, split.row_of(config.sample), steps, trained, config.ranks, skipped_batches)
         seen = sum(row["trained"] == "yes" for row in table)
-        said = f"{config.sample}: seen {seen} times in the {counted(trained, 'step')} trained, {len(table)} in all {steps:,}"
+        said = f"{config.sample}: seen {counted(seen, 'time')} in the {counted(trained, 'step')} trained, {len(table)} in all {steps:,}"
     _show(table, config.csv)
     for line in [*split.notes(), said]:
         print(line, file=sys.stderr)

@@ -25,6 +25,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import path_inside, read_bytes, write_text
 from pipeline.base.json_record import Count, Time
+from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import open_to_append
 from pipeline.monitor.run_page import RunFacts
 
@@ -172,4 +173,6 @@ def describe(description: str, starts: list[Start]) -> str:
             )
     if not lines:
         return description
-    return "\n".join([description, "", f"**Started {len(starts)} times**", "", *lines[-_MAX_STARTS_SHOWN:]]).strip()
+    return "\n".join(
+        [description, "", f"**Started {counted(len(starts), 'time')}**", "", *lines[-_MAX_STARTS_SHOWN:]]
+    ).strip()

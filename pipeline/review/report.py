@@ -281,7 +281,9 @@ def _health(record: RunRecord) -> Iterator[Block]:
         yield Paragraph("Nothing went wrong that is recorded.")
     if len(record.starts) > 1:
         known = [start for start in record.starts if start is not None]
-        yield Paragraph(f"Started {len(record.starts)} times{':' if known else '; the reasons are not recorded.'}")
+        yield Paragraph(
+            f"Started {counted(len(record.starts), 'time')}{':' if known else '; the reasons are not recorded.'}"
+        )
         if known:
             yield Table(
                 ("start", "from step", "hosts", "how the start before ended"), [_start_row(start) for start in known]

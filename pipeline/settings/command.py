@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, get_type_hints
 
 from pipeline.base.errors import CrashError, UserError
-from pipeline.base.words import on_one_line
+from pipeline.base.words import counted, on_one_line
 from pipeline.process.outputs import try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
 from pipeline.settings import schema
@@ -106,7 +106,7 @@ def read_settings(
         given.overrides.append(f"{flag}={given.flag}")
     if len(given.config) > 1:
         raise UserError(
-            f"--config is given {len(given.config)} times ({', '.join(given.config)}). Give one file, and what differs as setting=value."
+            f"--config is given {counted(len(given.config), 'time')} ({', '.join(given.config)}). Give one file, and what differs as setting=value."
         )
     return schema.load(cls, given.config[0] if given.config else None, given.overrides)
 

@@ -170,7 +170,7 @@ class TrainingRun:
         progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
         if len(progress.skipped_batches) > config.health.max_rollbacks:
             raise DivergedError(
-                f"the loss has jumped {len(progress.skipped_batches)} times, more than health.max_rollbacks = "
+                f"the loss has jumped {counted(len(progress.skipped_batches), 'time')}, more than health.max_rollbacks = "
                 f"{config.health.max_rollbacks} allows to go back for. Lower optimizer.lr, or raise health.spike_sigma."
             )
         spikes.forget(state.losses)

@@ -21,6 +21,7 @@ from PIL import Image
 from ranks import ROOT, settings
 
 from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, checksum, read_state
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
@@ -196,7 +197,8 @@ def test_a_sample_is_found_where_the_steps_have_it(run: Path, data: Dataset, cap
         found = ask(run, f"step={row['step']}")[row["place"]]
         assert (found["key"], found["row"], found["epoch"]) == (key, 70, row["epoch"])
         assert (row["rank"], row["trained"]) == (row["place"] // 12, "yes")
-    assert f"{key}: seen {len(times)} times in the 8 steps trained, {len(times)} in all 8" in capsys.readouterr().err
+    seen = f"{key}: seen {counted(len(times), 'time')} in the 8 steps trained, {len(times)} in all 8"
+    assert seen in capsys.readouterr().err
 
 
 def test_a_run_that_has_not_begun_is_planned(overrides: list[str], run: Path, tmp_path: Path) -> None:
