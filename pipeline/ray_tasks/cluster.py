@@ -21,6 +21,8 @@ from pipeline.settings.quantities import whole_number
 _ROOT = Path(__file__).resolve().parents[2]
 # Timeout of a connection to the head node, in seconds.
 _CONNECT_SECONDS = 5.0
+# Interval at which the processes of a node that starts are looked for, in seconds.
+_SEARCH_SECONDS = 0.1
 # The variable, JSON, that tells the command of `ray job submit` about its job.
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
@@ -72,14 +74,20 @@ def connect(num_cpus: int = 0) -> int:
             # "local", because Ray would otherwise join a cluster that `ray start` left running, and refuse the other options.
             options = {"address": "local", "num_cpus": num_cpus or None, "include_dashboard": False,
                        "object_store_memory": 256 * 2**20}  # fmt: skip
+        is_connected = threading.Event()
+        if options.get("address") == "local":
+            import psutil
+
+            watch = [is_connected, psutil.Process().children()]
+            threading.Thread(target=_exit_with_node, args=watch, name="Ray's node", daemon=True).start()
         try:
             ray.init(logging_level="ERROR", log_to_driver=False, **options)
         except (ConnectionError, TimeoutError, RuntimeError) as error:
             if not os.environ.get("RAY_ADDRESS"):
                 raise
             raise _no_cluster(os.environ["RAY_ADDRESS"], first_line(error)) from None
-        if options.get("address") == "local":
-            threading.Thread(target=_exit_with_node, name="Ray's node", daemon=True).start()
+        finally:
+            is_connected.set()
     return int(ray.cluster_resources().get("CPU", 1))
 
 
@@ -147,34 +155,43 @@ def _no_cluster(address: str, reason: str) -> UserError:
     )
 
 
-def _exit_with_node() -> None:
-    """Exit with one line of explanation when the Ray node that this process started dies.
+def _exit_with_node(is_connected: threading.Event, earlier: list[Any]) -> None:
+    """Exit with one line of explanation when the Ray node that this process starts dies.
 
-    Ray's library would call exit(1) without a message as soon as it cannot reach the node's memory. A node dies with either of
-    its agents. This uses private names of Ray; in a version that has others, nothing is watched.
+    Ray's library would call exit(1) without a message as soon as it cannot reach the node's memory, also while it starts. A node
+    dies with either of its agents. This knows Ray's processes by their names; in a version that has others, nothing is watched.
+    is_connected: set when `ray.init` has ended, and with it the search for them. earlier: child processes before it, which may be
+    of a Ray that was just left.
     """
     import psutil
     import ray
 
-    try:
-        (raylet,) = ray._private.worker._global_node.all_processes["raylet"]
-        processes = [psutil.Process(raylet.process.pid)]
-        commands = {child: " ".join(child.cmdline()) for child in processes[0].children()}
-        # Workers' arguments contain the agents' names, too.
-        processes += [
-            child for child, text in commands.items() if "agent" in text.lower() and "default_worker" not in text
-        ]
-        descriptors = [os.pidfd_open(process.pid) for process in processes]
-    except (AttributeError, KeyError, ValueError, OSError, psutil.Error):
-        return
-    ended, _, _ = select.select(descriptors, [], [])
-    if not ray.is_initialized():
-        return  # Shut down by this process.
-    what = "node" if descriptors[0] in ended else "node agent"
+    this, seen = psutil.Process(), set(earlier)
+    watched, ended = dict[int, str](), list[int]()
+    while not ended:
+        is_last = is_connected.is_set()
+        with contextlib.suppress(psutil.Error, OSError):
+            for node in this.children():
+                if node.name() == "raylet" and node not in earlier:
+                    agents = [(child, "node agent") for child in node.children() if _is_agent(child)]
+                    for process, what in ((node, "node"), *agents):
+                        if process not in seen:
+                            watched[os.pidfd_open(process.pid)] = what
+                            seen.add(process)
+        ended = select.select(list(watched), [], [], None if is_last else _SEARCH_SECONDS)[0]
+    if is_connected.is_set() and not ray.is_initialized():
+        return  # Shut down by this process, or not started, which it says itself.
+    what = "node" if "node" in (watched[descriptor] for descriptor in ended) else "node agent"
     lost = f"Ray's {what} on this machine died (killed, or out of memory: use fewer tasks at a time, num_tasks=...)."
     with contextlib.suppress(OSError):
         os.write(2, f"error: {lost} Run the same command again to continue.\n".encode())
     os._exit(2)
+
+
+def _is_agent(child: Any) -> bool:
+    """Whether this child process of a node is one of its agents. Workers' arguments contain the agents' names, too."""
+    text = " ".join(child.cmdline())
+    return "agent" in text.lower() and "default_worker" not in text
 
 
 def _shorten_messages() -> None:
