@@ -225,6 +225,12 @@ def _listens(address: str, port: int) -> bool:
     return True
 
 
+def seed_torch(seed: int, on_gpu: bool) -> None:
+    """Seed torch's generators: of the CPU and, if on_gpu, of GPUs."""
+    # Without a GPU `torch.manual_seed` notes a stack trace for each kind of device, for milliseconds.
+    (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
+
+
 def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> None:
     """Make a GPU compute float32 as IEEE 754 says, not as TF32, and the same bits each time. Call before the first operation.
 

@@ -45,7 +45,7 @@ from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
 from pipeline.objectives.objective import Inputs, Objective
 from pipeline.objectives.optimizers import learning_rate
-from pipeline.process.distributed import Ranks, use_exact_arithmetic
+from pipeline.process.distributed import Ranks, seed_torch, use_exact_arithmetic
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import AugmentConfig, OptimizerConfig
@@ -201,9 +201,7 @@ class _PlainTrainer:
 
     def seed_dropout(self, micro_batch: int) -> None:
         seed = random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self.step, 0, micro_batch)
-        # Without a GPU `torch.manual_seed` notes a stack trace for each kind of device, for milliseconds.
-        on_gpu = self.ranks.device.type == "cuda"
-        (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
+        seed_torch(seed, self.ranks.device.type == "cuda")
 
     def loss(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
         with _arithmetic(self.config, self.ranks.device):

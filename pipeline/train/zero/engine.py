@@ -34,7 +34,7 @@ from pipeline.monitor.profile import StepClock
 from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Inputs, Objective, constants, stored_name, trained_parameters
 from pipeline.objectives.parameters.muon import Muon
-from pipeline.process.distributed import Ranks, all_started
+from pipeline.process.distributed import Ranks, all_started, seed_torch
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 from pipeline.train.zero import layout
 from pipeline.train.zero.deepspeed_import import deepspeed
@@ -139,8 +139,7 @@ class Engine:
     def seed_dropout(self, micro_batch: int) -> None:
         """Seed torch from (seed, step, rank, micro-batch), so that a resumed run draws the same numbers."""
         seed = random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self._step, self.ranks.rank, micro_batch)
-        # Without a GPU `torch.manual_seed` notes a stack trace for each kind of device, for milliseconds.
-        (torch.manual_seed if self.clock.on_gpu else torch.default_generator.manual_seed)(seed)
+        seed_torch(seed, self.clock.on_gpu)
 
     def loss(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective's loss and values, in the precision of training. Collective at stage 3."""
