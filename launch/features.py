@@ -11,7 +11,7 @@ process, on a GPU or a CPU.
 
 The table has one row per image: key, label (the true class, if known), vector (float32), problem. The same images,
 weights and settings give the same bytes on the same machine. An unreadable image has no vector, and the reason in
-problem. To read it:
+problem. More of them than max_bad_share, and than 10, are an error; with many, set max_bad_share=1. To read the table:
 
   table = pyarrow.parquet.read_table("train.parquet")
   vectors = numpy.stack(table["vector"].drop_null().to_numpy())           # (images, features)

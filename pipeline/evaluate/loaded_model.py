@@ -56,7 +56,8 @@ class LoadedModel:
         """A reader of the split with the preprocessing of these weights, for this process alone, with a progress bar."""
         with tqdm(total=num_images, desc=split.name, unit=" images", disable=None) as bar:
             alone = Ranks(0, 0, 1, self.device)
-            budget = BadBudget(config.max_bad_share, "max_bad_share", "Check the images, or raise max_bad_share.")
+            remedy = "Check the images, or raise max_bad_share."
+            budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
             yield SplitReader(
                 split, self.image_size, self.view, config.batch, config.threads, alone, bar.update, budget=budget
             )

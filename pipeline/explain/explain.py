@@ -265,6 +265,8 @@ def _draw_predictions(
 ) -> None:
     """split: its labels are numbers of the classes `names`, or it has none."""
     predictions = predict_all(config, loaded, split, num_top=1)
+    for row, reason in list(predictions.problems.items())[:20]:
+        print(f"not predicted: {split.keys([row])[0]} cannot be read ({reason})")
     true, predicted = outcomes(predictions, split)
     confidence = predictions.probabilities[:, 0]
     known = np.flatnonzero(predictions.readable & (true >= 0))

@@ -224,6 +224,22 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         run(save(tmp_path / "headless.pt", 0), data.path)
 
 
+def test_a_small_folder_may_have_some_unreadable_images(weights: Path, data: Dataset, tmp_path: Path) -> None:
+    folder = tmp_path / "holiday"
+    folder.mkdir()
+    (folder / "00.png").write_bytes(files_of(data)[0])
+    for number in range(1, 11):
+        (folder / f"{number:02d}.png").write_bytes(b"junk")
+    first, *others = run(weights, folder, "top=1")
+    assert first["class"] is not None
+    assert [row["problem"] for row in others] == ["no image: begins with b'junk'"] * 10
+    (folder / "11.png").write_bytes(b"junk")
+    with pytest.raises(
+        UserError, match=r"11 samples of 12 cannot be read, more than max_bad_share = 0.001 allows \(10\)"
+    ):
+        run(weights, folder)
+
+
 def test_a_part_of_a_split(data: Dataset) -> None:
     split = data.split("val")
     part = split.only(np.array([1, 2, 4, 5]))

@@ -90,6 +90,7 @@ def test_command_to_folder_and_mlflow(
 
     said = capsys.readouterr().out
     assert "9.png cannot be read (no image" in said
+    assert f"not predicted: {photos}" in said
     assert "16 px in patches of 4: 17 tokens" in said
     assert drawn(out) == ALL
     for name in ALL:

@@ -101,15 +101,23 @@ def test_the_table_has_what_the_head_reads(
     assert pq.read_table(tmp_path / "parts.parquet").equals(table)
     assert pq.read_metadata(tmp_path / "parts.parquet").num_row_groups == 5
 
-    # The budget is a share of all images, wherever the unreadable ones are: here two of the last four.
-    for name in ("7.png", "8.png"):
-        next(photos.rglob(name)).write_bytes(b"junk")
+    # The budget is a share of all images, wherever the unreadable ones are: here eleven of the last thirteen.
+    for number in range(9, 20):
+        (photos / "unsorted" / f"{number}.png").write_bytes(b"junk")
     next(photos.rglob("4.png")).unlink()
     monkeypatch.setattr(features, "_PART", 4)
-    run(weights, photos, tmp_path / "two.parquet", "max_bad_share=0.25")
-    with pytest.raises(UserError, match=r"2 samples of 8 cannot be read, more than max_bad_share = 0.2 allows \(1\)"):
+    run(weights, photos, tmp_path / "eleven.parquet", "max_bad_share=0.6")
+    said = r"11 samples of 19 cannot be read, more than max_bad_share = 0.2 allows \(10\)"
+    with pytest.raises(UserError, match=said):
         run(weights, photos, tmp_path / "none.parquet", "max_bad_share=0.2")
     assert not (tmp_path / "none.parquet").exists()
+    # A small folder with some unreadable images is no reason to stop, unless the user says so.
+    (photos / "unsorted" / "9.png").unlink()
+    capsys.readouterr()
+    run(weights, photos, tmp_path / "ten.parquet")
+    assert "18 images, 10 of them unreadable" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"1 sample of 18 cannot be read, more than max_bad_share = 0.0 allows \(0\)"):
+        run(weights, photos, tmp_path / "none.parquet", "max_bad_share=0")
 
 
 def test_weights_without_a_head_and_a_data_set(dataset: Path, tmp_path: Path) -> None:

@@ -9,18 +9,20 @@ from pipeline.data.dataset.manifest import Split
 
 @dataclass(frozen=True)
 class BadBudget:
-    """How many distinct samples may be unreadable: a share of all that are read, and at least one unless the share is 0.
+    """How many distinct samples may be unreadable: a share of all that are read, and at least `least` unless the share is 0.
 
-    setting: the setting that gave `share`; empty if none did. remedy: the last sentence of the error.
+    setting: the setting that gave `share`; empty if none did. remedy: the last sentence of the error. least: 1 where samples are trained on or
+    scored; more where each is reported by itself.
     """
 
     share: float
     setting: str = "data.max_bad_share"
     remedy: str = "Check the shards, or raise data.max_bad_share."
+    least: int = 1
 
     def allowed(self, num_samples: int) -> int:
         """The largest number of unreadable samples of `num_samples`."""
-        return max(1, int(self.share * num_samples)) if self.share else 0
+        return max(self.least, int(self.share * num_samples)) if self.share else 0
 
     def excess(self, bad: Mapping[int, str], split: Split, num_samples: int) -> str:
         """An error message if these samples of the split, row -> reason, are more than allowed of `num_samples`; else empty."""

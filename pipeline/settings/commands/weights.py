@@ -1,7 +1,7 @@
 """The settings of commands on trained weights: scores, export, predictions and explanations."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
@@ -60,7 +60,12 @@ class WeightsConfig:
         "Loss that the weights were trained with, which determines probabilities; auto is the weights' own, or softmax if "
         "they have none.",
     )
-    max_bad_share: float = share(0.001, "Share of unreadable images above which the command stops.")
+    # How many unreadable images are allowed whatever their share, unless that is 0.
+    least_bad: ClassVar[int] = 1
+    max_bad_share: float = share(
+        0.001,
+        "Share of unreadable images above which the command stops; predict, features and explain allow at least 10, unless it is 0.",
+    )
     batch: int = batch_size(64, "Images per forward pass.")
     threads: int = cpu_threads(2, "Decoding threads.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Device of the model; auto is a GPU if available.")
@@ -149,6 +154,8 @@ class ExportConfig:
 class LookConfig(WeightsConfig):
     """Weights and the images that they are applied to."""
 
+    # A folder of photographs has some that cannot be read. Each is reported with its reason, and none changes what is said of the others.
+    least_bad: ClassVar[int] = 10
     images: list[str] = setting(REQUIRED, f"Images: {_IMAGES}", path=True)
     split: str = setting("val", "If images is a data set: its split.")
     exclude: str = setting("all", f"If images is a data set: {_EXCLUDE}")
