@@ -115,6 +115,11 @@ def overridden(name: str, changes: Mapping[str, Any]) -> dict[str, tuple[Any, An
     return {field: (values[field], value) for field, value in given.items() if value != values[field]}
 
 
+def check_name(name: str) -> None:
+    """Raise UserError for an unknown name."""
+    _implied(name)
+
+
 def parse_name(name: str) -> tuple[Variant, int]:
     """ "ViT-L/16" -> (sizes of L, patch side 16). Any patch side is accepted. Raises UserError for an unknown name."""
     match = re.fullmatch(r"ViT-(\w+)/([1-9]\d{0,4})", name, re.ASCII)

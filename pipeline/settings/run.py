@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.architecture.config import OPTIONS
+from pipeline.architecture.variants import check_name
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.effect import refuse_without_effect
@@ -147,6 +148,8 @@ class RunConfig:
         # Of LoRA without a rank: the run would train the head alone.
         refuse_without_effect(self.train, prefix="train.")
         if self.init.weights is None:
+            assert self.model.name is not None, "refused above"
+            check_name(self.model.name)
             if self.train.freeze != "none":
                 raise UserError(
                     f"train.freeze = {self.train.freeze} needs init.weights: a new model's values are random. Leave it out."

@@ -19,7 +19,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import AugmentConfig, RunConfig
 
-GIVEN = ["name=x", "model.name=S/16", "model.image_size=16", "train.length=1 steps", "data.path=x"]
+GIVEN = ["name=x", "model.name=ViT-S/16", "model.image_size=16", "train.length=1 steps", "data.path=x"]
 GROUPS = (Views(2, 24, AugmentConfig()), Views(3, (10, 12), AugmentConfig(area_max=0.2)))
 
 

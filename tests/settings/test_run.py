@@ -664,6 +664,7 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
             ["init.weights=x.npz"],
             "init.weights = 'x.npz' determines the architecture, so model.name = 'ViT-Ti/16' must not be set",
         ),
+        (["model.name=nosuch"], 'model: "nosuch" is an unknown model; did you mean'),
         (["model.name=null"], "neither model.name nor init.weights is set"),
         (["model.name=", "init.weights="], "neither model.name nor init.weights is set"),
         (["init.weights=", "init.mean_pool=true"], "Set init.mean_pool=false; a new model pools so with"),

@@ -197,7 +197,7 @@ def test_a_power_that_cannot_be_is_refused_in_one_line(value: str) -> None:
         schema.load(
             RunConfig,
             None,
-            ["name=x", "model.name=S/16", "train.length=1 steps", "data.path=x", f"data.balance={value}"],
+            ["name=x", "model.name=ViT-S/16", "train.length=1 steps", "data.path=x", f"data.balance={value}"],
         )
     assert "\n" not in str(error.value)
 
@@ -212,7 +212,7 @@ def test_data_without_labels_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_samples_of_a_balanced_run_are_told_in_both_directions(dataset: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
-        f"{{name: x, seed: 5, model: {{name: S/16}}, data: {{path: {dataset}, balance: 0.25, streams: 4}}, "
+        f"{{name: x, seed: 5, model: {{name: ViT-S/16}}, data: {{path: {dataset}, balance: 0.25, streams: 4}}, "
         "train: {length: 20 steps, global_batch: 24}}"
     )
 
