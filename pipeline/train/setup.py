@@ -14,7 +14,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.base.words import counted
+from pipeline.base.words import counted, on_one_line
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
@@ -59,11 +59,12 @@ def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     """Prepare a run, up to the step where it starts. Collective. Raises UserError for a user's mistake."""
     context = _connect_on_all_ranks(stop, prepared)
     start = _find_start_on_all_ranks(context)
-    # A failure would leave the decoding processes to this one, which may live on.
+    # A failure would leave processes and threads to this process, which may live on, and MLflow a run that never ends.
     with contextlib.ExitStack() as undone:
         training = _build_training_on_all_ranks(context, start, undone)
-        monitoring = _begin_monitoring_on_all_ranks(context, start, training)
+        monitoring = _begin_monitoring_on_all_ranks(context, start, training, undone)
         saving = _prepare_saving(context, start)
+        undone.callback(saving.saver.close)
         evaluators = evaluators_of(context, training.engine, monitoring, saving.saver)
         undone.pop_all()
     step = start.state.step
@@ -185,7 +186,10 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
 
 
 # ---------------------------------------------------------------------- what measures
-def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, training: Training) -> Monitoring:
+def _begin_monitoring_on_all_ranks(
+    context: RunContext, start: _StartingPoint, training: Training, undone: contextlib.ExitStack
+) -> Monitoring:
+    """Begin what measures the run. undone: ends its threads, and the run in MLflow, if set-up fails."""
     config, ranks, folder, console = context.config, context.ranks, context.folder, context.console
     dataset, state, engine = context.prepared.data.dataset, start.state, training.engine
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
@@ -201,8 +205,12 @@ def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, t
     hosts = ranks.gather(socket.gethostname())
     # Also for a finished run: sends the metrics that MLflow has not received yet.
     tracker = _start_tracker(context, start, training, hosts) if ranks.is_main else None
-    for line in tracker.notes if tracker else []:
-        console.say(line)
+    if tracker:
+        undone.push(partial(_end_tracker, tracker))
+        for line in tracker.notes:
+            console.say(line)
+    watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, context.stop.record_failure)
+    undone.callback(watchdog.close)
     draws = ranks.is_main and config.track.figures
     return Monitoring(
         meter=Meter(ranks, engine.clock, flops, peak),
@@ -212,7 +220,7 @@ def _begin_monitoring_on_all_ranks(context: RunContext, start: _StartingPoint, t
         slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
         collapses=CollapseReports(),
         counts=RunCounts(state.counts, dataset.storage.retry, ranks),
-        watchdog=Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, context.stop.record_failure),
+        watchdog=watchdog,
         tracker=tracker,
         drawing=DrawingProcess(folder, context.prepared.draw) if draws and context.prepared.draw else None,
     )
@@ -241,6 +249,12 @@ def _start_tracker(context: RunContext, start: _StartingPoint, training: Trainin
         config.track, Path(config.out), folder, facts, start.state.step,
         find_models=partial(logged_models, start.checkpoints),
     )  # fmt: skip
+
+
+def _end_tracker(tracker: Tracker, kind: object, error: BaseException | None, trace: object) -> None:
+    """End the record of a run whose set-up failed. An exit function of `contextlib.ExitStack`."""
+    why = "" if error is None else f": {on_one_line(error)}"
+    tracker.finish("FAILED", in_a_hurry=True, outcome=f"failed before training began{why}")
 
 
 def write_settings(config: RunConfig, folder: Path) -> None:

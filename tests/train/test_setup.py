@@ -25,7 +25,7 @@ class Loader:
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_set_up_that_fails_ends_the_decoding_processes(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They lived until the process ended, which may go on with other runs."""
-    loader, of_others = Loader(), SimpleNamespace(engine=None, saver=None)
+    loader, of_others = Loader(), SimpleNamespace(engine=None, saver=SimpleNamespace(close=None))
     ranks = SimpleNamespace(device=torch.device("cpu"), on_all=lambda function: function())
     data = SimpleNamespace(split=None)
     context = SimpleNamespace(config=None, plan=None, ranks=ranks, stop=None, prepared=SimpleNamespace(data=data))

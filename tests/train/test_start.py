@@ -5,18 +5,22 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from forked import Forge
+from polling import until
 from ranks import settings
 from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import Stopped, UserError
+from pipeline.monitor.page_folder import PageFolder
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import run, setup, start
@@ -210,3 +214,23 @@ def test_a_fine_tuning_that_is_too_large_for_the_host_is_refused(forge: Forge, d
     rank = forge.start_work(1, "test_start:train_on_a_small_host", [*tuned, *more])
     assert rank.wait() == [2], rank.said()
     assert "and its share of the host has" in rank.said().splitlines()[-1]
+
+
+def train_without_temporary_files(overrides: list[str]) -> None:
+    """In a rank: a run whose folder for temporary files is gone, which the start of its checkpoint writer finds."""
+    tempfile.tempdir = "/nowhere"
+    try:
+        run.run_training(schema.load(RunConfig, None, overrides))
+    except OSError as error:
+        until(lambda: "watchdog" not in {thread.name for thread in threading.enumerate()}, seconds=20)
+        raise SystemExit(3) from error
+
+
+@pytest.mark.ranks
+def test_a_set_up_that_fails_late_ends_what_it_began(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    """The watchdog would end a process that lives on, and MLflow showed a run that goes on for ever."""
+    rank = forge.start_work(1, "test_start:train_without_temporary_files", settings(dataset, tmp_path, "x"))
+    assert rank.wait() == [3], rank.said()
+    end = PageFolder(tmp_path / "x").read_end()
+    assert end is not None
+    assert (end.status, "failed before training began: " in str(end.tags)) == ("FAILED", True)
