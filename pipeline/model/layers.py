@@ -1,8 +1,9 @@
 """Parts that the ViT and the ResNets share: the dense layer, initialisation, activation checkpointing, input checks."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +33,37 @@ def initialize_head(head: nn.Module, bias: float) -> None:
     if isinstance(head, Dense):
         nn.init.zeros_(head.weight)
         nn.init.constant_(head.bias, bias)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D/H) + logits) v in each head: (B, H, N, D/H) each -> the same; logits: (B, H, N, N)."""
+    is_slow = (
+        q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
+    )
+    if is_slow and torch.is_grad_enabled():
+        return cast(Tensor, _SixteenBitAttention.apply(q, k, v, logits))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=logits)
+
+
+class _SixteenBitAttention(torch.autograd.Function):
+    """Attention in bf16 or fp16 on a CPU, its gradients computed in fp32.
+
+    torch's kernel for the gradients takes 3 times as long in bf16 for 64 tokens, the conversions included, and as long for 577
+    (torch 2.13, with AMX). Computing the attention again from 16 bits keeps no more memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, k, v, logits)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *added = inputs = [x.detach().float().requires_grad_() for x in ctx.saved_tensors if x is not None]
+        with torch.enable_grad():
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=added[0] if added else None)
+        found = [x.to(gradient.dtype) for x in torch.autograd.grad(out, inputs, gradient.float())]
+        return *found, *[None] * (4 - len(found))
 
 
 def run_block(block: nn.Module, x: Tensor, recompute: bool, *more: Any) -> Tensor:

@@ -25,12 +25,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import ViTConfig
 from pipeline.model import position, rope
-from pipeline.model.layers import Dense, check_images, initialize_head, kernel_names, lecun_normal, run_block
+from pipeline.model.layers import Dense, attention, check_images, initialize_head, kernel_names, lecun_normal, run_block
 from pipeline.model.parts import SwiGlu, gelu, new_output, new_query_key_value
 from pipeline.model.resnet import HybridStem, SmallStem
 from pipeline.model.rope import Rotation
@@ -90,7 +89,7 @@ class SelfAttention(nn.Module):
         B, N, D = x.shape
         q, k, v = self.split(self.qkv(x), rotation)
         logits = None if self.relative is None else self.relative(q)  # added to q k^T / sqrt(D/H)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=logits)
+        mixed = attention(q, k, v, logits)
         return self.dropout(self.out(mixed.transpose(1, 2).reshape(B, N, D)))
 
 
@@ -178,7 +177,7 @@ class AttentionPooling(nn.Module):
         B, N, D = x.shape
         q = self.query(self.probe).view(1, 1, self.num_heads, -1).transpose(1, 2).expand(B, -1, -1, -1)
         k, v = (part.transpose(1, 2) for part in self.key_value(x).view(B, N, 2, self.num_heads, -1).unbind(2))
-        pooled = self.out(F.scaled_dot_product_attention(q, k, v).reshape(B, D))
+        pooled = self.out(attention(q, k, v).reshape(B, D))
         return pooled + self.mlp(self.mlp_norm(pooled))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from pipeline.base.errors import UserError
 from pipeline.model import VisionTransformer, config_from_dict, configure, create, to_npz
+from pipeline.model.layers import attention
 
 
 def tiny(**changes):
@@ -67,6 +68,27 @@ def test_activation_checkpointing_runs_each_block_again_and_changes_no_gradient(
         assert len(runs) == (2 if switch else 1)
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("relative", [False, True])
+def test_gradients_of_attention_of_16_bits_are_only_rounded(dtype: torch.dtype, relative: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, 10, 16)] * 4 + [(2, 3, 10, 10)] * relative
+    gradient, q, k, v, *logits = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, v, *logits)]
+    out = attention(*inputs)
+    with torch.no_grad():
+        assert out.equal(attention(*inputs)), "as without gradients"
+
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    products = exact[0] @ exact[1].transpose(2, 3) / 4
+    exact_out = torch.softmax(products + exact[3] if relative else products, dim=3) @ exact[2]
+    found = torch.autograd.grad(out, inputs, gradient)
+    for mine, expected in zip(found, torch.autograd.grad(exact_out, exact, gradient.double()), strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), expected, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(out.double(), exact_out, rtol=0.01, atol=0.01)
 
 
 def test_dropout_sits_after_every_dense_layer_but_qkv_and_after_the_positions():
