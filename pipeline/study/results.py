@@ -33,6 +33,7 @@ class CellResult:
     training images. steps, images_seen: of pre-training; an image counts each time it is seen. exaflops: of pre-training, 1e18
     floating-point operations, also of the part that a branch shares with a longer run. reason: why the cell is not done. scores: by name, in [0, 1]:
     top1, top5, 5shot, 20nn, finetune:NAME, vtab; empty unless done. num_test: number of test images by the same names.
+    vtab_tasks: number of tasks that vtab is the mean of; 0 if not known.
     A reason beside done: these scores are of an earlier report, and the files of the cell cannot be used any more.
     hours: by the clock, of all its processes; None unless done. folder: of its pre-training run. run_id: MLflow's, or "".
     """
@@ -53,6 +54,7 @@ class CellResult:
     hours: Annotated[float, Limits(0, 1e9)] | None = None
     folder: str = ""
     run_id: str = ""
+    vtab_tasks: Count = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class StudyResults:
     def mark(self, score: str) -> str:
         """Stands beside the name of a score: † if it is not VTAB's."""
         return "†" if score == "vtab" and self.unpublished else ""
+
+    @property
+    def vtab_tasks(self) -> list[int]:
+        """The numbers of tasks that the cells' vtab scores are means of, ascending: one, unless sweeps had different data sets."""
+        return sorted({cell.vtab_tasks for cell in self.cells} - {0})
 
     @property
     def counts_images(self) -> bool:
@@ -123,7 +130,15 @@ def keep_earlier(now: StudyResults, earlier: StudyResults | None) -> StudyResult
             else "some of its scores are not there"
         )
         kept = f"scores of an earlier report, because now: {reason}" if not old.reason else old.reason
-        return replace(cell, state="done", reason=kept, scores=old.scores, num_test=old.num_test, hours=old.hours)
+        return replace(
+            cell,
+            state="done",
+            reason=kept,
+            scores=old.scores,
+            num_test=old.num_test,
+            vtab_tasks=old.vtab_tasks,
+            hours=old.hours,
+        )
 
     return replace(now, cells=[best(cell) for cell in now.cells])
 

@@ -21,6 +21,7 @@ from operator import attrgetter
 import numpy as np
 
 from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples
 from pipeline.evaluate.intervals import of_seeds as interval_of_seeds
 from pipeline.review.statistics import ScoreDifference, holm, of_proportions, of_same_seeds, of_seeds
@@ -28,6 +29,7 @@ from pipeline.study.laws.fit import Holdout, PowerLaw, Prediction, common_noise,
 from pipeline.study.laws.fit_numbers import Noise
 from pipeline.study.laws.fit_optimal import Optimal, compute_optimal
 from pipeline.study.results import CellResult, StudyResults
+from pipeline.transfer.vtab_tasks import TASKS
 
 # Equal budgets differ by the rounding to whole steps.
 _SAME_BUDGET = 1.05
@@ -342,8 +344,12 @@ def _variants(points: Sequence[Point], results: StudyResults) -> tuple[list[Abla
 
 
 def score_title(results: StudyResults) -> str:
-    """The name of a study's score in words, with its mark."""
-    return f"{title_of(results.score)}{results.mark(results.score)}"
+    """The name of a study's score in words, with its mark. A mean of some of VTAB-1k's tasks is no VTAB-1k score."""
+    title, numbers = title_of(results.score), results.vtab_tasks
+    if results.score == "vtab" and numbers and numbers != [len(TASKS)]:
+        fewest = f"{numbers[0]} to " * (len(numbers) > 1)
+        title = f"mean accuracy of {fewest}{counted(numbers[-1], 'VTAB-1k task')}"
+    return f"{title}{results.mark(results.score)}"
 
 
 def title_of(score: str) -> str:

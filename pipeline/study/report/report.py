@@ -11,7 +11,7 @@ from pipeline.data.storage.atomic import write_files
 from pipeline.review.statistics import ScoreDifference
 from pipeline.study.laws.fit import MAX_EXTRAPOLATION, Estimate
 from pipeline.study.report import figures, published
-from pipeline.study.report.answers import PAIRED_FROM, Answers, Line, answer, points_of, score_title, title_of
+from pipeline.study.report.answers import PAIRED_FROM, Answers, Line, answer, points_of, score_title
 from pipeline.study.report.sentences import (
     estimate,
     number,
@@ -343,7 +343,7 @@ def _paper_scaling(answers: Answers, pictures: dict[str, bytes]) -> Iterator[Blo
     column = published.data_set_of(answers.results.score)
     if column is None:
         yield Paragraph(
-            f"{published.TABLE_6}. Its scores are of another kind than {title_of(answers.results.score)} here, and of other data, so they have a figure of their own: "
+            f"{published.TABLE_6}. Its scores are of another kind than {score_title(answers.results)} here, and of other data, so they have a figure of their own: "
             "only its form can be compared, which family is ahead at equal compute, and whether the curves flatten."
         )  # fmt: skip
     else:
@@ -380,7 +380,7 @@ def _paper_positions(answers: Answers) -> Iterator[Block]:
     kind = (
         "the kind of score is the same"
         if used == "5shot"
-        else f"the scores are of another kind ({title_of(used)}), so only the order of the variants and the signs can be compared"
+        else f"the scores are of another kind ({score_title(answers.results)}), so only the order of the variants and the signs can be compared"
     )
     yield Paragraph(
         f"{published.TABLE_8}; {kind}. The data, the model and the length here are others, so the sizes of differences need not agree."

@@ -7,7 +7,7 @@ from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval
 from pipeline.review.statistics import LEVEL, ScoreDifference, in_words, listed
 from pipeline.study.laws.fit import Estimate, Prediction
-from pipeline.study.report.answers import AblationVariant, Answers, Lead, Line, title_of
+from pipeline.study.report.answers import AblationVariant, Answers, Lead, Line, score_title
 from pipeline.transfer.score_table import unpublished_warning
 
 _MAX_NAMED = 4
@@ -28,7 +28,7 @@ def sentences(answers: Answers) -> list[str]:
 def _missing(answers: Answers) -> Iterator[str]:
     results = answers.results
     if not answers.points:
-        yield f"The study answers nothing yet: no cell has a score ({title_of(results.score)})."
+        yield f"The study answers nothing yet: no cell has a score ({score_title(results)})."
     states = Counter(cell.state for cell in results.cells if cell.state != "done")
     if states:
         counts = ", ".join(

@@ -101,12 +101,12 @@ def run_cell(cell: StudyCell, job: StudyJob) -> None:
         _run(cell.run, "finetune" if cell.run.config.init.weights else "pretrain", job, output)
         for finetune in cell.finetunes:
             _run(finetune, "finetune", job, output)
-        if config.vtab and _vtab_scores(job.folder, cell) is None:
+        if config.vtab and not _vtab_scores(job.folder, cell):
             settings = [*config.vtab_settings, f"weights={cell.run.folder}", f"out={_vtab_folder(job.folder, cell)}"]
             environment = {name: value for name, value in os.environ.items() if name not in _OF_RAY}
             code = start_command("vtab", ["--config", config.vtab, *settings], "", output, environment)
             _raise_unless_done(
-                code, _vtab_scores(job.folder, cell) is not None, f"the VTAB sweep of {cell.name}", output.name
+                code, bool(_vtab_scores(job.folder, cell)), f"the VTAB sweep of {cell.name}", output.name
             )
 
 
@@ -223,7 +223,8 @@ def result_of(study: Study, cell: StudyCell, ends: Ends) -> CellResult:
         return replace(found, state="diverged", reason=diverged[0]) if diverged else found
     # Without those of a start that was killed.
     hours = _read_note(study.folder, HOURS, cell.name).get("hours")
-    return replace(found, state="done", scores=scores, num_test=num_test, hours=hours)
+    num_tasks = len(_vtab_scores(study.folder, cell)) if study.config.vtab else 0
+    return replace(found, state="done", scores=scores, num_test=num_test, vtab_tasks=num_tasks, hours=hours)
 
 
 def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, int]]:
@@ -247,8 +248,8 @@ def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, 
         if outcome is not None and not isinstance(outcome, str):
             name = f"finetune:{own_name(finetune)}"
             scores[name], num_test[name] = outcome.top1, outcome.num_samples
-    if study.config.vtab and (accuracy := _vtab_scores(study.folder, cell)) is not None:
-        scores["vtab"] = accuracy
+    if study.config.vtab and (accuracies := _vtab_scores(study.folder, cell)):
+        scores["vtab"] = mean(accuracies)
     return scores, num_test
 
 
@@ -256,18 +257,18 @@ def _vtab_folder(folder: Path, cell: StudyCell) -> Path:
     return folder / f"{cell.name}-vtab"
 
 
-def _vtab_scores(folder: Path, cell: StudyCell) -> float | None:
-    """Mean accuracy over VTAB's tasks; None while one of the sweep's tasks has no score."""
+def _vtab_scores(folder: Path, cell: StudyCell) -> list[float]:
+    """Mean accuracy on each of VTAB's tasks; empty while one of the sweep's tasks has no score."""
     try:
         content = read_results(_vtab_folder(folder, cell))
     except UserError:
-        return None
+        return []
     if content["failed"] or not content["scores"]:
-        return None
+        return []
     by_task: dict[str, list[float]] = {}
     for row in content["scores"]:
         by_task.setdefault(row["task"], []).append(row["accuracy"])
-    return mean(mean(accuracies) for accuracies in by_task.values())
+    return [mean(accuracies) for accuracies in by_task.values()]
 
 
 def _vtab_problems(folder: Path, cell: StudyCell) -> list[str]:

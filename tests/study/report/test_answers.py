@@ -8,7 +8,16 @@ import synthetic_study as made_up
 
 from pipeline.review.statistics import PAIRED, PROPORTIONS, STUDENT
 from pipeline.study.laws.fit_optimal import Optimal
-from pipeline.study.report.answers import Point, answer, difference, frontier, next_larger, points_of, title_of
+from pipeline.study.report.answers import (
+    Point,
+    answer,
+    difference,
+    frontier,
+    next_larger,
+    points_of,
+    score_title,
+    title_of,
+)
 from pipeline.study.report.published import DATA_SETS, data_set_of, positions_of
 
 
@@ -229,3 +238,21 @@ def test_names_of_scores() -> None:
         "top-1 accuracy", "5-shot linear accuracy", "20-NN accuracy", "top-1 accuracy after fine-tuning (pets)",
         "VTAB-1k mean accuracy", "5-shot linear accuracy l2 1024",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("numbers", "title"),
+    [
+        ((0, 0), "VTAB-1k mean accuracy"),  # Of an earlier version, which did not count them.
+        ((19, 19), "VTAB-1k mean accuracy"),
+        ((3, 3), "mean accuracy of 3 VTAB-1k tasks"),
+        ((19, 3), "mean accuracy of 3 to 19 VTAB-1k tasks"),
+    ],
+)
+def test_a_mean_of_some_tasks_is_not_called_the_mean_of_vtab(numbers: tuple[int, int], title: str) -> None:
+    cells = [
+        replace(made_up.cell("A", "A", 1.0, seed, 0.7, "scaling", name="vtab"), vtab_tasks=number)
+        for seed, number in enumerate(numbers)
+    ]
+    assert score_title(made_up.study("scaling", cells, "vtab")) == title
+    assert score_title(made_up.study("scaling", cells, "top1")) == "top-1 accuracy"
