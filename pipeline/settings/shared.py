@@ -41,8 +41,8 @@ def refuse_overrides(subject: str, overrides: Sequence[str], prefixes: tuple[str
         raise UserError(f"{subject} {', '.join(given)}, which {reason}")
 
 
-def seeds(default: list[int], doc: str) -> Any:
-    return setting(default, doc, min=0, max=MAX_SEED, min_items=1, distinct=True)
+def seeds(default: list[int], doc: str, **rule: Any) -> Any:
+    return setting(default, doc, min=0, max=MAX_SEED, min_items=1, distinct=True, **rule)
 
 
 def share(default: Any, doc: str, **rule: Any) -> Any:

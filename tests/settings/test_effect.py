@@ -149,3 +149,10 @@ def test_what_is_needed_makes_it_accepted() -> None:
         schema.load(weights.ScoreConfig, None, ["weights=w", "data=d", "mlflow=http://x", "experiment=e"]).experiment
         == "e"
     )
+
+
+def test_seeds_have_no_effect_on_scores_that_do_not_depend_on_them() -> None:
+    file = ROOT / "configs/vtab/vit_paper.yaml"
+    assert without_effect(schema.load(transfer.VtabConfig, file, ["weights=w", "method=knn"])) == [
+        "seeds = [0, 1, 2] has no effect without method = finetune"
+    ]

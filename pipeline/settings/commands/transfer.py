@@ -112,6 +112,7 @@ class VtabConfig:
         [0],
         "Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn do not "
         "depend on seeds.",
+        needs="method=finetune",
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
     kernel: Kernel | None = kernel_setting()
