@@ -15,12 +15,17 @@ from typing import Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.words import on_one_line
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path
 from pipeline.settings.quantities import whole_number
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Timeout of a connection to the head node, in seconds.
 _CONNECT_SECONDS = 5.0
+# How long a node of this machine may take to start, in seconds; Ray's 30 are too few on a busy machine.
+_START_SECONDS = 120
+# Type of the first frame that each side of an HTTP/2 connection sends, in byte 3 of the frame's header of 9.
+_SETTINGS = 4
 # Interval at which the processes of a node that starts are looked for, in seconds.
 _SEARCH_SECONDS = 0.1
 # The variable, JSON, that tells the command of `ray job submit` about its job.
@@ -57,7 +62,7 @@ def shared_path(name: str, value: str) -> AnyPath:
 def connect(num_cpus: int = 0) -> int:
     """Join the cluster of RAY_ADDRESS or `ray job submit`, else start one on this machine. Returns its number of CPUs.
 
-    num_cpus: size of a cluster that is started here; 0 is all CPUs. Raises UserError when the cluster cannot be reached.
+    num_cpus: size of a cluster that is started here; 0 is all CPUs. Raises UserError when the cluster cannot be reached, or started.
     """
     _prepare_environment()
     _check_reachable(os.environ.get("RAY_ADDRESS", ""))
@@ -82,10 +87,13 @@ def connect(num_cpus: int = 0) -> int:
             threading.Thread(target=_exit_with_node, args=watch, name="Ray's node", daemon=True).start()
         try:
             ray.init(logging_level="ERROR", log_to_driver=False, **options)
-        except (ConnectionError, TimeoutError, RuntimeError) as error:
-            if not os.environ.get("RAY_ADDRESS"):
-                raise
-            raise _no_cluster(os.environ["RAY_ADDRESS"], first_line(error)) from None
+        except Exception as error:  # Ray raises a bare one when its node does not start in time.
+            if os.environ.get("RAY_ADDRESS"):
+                raise _no_cluster(os.environ["RAY_ADDRESS"], first_line(error)) from None
+            raise UserError(
+                f"Ray did not start on this machine: {on_one_line(error)[:600]} Run the same command again when the machine is less busy, "
+                "or set RAY_TMPDIR to another folder (a short path, free space), where Ray writes its logs: ray/session_latest/logs."
+            ) from None
         finally:
             is_connected.set()
     return int(ray.cluster_resources().get("CPU", 1))
@@ -131,11 +139,12 @@ def _prepare_environment() -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", str(_START_SECONDS))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def _check_reachable(address: str) -> None:
-    """Raise UserError when nothing listens at RAY_ADDRESS. Ray itself would print warnings for over a minute."""
+    """Raise UserError when no Ray listens at RAY_ADDRESS. Ray itself would print warnings for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     number = whole_number(port)
     if number is None:
@@ -143,9 +152,24 @@ def _check_reachable(address: str) -> None:
     if not host:
         raise _no_cluster(address, "it names no host")
     try:
-        socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS).close()
+        with socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS) as connection:
+            speaks_http2 = os.environ.get("RAY_USE_TLS", "0") != "0" or _speaks_http2(connection)
     except (OSError, OverflowError, UnicodeError) as error:
         raise _no_cluster(address, str(error)) from None
+    if not speaks_http2:
+        raise _no_cluster(
+            address, "what listens there is not a head node: its port is usually 6379, 8265 is the dashboard"
+        )
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Whether the server answers as gRPC, Ray's protocol, does: with HTTP/2's SETTINGS (RFC 9113, section 3.4), or not yet."""
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0]))
+    try:
+        answer = connection.recv(9)
+    except TimeoutError:  # A head node that is busy, perhaps.
+        return True
+    return answer[3:4] == bytes([_SETTINGS])
 
 
 def _no_cluster(address: str, reason: str) -> UserError:
@@ -182,7 +206,13 @@ def _exit_with_node(is_connected: threading.Event, earlier: list[Any]) -> None:
     if is_connected.is_set() and not ray.is_initialized():
         return  # Shut down by this process, or not started, which it says itself.
     what = "node" if "node" in (watched[descriptor] for descriptor in ended) else "node agent"
-    lost = f"Ray's {what} on this machine died (killed, or out of memory: use fewer tasks at a time, num_tasks=...)."
+    # A node ends itself when its agents are not there within 15 s.
+    why = (
+        "or out of memory: use fewer tasks at a time, num_tasks=..."
+        if is_connected.is_set()
+        else "or the machine is too busy"
+    )
+    lost = f"Ray's {what} on this machine died (killed, {why})."
     with contextlib.suppress(OSError):
         os.write(2, f"error: {lost} Run the same command again to continue.\n".encode())
     os._exit(2)

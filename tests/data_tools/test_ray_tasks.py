@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from polling import until
 
 from pipeline import ray_tasks
 from pipeline.base.errors import Stopped, UserError
+from pipeline.ray_tasks import cluster
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +55,23 @@ def test_a_script_that_a_node_does_not_have_is_said_before_ranks_run(ray_cluster
         ray_tasks.run_ranks(["work/absent.py"], 1, 1, print, lambda: False)
 
 
+def test_an_address_where_something_else_listens_is_said_at_once(
+    ray_cluster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the dashboard's port. Ray itself would try for a quarter of an hour."""
+    import ray
+
+    cluster._check_reachable(ray.get_runtime_context().gcs_address)
+    monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("it asks Ray"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for prefix in ("", "http://"):
+            monkeypatch.setenv("RAY_ADDRESS", f"{prefix}127.0.0.1:{server.server_port}")
+            with pytest.raises(UserError, match=r"not a head node: its port is usually 6379, 8265 is the dashboard"):
+                ray_tasks.connect()
+        server.shutdown()
+
+
 def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ray itself would try for a minute.
     monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("it asks Ray"))
@@ -66,6 +86,51 @@ def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.Mon
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(UserError, match=r"there is no Ray cluster .* unset RAY_ADDRESS to use this machine alone"):
             ray_tasks.connect()
+
+
+LATE = """
+import contextlib, threading, time, psutil
+from pipeline import ray_tasks
+from pipeline.settings.command import mistakes_in_one_line
+
+monotonic, waited = time.monotonic, []
+
+def late():
+    waited.append(31)
+    return monotonic() + sum(waited)
+
+def stop():
+    while True:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if child.name() == "raylet":
+                    child.suspend()
+                    time.monotonic = late
+                    return
+        time.sleep(0.005)
+
+threading.Thread(target=stop, daemon=True).start()
+with mistakes_in_one_line():
+    ray_tasks.connect(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"), [("", "The current node timed out during startup"), ("x" * 90, "AF_UNIX")]
+)
+def test_a_ray_that_does_not_start_is_one_line(own_ray: None, folder: str, reason: str) -> None:
+    """As on a busy machine, where it takes longer than Ray waits, and in a folder where it cannot."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as parent:
+        Path(parent, folder).mkdir(exist_ok=True)
+        done = subprocess.run(
+            [sys.executable, "-c", LATE], cwd=ROOT, env={**environment, "RAY_TMPDIR": str(Path(parent, folder)), "RAY_raylet_start_wait_time_s": "1"}, capture_output=True, text=True, timeout=400
+        )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: Ray did not start on this machine: ")
+    assert reason in done.stderr
+    assert "RAY_TMPDIR" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 SCRIPT = """
