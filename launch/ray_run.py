@@ -46,10 +46,26 @@ def run(ranks: int, cpus_per_rank: int, wait_minutes: float, command: list[str])
         print(line, flush=True)
 
     try:
-        return ray_tasks.run_ranks(command, ranks, cpus_per_rank, say, lambda: bool(heard), wait_minutes)
+        inputs = _local_inputs(settings, command)
+        return ray_tasks.run_ranks(command, ranks, cpus_per_rank, say, lambda: bool(heard), wait_minutes, inputs)
     except Stopped:
         say("stopped before the ranks ran: the same command starts them (exit code 75)")
         return RESUME
+
+
+def _local_inputs(settings: RunConfig, command: list[str]) -> dict[str, str]:
+    """The paths that the ranks read and that exist here, each with its name in the command. What is missing here the ranks say themselves."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config")
+    config = parser.parse_known_args(command)[0].config
+    read = [
+        ("init.weights = ", settings.init.weights),
+        ("data.path = ", settings.data.path),
+        *(("data.mix: ", entry.path) for entry in settings.data.mix),
+        ("probe.data = ", settings.probe.data),
+        ("--config ", config),
+    ]
+    return {path: f"{name}{path}" for name, path in read if path and Path(path).exists()}
 
 
 if __name__ == "__main__":

@@ -92,9 +92,9 @@ class RankProcess:
     def free_port(self) -> int:
         return free_port()
 
-    def has_file(self, path: str) -> bool:
-        """Whether there is this file where the rank would run."""
-        return os.path.isfile(path)
+    def missing(self, paths: Sequence[str]) -> list[str]:
+        """Those of some paths that are missing where the rank would run."""
+        return [path for path in paths if not os.path.exists(path)]
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
         """Start a Python script with its arguments."""

@@ -1,7 +1,8 @@
 """Runs the ranks of a training on a Ray cluster, each in an actor."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import Stopped, UserError
@@ -33,7 +34,7 @@ class _RankActor(RankProcess):
 
 def run_ranks(
     command: Sequence[str], num_ranks: int, cpus: int, say: Callable[[str], None], stopping: Callable[[], bool],
-    wait_minutes: float = 10.0,
+    wait_minutes: float = 10.0, inputs: Mapping[str, str] | None = None,
 ) -> int:  # fmt: skip
     """Run a Python command as the ranks of one process group, each in an actor; returns the largest exit code.
 
@@ -41,8 +42,8 @@ def run_ranks(
     num_ranks: 0 is as many as fit: one per GPU, or per `cpus` CPUs if the cluster has no GPU.
     say: called with the ranks' nodes, and as in `wait_for_ranks`. stopping: True once the ranks are to be stopped by SIGTERM,
     after which they exit by themselves. A rank that fails, or whose node dies, ends the others, which would wait for it.
-    wait_minutes: how long to wait for resources that other jobs hold.
-    Raises UserError when the ranks do not fit, their resources do not become free, a node has no such script, or a rank is lost;
+    wait_minutes: how long to wait for resources that other jobs hold. inputs: local path -> how the command names it, of what the ranks read.
+    Raises UserError when the ranks do not fit, their resources do not become free, a node lacks the script or an input, or a rank is lost;
     Stopped if `stopping` before they run.
     """
     import ray
@@ -71,14 +72,17 @@ def run_ranks(
             f"this began, these were: {left}. End other jobs, use fewer --ranks, or wait longer."
         )
         get([group.ready()], f"{needed}, of which other jobs hold some (free: {left})", busy)
-        return _run_in_group(group, list(command), num_ranks, share, cpus, get, say, stopping)
+        script = {} if command[0].startswith("-") else {command[0]: command[0]}
+        return _run_in_group(
+            group, list(command), num_ranks, share, cpus, get, say, stopping, {**script, **(inputs or {})}
+        )
     finally:
         remove_placement_group(group)
 
 
 def _run_in_group(
     group: Any, command: list[str], num_ranks: int, share: dict[str, float], cpus: int, get: Callable[..., Any],
-    say: Callable[[str], None], stopping: Callable[[], bool],
+    say: Callable[[str], None], stopping: Callable[[], bool], inputs: Mapping[str, str],
 ) -> int:  # fmt: skip
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -108,13 +112,11 @@ def _run_in_group(
     try:
         late = UserError("Ray did not start the processes of the ranks. See its logs (ray logs) for the cause.")
         places = get([actor.place.remote() for actor in actors], "Ray to start a process for each rank", late)
-        if not command[0].startswith("-"):
-            has_script = _get_from_rank([actor.has_file.remote(command[0]) for actor in actors])
-            if not all(has_script):
-                raise UserError(
-                    f"{command[0]} is not in the folder where Ray's processes run on {places[has_script.index(False)].address}. Start this "
-                    "command by `ray job submit --working-dir . -- python launch/ray_run.py ...`, which sends this folder to all nodes."
-                )
+        for place, missing in zip(
+            places, _get_from_rank([actor.missing.remote([*inputs]) for actor in actors]), strict=True
+        ):
+            if missing:
+                raise _missing_input(inputs[missing[0]], missing[0], place.address)
         port = _get_from_rank(actors[0].free_port.remote())
         for rank, (actor, variables) in enumerate(zip(actors, rank_environments(places, port, cpus), strict=True)):
             say(f"rank {rank} on {places[rank].address}, {variables['LOCAL_RANK']} of {variables['LOCAL_SIZE']} there")
@@ -123,6 +125,15 @@ def _run_in_group(
     finally:
         for actor in actors:
             ray.kill(actor)
+
+
+def _missing_input(named: str, path: str, address: str) -> UserError:
+    if Path(path).is_absolute():
+        return UserError(f"{named} is missing on {address}. Put it on storage that all nodes share.")
+    return UserError(
+        f"{named} is not in the folder where Ray's processes run on {address}. Start this command by `ray job submit --working-dir . -- "
+        "python launch/ray_run.py ...`, which sends this folder to all nodes, or give an absolute path on storage that they share."
+    )
 
 
 def _get_from_rank(references: Any) -> Any:
