@@ -5,6 +5,7 @@ All output is in the data set's folder: exclude/test_copies.parquet, dedup/repor
 searched shard). Shards whose file exists are not read or searched again.
 """
 
+import contextlib
 import hashlib
 import json
 import time
@@ -28,6 +29,7 @@ from pipeline.base.gallery import Tile
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.exclusion import EXCLUDED, read_lists, write_list
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
 from pipeline.data.storage.atomic import write_files
@@ -313,11 +315,22 @@ def _tell_unmarked(data: Dataset, tests: Sequence[ComparedSplit]) -> None:
     # The folder may have several names, and the key, too.
     named = (reason.removeprefix(_COPY_OF).partition(":") for reason in reasons)
     marked = sorted({f"{folder}:{rest.partition('/')[0]}" for folder, _, rest in named})
-    if others := [name for name in marked if name not in {test.name for test in tests}]:
+    now, before = {test.name: test.dataset.fingerprint for test in tests}, _marked_before(data)
+    others = [name for name in marked if name not in now]
+    others += [f"another {name}" for name in marked if name in now and before.get(name, now[name]) != now[name]]
+    if others:
         print(
             f"note: an earlier search marked copies of {', '.join(others)}; the list is now of this search alone. To mark both, name all test "
             "images in one command: against=[...]"
         )
+
+
+def _marked_before(data: Dataset) -> dict[str, str]:
+    """Name -> fingerprint of the test sets of an earlier search; none after a dry run, whose report is of no list."""
+    with contextlib.suppress(FileNotFoundError, UserError):
+        report = read_dedup_report(data.path)
+        return {part.name: part.fingerprint for part in report.against} if report.marked else {}
+    return {}
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -291,7 +291,8 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
 
 def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever the report says, which may be that of a dry run."""
-    data, tests = SimpleNamespace(path=tmp_path, fingerprint="x"), [SimpleNamespace(name="c:test")]
+    data = SimpleNamespace(path=tmp_path, fingerprint="x")
+    tests = [SimpleNamespace(name="c:test", dataset=SimpleNamespace(fingerprint="c"))]
     dedup._tell_unmarked(data, tests)
     (tmp_path / "exclude").mkdir()
     for names in (["d/a:test", "c:test", "d/a:test"], ["c:test"], []):
@@ -306,6 +307,23 @@ def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.Captur
         assert ("earlier search marked copies of d/a:test; the list" in capsys.readouterr().out) == (
             "d/a:test" in names
         )
+
+
+def test_marks_of_another_test_set_of_one_name_are_named(
+    sets: tuple[Dataset, Dataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, tests = copy(sets[0], tmp_path), sets[1]
+    name = f"{tests.path.name}:train"
+    dedup.run(config(train, tests.path))
+    report = train.path / "dedup/report.json"
+    first = json.loads(report.read_text())
+    assert first["against"][0]["name"] == name
+    for marked, fingerprint, said in ((True, "other", True), (False, "other", False), (True, tests.fingerprint, False)):
+        first["against"][0]["fingerprint"] = fingerprint
+        report.write_text(json.dumps({**first, "marked": marked}))
+        capsys.readouterr()
+        dedup.run(config(train, tests.path))
+        assert (f"an earlier search marked copies of another {name};" in capsys.readouterr().out) == said
 
 
 def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
