@@ -330,9 +330,10 @@ def type_name(kind: Any) -> str:
         return "mapping"
     if origin is list:
         inner = type_name(typing.get_args(kind)[0])
-        return f"list of {inner}{'s' if inner.endswith(('number', 'length', 'mapping')) else ''}"
+        return f"list of {inner}{'s' if inner.endswith(('number', 'length', 'size', 'mapping')) else ''}"
     names = {bool: "true|false", str: "text", int: "whole number", float: "number"}
-    return names.get(kind, getattr(kind, "__name__", str(kind)).lower())
+    # ImageSize is "image size".
+    return names.get(kind) or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", getattr(kind, "__name__", str(kind))).lower()
 
 
 def _apply(cls: type, tree: dict[str, Any], override: str) -> None:

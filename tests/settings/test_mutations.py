@@ -101,7 +101,7 @@ def test_every_setting_with_every_broken_value(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(schema, "read_yaml", lambda path: copy.deepcopy(tree))
     for name, kind, *_ in schema.describe(run):
         values = (
-            VALUES if any(word in kind for word in ("length", "imagesize", "limit")) or name == "model.name" else []
+            VALUES if any(word in kind for word in ("length", "image size", "limit")) or name == "model.name" else []
         )
         for value in values or generator.sample(VALUES, 6):
             outcome(run, path, [f"{name}={value}"])
