@@ -62,12 +62,12 @@ class MaeSettings:
 
 
 def loss(images: Tensor, predictions: Tensor, removed: Tensor, patch_size: int, normalise: bool) -> Tensor:
-    """The mean over the removed patches of a batch of the mean squared difference to their pixels; float32 scalar.
+    """The mean over the removed patches of a batch of the mean squared difference to their pixels; float32 scalar, 0 if none is removed.
 
     images: (B, 3, H, W), those of `Mae.as_predicted`. predictions: (B, N, 3 P P), the values of a patch in the order row, column,
     channel. removed: bool (B, N). patch_size: P. normalise: predict (pixels - mean) / sqrt(variance + 1e-6) of each patch.
     """
-    return (errors(images, predictions, patch_size, normalise) * removed).sum() / removed.sum()
+    return (errors(images, predictions, patch_size, normalise) * removed).sum() / removed.sum().clamp(min=1)
 
 
 def errors(images: Tensor, predictions: Tensor, patch_size: int, normalise: bool) -> Tensor:

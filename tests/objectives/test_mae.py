@@ -57,6 +57,8 @@ def test_the_loss_is_its_formula(normalise: bool) -> None:
         terms.append(((predictions[b, n] - pixels) ** 2).mean())
     found = mae.loss(*map(torch.from_numpy, (images, predictions, removed)), patch_size=4, normalise=normalise)
     assert found.item() == pytest.approx(np.mean(terms), rel=1e-5)
+    none = np.zeros_like(removed)
+    assert mae.loss(*map(torch.from_numpy, (images, predictions, none)), patch_size=4, normalise=normalise) == 0
 
 
 def test_masks_are_drawn_from_seed_epoch_and_sample() -> None:
