@@ -54,9 +54,9 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
         return "cifar"
     if (source / tiny_imagenet.ANNOTATIONS).is_file():
         return "tiny_imagenet"
-    tables = itertools.chain(
-        (source / name for name in names if name.endswith(".parquet")), (source / "data").glob("*.parquet")
-    )
+    # img2dataset writes a table of captions beside each tar.
+    own = (name for name in names if name.endswith(".parquet") and f"{name.removesuffix('.parquet')}.tar" not in names)
+    tables = itertools.chain((source / name for name in own), (source / "data").glob("*.parquet"))
     if any(path.is_file() for path in tables):
         return "parquet"
     # `splits` may name folders or prefixes of file names.

@@ -181,6 +181,8 @@ def _img2dataset(at: Path, with_json: bool = True) -> Path:
                 {f"{key}.json": caption} if with_json else {}
             )
         write_tar(files, at / f"{number:05d}.tar")
+        pq.write_table(pa.table({"url": ["u", "v"], "caption": ["a cat", "a cat"]}), at / f"{number:05d}.parquet")
+        (at / f"{number:05d}_stats.json").write_text("{}")
     return at
 
 
