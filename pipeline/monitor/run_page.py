@@ -228,8 +228,11 @@ class RunFacts:
 
     def score_in_words(self, name: str, value: float) -> str:
         """A score as the list of runs shows it: "53.67 % flowers:val" (top-1 has no name), "flowers_20nn 53.67 %"."""
-        evaluated = next((dataset_name(facts) for facts in self.datasets if facts.context == "evaluation"), "")
         metric = self.metric(name)
+        held_out = next((facts for facts in self.datasets if facts.context == "evaluation"), None)
+        # A probe of another data set has that one's name in its own.
+        is_of_held_out = held_out and (metric.group != "probe" or name.startswith(f"{held_out.split}_"))
+        evaluated = dataset_name(held_out) if held_out and is_of_held_out else ""
         is_plain = metric.is_share and (self.scored_on or name.endswith("top1"))
         what = "" if is_plain else "loss " if metric.unit == "loss" else f"{name} "
         return f"{what}{metric.text(value)} {self.scored_on or evaluated}".strip()

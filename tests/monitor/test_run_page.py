@@ -126,6 +126,8 @@ HELD_OUT = replace(DATA, split="val", context="evaluation")
         (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_loss"), {"val_top1": 0.53672, "val_loss": 1.0}, 53.67,
          "53.67 % photos:val"),
         (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_loss"), {"val_loss": 1.0}, None, "loss 1.0000 photos:val"),
+        (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="pets_20nn"), {"pets_20nn": 0.25}, 25, "pets_20nn 25.00 %"),
+        (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_20nn"), {"val_20nn": 0.25}, 25, "val_20nn 25.00 % photos:val"),
         (RunFacts("a", "grid", datasets=(DATA, HELD_OUT), score="top1"), {"top1": 0.9, "best_lr": 0.1}, 90, "90.00 % photos:val"),
         (RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k"), {"vtab_mean": 0.712}, 71.2, "71.20 % VTAB-1k"),
         (RunFacts("a", "evaluation", score="pets_5shot", scored_on="5shot pets:test"), {"pets_5shot": 1.0}, 100,
