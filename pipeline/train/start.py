@@ -129,7 +129,8 @@ def _saved_architecture(config: RunConfig) -> Config | None:
     folder = Path(config.init.weights or "")
     if not folder.is_dir() or Path(config.out, config.name, "model.json").exists():
         return None
-    run = folder.parents[1] if folder.absolute().parent.name == "checkpoints" else folder
+    around = folder.absolute().parents  # Of a path such as `step-00001000`, which has no parents itself.
+    run = around[1] if around[0].name == "checkpoints" else folder
     try:
         if (file := run / "model.json").is_file():
             return config_from_dict(json_record.read(file, dict))

@@ -164,6 +164,21 @@ def test_weights_of_another_patch_size_are_said_before_the_long_imports(dataset:
         assert said in line
 
 
+def test_a_checkpoint_is_named_from_within_its_folder(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`init.weights=step-00000006` ended with a traceback."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
+    checkpoint.mkdir(parents=True)
+    built = configure("ViT-mu/8", 16, 4)
+    (tmp_path / "run" / "model.json").write_text(json.dumps(built.to_dict()))
+    needed = [text for text in settings(dataset, tmp_path, "x") if not text.startswith("model.")]
+    for place, name in ((checkpoint.parent, checkpoint.name), (checkpoint.parents[1], "checkpoints/step-00000006")):
+        monkeypatch.chdir(place)
+        config = schema.load(RunConfig, None, [*needed, f"init.weights={name}"])
+        assert start._saved_architecture(config) == built
+
+
 def test_the_launcher_is_checked_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:
     run = settings(dataset, tmp_path, "x")
     (said,) = refused("pretrain", run, RANK="x")

@@ -44,7 +44,7 @@ def _in_words(flops: float) -> str:
 def compute_of(weights: Path) -> float:
     """FLOPs of the run that weights are of: its folder, or one of its checkpoints; 0 if it is not known."""
     checkpoint = next((path for path in (weights, weights.parent) if NAME.fullmatch(path.name)), None)
-    folder = (run_of_checkpoint(checkpoint) or checkpoint.parents[1]) if checkpoint else weights
+    folder = (run_of_checkpoint(checkpoint) or checkpoint.absolute().parents[1]) if checkpoint else weights
     end = read_end(folder)
     if end is None or not (folder / "config.yaml").exists():
         return 0.0

@@ -377,7 +377,9 @@ def test_a_budget_below_one_step_is_told(base: Path) -> None:
         open_study(make(base, SCALING, "budgets=[1e-15,1e-9]", "models=[{name: slim}]"))
 
 
-def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) -> None:
+def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights by the path that a run's report shows counted as free beside a new model."""
     run = make_child("mae", str(base), ["name=mae", f"out={base.parent}", "train.length=30 steps"])
     last = run.folder / "checkpoints" / "step-00000030"
@@ -391,6 +393,9 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) 
     assert whole > 0
     assert compute_of(last) == compute_of(last / "model.safetensors") == whole
     assert compute_of(last.with_name("step-00000010")) == pytest.approx(whole / 3)
+    with monkeypatch.context() as patched:
+        patched.chdir(last.parent)
+        assert compute_of(Path(last.name)) == compute_of(Path(last.name, "model.safetensors")) == whole
     assert compute_of(base.parent) == compute_of(last.with_name("elsewhere") / "step-00000010") == 0
     # Of a run that keeps its checkpoints elsewhere.
     run = make_child("mae", str(base), ["name=mae", f"out={base.parent}", f"checkpoint.folder={base.parent / 'large'}"])
