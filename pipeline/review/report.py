@@ -131,9 +131,11 @@ def _measured(record: RunRecord) -> Table:
         ("steps", f"{steps:,}" if steps else "–", f"{done:,}"),
         ("images", f"{steps * batch:,}" if steps else "–", f"{done * batch:,}"),
     ]
-    if train and train.num_samples:
-        epochs = [f"{count * batch / train.num_samples:.1f}" if count else "–" for count in (steps, done)]
-        rows.append(("epochs", *epochs))
+    # Those of data.path, of which a batch of a mixture holds a share, as the run planned them.
+    in_all = as_number(record.parameters.get("epochs", ""))
+    a_step = in_all / steps if in_all and steps else batch / train.num_samples if train and train.num_samples else 0.0
+    if a_step:
+        rows.append(("epochs", *(f"{count * a_step:.1f}" if count else "–" for count in (steps, done))))
     if flops:
         planned, used = (in_units(count * batch * flops, FLOPS) if count else "–" for count in (steps, done))
         rows.append(("training FLOPs", planned, used))

@@ -211,6 +211,17 @@ def test_a_run_on_gpus_has_its_predicted_speed_beside_it(tmp_path: Path) -> None
     assert "Planned speed and time are predicted from the GPU's data sheet" in page
 
 
+def test_epochs_of_a_mixture_are_those_of_its_first_set(tmp_path: Path) -> None:
+    """All images of the mixture were counted as those of data.path."""
+    folder = write_run(tmp_path / "a", steps=500)  # Of 16 images each, 4,000 of them from the 1,000 of data.path.
+    facts = json.loads((folder / "page" / "facts.json").read_text())
+    for epochs, shown in (({}, "8.0"), ({"epochs": "4.0"}, "4.0")):
+        facts["facts"]["parameters"] |= epochs
+        (folder / "page" / "facts.json").write_text(json.dumps(facts))
+        page = markdown("a", list(report.page(from_folder(folder), reader(tmp_path))))
+        assert f"| epochs | {shown} | {shown} |" in page
+
+
 def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", "optimizer.lr=0.5", model=replace(MODEL, dropout=0.25))
     page = markdown("a", list(report.page(from_folder(folder), reader(tmp_path))))
