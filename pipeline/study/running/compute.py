@@ -1,12 +1,19 @@
 """What the pre-training of a study's weights cost, which models without weights may spend, too."""
 
+import contextlib
 from pathlib import Path
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import step_of
+from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import read_end
+from pipeline.model import Config
+from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import weights_path
+from pipeline.monitor.page_folder import PageFolder
 from pipeline.process.committed import NAME, run_of_checkpoint
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
@@ -24,10 +31,12 @@ def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> floa
     found = {}
     for model in config.models:
         if model.weights:
-            found[model.name] = compute = compute_of(Path(weights_path(model.weights, uri)))
+            runs = _compute_of_runs(Path(weights_path(model.weights, uri)))
+            found[model.name] = compute = sum(runs)
+            before = " by runs that began with weights whose own pre-training is not known" * (not runs[-1])
             notes.append(
                 f"{model.name} starts from {model.weights}, "
-                + (f"pre-trained for {_in_words(compute)}." if compute else "whose pre-training is not known.")
+                + (f"pre-trained for {_in_words(compute)}{before}." if compute else "whose pre-training is not known.")
             )
     if not config.equal_compute or not any(found.values()):
         return 0.0
@@ -42,13 +51,54 @@ def _in_words(flops: float) -> str:
 
 
 def compute_of(weights: Path) -> float:
-    """FLOPs of the run that weights are of: its folder, or one of its checkpoints; 0 if it is not known."""
-    checkpoint = next((path for path in (weights, weights.parent) if NAME.fullmatch(path.name)), None)
-    folder = (run_of_checkpoint(checkpoint) or checkpoint.absolute().parents[1]) if checkpoint else weights
-    end = read_end(folder)
-    if end is None or not (folder / "config.yaml").exists():
-        return 0.0
-    config = schema.load(RunConfig, folder / "config.yaml", [])
-    built = models.read_weights(weights)[0]
-    steps = step_of(checkpoint) if checkpoint else end.step
-    return float(steps) * config.train.global_batch * objectives.training_flops(config, built)
+    """FLOPs of the run that weights are of (its folder, or one of its checkpoints), and of the runs whose weights that began with.
+
+    0 if nothing is known of them.
+    """
+    return sum(_compute_of_runs(weights))
+
+
+def _compute_of_runs(weights: Path) -> list[float]:
+    """FLOPs of each run that weights come from, the last one first; 0 at the end for weights of which no run is known."""
+    found: list[float] = []
+    folders = set[Path]()
+    while True:
+        checkpoint = next((path for path in (weights, weights.parent) if NAME.fullmatch(path.name)), None)
+        folder = (run_of_checkpoint(checkpoint) or checkpoint.absolute().parents[1]) if checkpoint else weights
+        end = read_end(folder)
+        if end is None or folder in folders or not (folder / "config.yaml").exists():
+            return [*found, 0.0]
+        folders.add(folder)
+        config = schema.load(RunConfig, folder / "config.yaml", [])
+        step = step_of(checkpoint) if checkpoint else _newest_step(weights) or end.step
+        flops = objectives.training_flops(config, _built(weights, folder))
+        found.append(float(step) * config.train.global_batch * flops)
+        if config.init.weights is None:
+            return found
+        weights = _began_with(folder) or Path(config.init.weights)
+
+
+def _newest_step(run: Path) -> int:
+    """The step of a run's newest checkpoint, 0 if there is none: status.json of a killed run has the step of its last log line."""
+    with contextlib.suppress(UserError):
+        folder = find_file(run).parent
+        return step_of(folder) if NAME.fullmatch(folder.name) else 0
+    return 0
+
+
+def _built(weights: Path, folder: Path) -> Config:
+    """The model of a run. weights: its checkpoint, which the run may have removed since."""
+    try:
+        return models.read_weights(weights)[0]
+    except UserError:
+        if not (folder / architecture.FILE).is_file():
+            raise
+        return models.config_from_dict(json_record.read(folder / architecture.FILE, dict))
+
+
+def _began_with(folder: Path) -> Path | None:
+    """The weights that a run began with, as it found them at its first start; None for a run of an earlier version."""
+    with contextlib.suppress(UserError):
+        if origin := PageFolder(folder).read_facts().facts.origin:
+            return Path(origin.path)
+    return None

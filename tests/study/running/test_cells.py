@@ -21,7 +21,7 @@ from pipeline.settings.command import read_settings
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import cell_run, driver
 from pipeline.study.running.cells import Study, new_flops, open_study, run_for_all, score_names, scored_on
-from pipeline.study.running.compute import compute_of
+from pipeline.study.running.compute import compute_of, pretraining_compute
 from pipeline.study.running.cost import CostEstimate, estimate, plan_table, refuse_too_long
 from pipeline.study.running.slurm import write_script
 from pipeline.transfer.child_run import make_child
@@ -407,6 +407,49 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(
     for path in moved.glob("step-*"):
         (path / "state.json").write_text(json.dumps({"identity": schema.flatten(settings)}))
     assert compute_of(moved / last.name) == compute_of(run.folder) == whole
+
+
+def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path) -> None:
+    """Of continued pre-training only the last run counted, and of a killed run only what it had done by its last log line."""
+
+    def trained(name: str, steps: int, status: str, *settings: str) -> Path:
+        run = make_child(name, str(base), [f"name={name}", f"out={base.parent}", "train.length=30 steps", *settings])
+        checkpoint = run.folder / "checkpoints" / f"step-{steps:08d}"
+        checkpoint.mkdir(parents=True)
+        model = create("ViT-mu/4", 16, 4)
+        save_safetensors(model, checkpoint / "model.safetensors", {})
+        (checkpoint.parent / "latest").write_text(checkpoint.name)
+        (run.folder / "model.json").write_text(json.dumps(model.config.to_dict()))
+        (run.folder / "config.yaml").write_text(yaml.safe_dump(schema.to_dict(run.config)))
+        (run.folder / "status.json").write_text(status)
+        return run.folder
+
+    finished = '{"status": "finished", "step": 30, "code": 0, "reason": ""}'
+    first = trained("first", 30, finished)
+    whole = compute_of(first)
+    killed = trained("killed", 10, '{"status": "running", "step": 5, "code": -1, "reason": ""}')
+    assert compute_of(killed) == pytest.approx(whole / 3)
+
+    def continued(name: str, weights: Path) -> Path:
+        no_name = [f"model.{field}=null" for field in ("name", "width", "depth", "mlp_width", "num_heads")] + [
+            "model.representation=true"
+        ]
+        return trained(name, 30, finished, *no_name, f"init.weights={weights}")
+
+    second = continued("second", first / "checkpoints" / "step-00000030")
+    (first / "checkpoints" / "step-00000030" / "model.safetensors").unlink()  # Its run may have removed it.
+    assert compute_of(second) == pytest.approx(2 * whole)
+    third = continued("third", second)
+    assert compute_of(third) == pytest.approx(3 * whole)
+    save_safetensors(create("ViT-mu/4", 16, 4), base.parent / "other.safetensors", {})
+    notes = list[str]()
+    models = [
+        f"models=[{{name: a, weights: {third}}}, {{name: b, weights: {continued('other', base.parent / 'other.safetensors')}}}]"
+    ]
+    longest = pretraining_compute(make(base, SCALING, "question=labels", "budgets=[]", *models), "", notes)
+    assert longest == pytest.approx(3 * whole)
+    assert "by runs" not in notes[0]
+    assert "by runs that began with weights whose own pre-training is not known." in notes[1]
 
 
 def test_the_commands_of_the_help_name_a_score_that_their_cells_have(monkeypatch: pytest.MonkeyPatch) -> None:
