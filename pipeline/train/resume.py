@@ -1,5 +1,6 @@
 """Where a run starts: its newest intact checkpoint, else the weights in init.weights, else a new model."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,7 +194,10 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
     if config.init.weights:
         num_classes = objectives.num_classes(config, dataset.num_classes)
         adaptation = objectives.adaptation(config, dataset.num_classes)
-        model = models.load(config.init.weights, seed=config.seed, say=console.say, **adaptation)
+        content = models.read_weights(config.init.weights, console.say)
+        names = content[2].get("classes")
+        model = models.load(config.init.weights, seed=config.seed, content=content, say=console.say, **adaptation)
+        del content  # whose tensors the model has copied
         if not num_classes and not objectives.kind(config.train.loss).continues_additions:
             console.say(
                 f"train.loss = {config.train.loss} begins with the backbone of {config.init.weights}; its head is new"
@@ -203,5 +207,25 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
                 f"{config.init.weights} has {counted(model.config.num_classes, 'class')}, {config.data.path} has "
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
             )
+        if num_classes and not config.init.new_head and names and len(names) == num_classes:
+            _compare_classes(config, names, dataset.classes, console)
         return model
     return models.build(objectives.new_backbone(config, dataset.num_classes), config.seed)
+
+
+def _compare_classes(config: RunConfig, of_weights: Sequence[str], of_data: Sequence[str], console: Console) -> None:
+    """Raise UserError if a head that is kept predicts a class of the data by the number of another one; say if it knows none by name."""
+    numbers = {name: n for n, name in enumerate(of_weights)}
+    moved = next((n for n, name in enumerate(of_data) if of_weights[n] != name and name in numbers), None)
+    if moved is not None:
+        name = of_data[moved]
+        raise UserError(
+            f"class {moved} of {config.data.path} is {quoted(name)}, which is class {numbers[name]} of {config.init.weights}: with "
+            "init.new_head=false it would be learnt in place of another one. Use init.new_head=true, or a data set with the classes "
+            "in the order of the weights (class_list of launch/shard.py)."
+        )
+    if other := [n for n, name in enumerate(of_data) if of_weights[n] != name]:
+        console.say(
+            f"classes by number: {len(other):,} of {config.data.path} are called otherwise in {config.init.weights}, such as "
+            f"{quoted(of_data[other[0]])} for {quoted(of_weights[other[0]])}"
+        )
