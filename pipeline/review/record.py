@@ -17,7 +17,7 @@ from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import Start
-from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
+from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin, flops_until
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
 
@@ -242,7 +242,11 @@ class RunRecord:
 
     @property
     def exaflops(self) -> float:
-        return self.images_seen * self.flops_per_image / 1e18
+        return self.flops_until(self.last_step) / 1e18
+
+    def flops_until(self, step: int) -> float:
+        """FLOPs of training in the first `step` steps."""
+        return self.images_per_step * flops_until(step, self.steps, self.flops_per_image, self.parameters)
 
     @cached_property
     def training_seconds(self) -> float:

@@ -137,7 +137,7 @@ def _measured(record: RunRecord) -> Table:
     if a_step:
         rows.append(("epochs", *(f"{count * a_step:.1f}" if count else "–" for count in (steps, done))))
     if flops:
-        planned, used = (in_units(count * batch * flops, FLOPS) if count else "–" for count in (steps, done))
+        planned, used = (in_units(record.flops_until(count), FLOPS) if count else "–" for count in (steps, done))
         rows.append(("training FLOPs", planned, used))
     of_plan = f"{planned_speed:,.1f}" if planned_speed else "–"
     rows.append(("images/s, median", of_plan, f"{speed:,.1f}" if speed else "–"))

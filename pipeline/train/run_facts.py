@@ -25,7 +25,14 @@ from pipeline.estimate.step_time import predicted_speed
 from pipeline.evaluate import architecture
 from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
-from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, RunFacts, WeightsOrigin, installed_packages
+from pipeline.monitor.run_page import (
+    FLOPS_OF_PARTS,
+    PREDICTED_SPEED,
+    DatasetFacts,
+    RunFacts,
+    WeightsOrigin,
+    installed_packages,
+)
 from pipeline.process.launcher import ranks_on_host
 from pipeline.settings import changes, schema
 from pipeline.settings.run import RunConfig
@@ -54,6 +61,7 @@ def run_facts(
         "accumulation": plan.accumulation,
         "num_parameters": models.num_parameters(model.config),
         "gflops_per_image": round(flops / 1e9, 3),
+        **_flops_of_parts(config, model.config),
         "exaflops_planned": round(exaflops, 6),
         "fingerprint": dataset.fingerprint,
         "samples": len(split),
@@ -86,6 +94,13 @@ def run_facts(
         parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
         config.checkpoint.best or next(iter(measured), ""), origin=origin, objective=config.train.loss, metrics=measured,
     )  # fmt: skip
+
+
+def _flops_of_parts(config: RunConfig, model: models.Config) -> dict[str, str]:
+    """The parameter of a run whose parts read images of different sizes."""
+    if not config.train.image_sizes:
+        return {}
+    return {FLOPS_OF_PARTS: " ".join(f"{objectives.training_flops(part, model) / 1e9:.6g}" for part in config.parts())}
 
 
 def _training_data(dataset: Dataset, split: Split) -> Iterator[DatasetFacts]:

@@ -24,6 +24,7 @@ from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter, Trace
+from pipeline.monitor.run_page import FLOPS_OF_PARTS, flops_until
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
@@ -304,11 +305,15 @@ class TrainingRun:
         """What was measured, and what a reviewer should know of it, as Markdown for the run's description."""
         plan, step, engine = self.context.plan, self.progress.step, self.training.engine
         meter, run_counts = self.monitoring.meter, self.monitoring.counts
-        exaflops = plan.global_batch * statistics.mean(meter.flops_per_image) / 1e18
+        mean = statistics.mean(meter.flops_per_image)
+        parts = {FLOPS_OF_PARTS: " ".join(map(str, meter.flops_per_image))}
+        planned, done = (
+            plan.global_batch * flops_until(count, plan.steps, mean, parts) / 1e18 for count in (plan.steps, step)
+        )
         rows = [
             ("steps", f"{plan.steps:,}", f"{step:,}"),
             ("images", f"{plan.steps * plan.global_batch:,}", f"{step * plan.global_batch:,}"),
-            ("exaFLOPs", f"{plan.steps * exaflops:.4g}", f"{step * exaflops:.4g}"),
+            ("exaFLOPs", f"{planned:.4g}", f"{done:.4g}"),
         ]
         table = "\n".join(f"| {' | '.join(row)} |" for row in [("", "planned", "done"), ("---",) * 3, *rows])
         # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log line.

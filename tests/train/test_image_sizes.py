@@ -16,6 +16,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.estimate.plan import make_plan
 from pipeline.model import build, configure, training_flops_per_image
 from pipeline.monitor.profile import StepClock
+from pipeline.monitor.run_page import FLOPS_OF_PARTS, RunFacts, flops_until
 from pipeline.process.distributed import from_environment
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -74,6 +75,18 @@ def test_arithmetic_is_the_mean_over_the_parts() -> None:
     model, small = (configure("ViT-Ti/8", size, 4) for size in (32, 16))
     found = objectives.training_flops(schema.load(RunConfig, None, [*given, "train.image_sizes=16"]), model)
     assert found == (training_flops_per_image(model) + training_flops_per_image(small)) // 2
+
+
+@pytest.mark.parametrize("steps", [3, 7, 9, 20])
+def test_arithmetic_until_a_step_is_that_of_its_parts(steps: int) -> None:
+    """Each step had the mean, so that a run that begins with small images seemed to have done more than it had."""
+    parts = [1.0, 2.0, 4.0]
+    facts = RunFacts("a", "pretrain", {FLOPS_OF_PARTS: "1 2 4"}, steps=steps, images_per_step=8, flops_per_image=7 / 3)
+    for step in range(1, steps + 1):
+        done = sum(parts[((before + 1) * 3 - 1) // steps] for before in range(step))  # As `Feed.part` says.
+        assert facts.axes(step)["exaflops"] == pytest.approx(8 * done / 1e18)
+    for damaged in ("1 x", "1 nan", "1 -1", "", "1 " * 99):
+        assert flops_until(2, steps, 7.0, {FLOPS_OF_PARTS: damaged}) == 14
 
 
 def test_arithmetic_of_each_part_is_known_with_lora() -> None:
