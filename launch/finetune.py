@@ -38,4 +38,4 @@ def finetune(config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(RunConfig, finetune, __doc__)
+    main(RunConfig, finetune, __doc__, by_launcher=True)

@@ -39,4 +39,4 @@ def settings_of_the_objective(arguments: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    main(RunConfig, pretrain, __doc__, more_help=settings_of_the_objective)
+    main(RunConfig, pretrain, __doc__, more_help=settings_of_the_objective, by_launcher=True)

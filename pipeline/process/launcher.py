@@ -7,6 +7,10 @@ import socket
 
 from pipeline.base.errors import UserError
 
+# Those by which a process is one of a launcher's ranks.
+VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _MAX_RANKS, _MAX_PORT = 10_000_000, 65_535
 _PORTS = range(20_000, 29_000)  # Above Ray's, below DeepSpeed's 29,500 and those that Linux assigns, from 32,768.
@@ -19,6 +23,16 @@ def quiet_torch() -> None:
     frames before the line that names the lost rank. Set TORCH_CPP_LOG_LEVEL=WARNING to see them.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def forget_launcher() -> None:
+    """Remove a launcher's variables from the environment of a command that is no rank.
+
+    In a shell that a launcher or a scheduler started, it would take itself and the runs that it starts for one of the ranks: it would
+    leave its mistakes to rank 0 to say, and they would wait for the others.
+    """
+    for name in VARIABLES:
+        os.environ.pop(name, None)
 
 
 def share_cores() -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pipeline.base.errors import CrashError, UserError
 from pipeline.base.words import counted, on_one_line
+from pipeline.process.launcher import forget_launcher
 from pipeline.process.outputs import try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
 from pipeline.settings import schema
@@ -39,7 +40,7 @@ _SIGPIPE_CODE = 141
 
 def main(
     cls: type[T], function: Callable[[T], object] | str, about: str | None, subject: str = "", flag: str = "",
-    more_help: Callable[[Sequence[str]], str] | None = None,
+    more_help: Callable[[Sequence[str]], str] | None = None, by_launcher: bool = False,
 ) -> None:  # fmt: skip
     """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
 
@@ -50,8 +51,11 @@ def main(
     flag: a setting that may also be given as an option, as `--cluster 8x8xH100` for cluster=8x8xH100, or `--prove` for
         prove=true.
     more_help: command line -> text at the end of `--help`.
+    by_launcher: it may be a rank of a launcher, or starts one in the environment that it was given.
     Exit codes: 2 after a mistake of the user and 130 after Ctrl-C, each with one line; 0 when `function` returns.
     """
+    if not by_launcher:
+        forget_launcher()
     try:
         with mistakes_in_one_line():
             if more_help and {"-h", "--help"} & set(sys.argv) and (more := more_help(sys.argv[1:])):

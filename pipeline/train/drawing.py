@@ -17,13 +17,12 @@ from pipeline.base.files import replacing
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import Predictions, outcomes
 from pipeline.monitor.page_folder import LOG, PAGE
+from pipeline.process.launcher import VARIABLES
 from pipeline.process.waits import waiting
 
 _ROOT = Path(__file__).resolve().parents[2]
 # At most this many images are kept, the first ones of the split.
 _MAX_IMAGES = 50_000
-# Environment of ranks, which would make it one of them, or take their GPU.
-_NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class DrawingProcess:
@@ -75,7 +74,7 @@ class DrawingProcess:
 
     def _start(self, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
         self._begun = time.monotonic()
-        environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}  # It is no rank.
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(_ROOT)}
         with open(self.folder / PAGE / LOG, "ab") as log:
             quiet = subprocess.DEVNULL

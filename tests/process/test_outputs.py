@@ -308,10 +308,10 @@ def test_rank_0_tries_for_all(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
     seen: list[Any] = []
     monkeypatch.setattr(sys, "argv", ["x.py", "source=s", f"out={place}/file"])
     monkeypatch.setenv("RANK", "1")
-    main(data.ShardConfig, seen.append, "About.")
+    main(data.ShardConfig, seen.append, "About.", by_launcher=True)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
-        main(data.ShardConfig, seen.append, "About.")
+        main(data.ShardConfig, seen.append, "About.", by_launcher=True)
     assert len(seen) == 1
 
 

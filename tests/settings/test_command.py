@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import OneRankError, UserError
+from pipeline.process.launcher import VARIABLES
 from pipeline.settings import command
 from pipeline.settings.command import main
 from pipeline.settings.commands.data import ShardConfig
@@ -28,7 +30,7 @@ def run(
         monkeypatch.setenv("RANK", rank)
     else:
         monkeypatch.delenv("RANK", raising=False)
-    main(ShardConfig, function, "About.")
+    main(ShardConfig, function, "About.", by_launcher=True)
 
 
 def ending(
@@ -54,6 +56,28 @@ def test_settings_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     # Settings before and after --config, and the rank that the deepspeed launcher adds.
     run(seen.append, monkeypatch, "--local_rank=1", "out=b", "--config", str(file), "seed=4")
     assert (seen[0].source, seen[0].out, seen[0].seed) == ("a", "b", 4)
+
+
+def test_a_command_that_is_no_rank_ignores_what_a_launcher_left_in_the_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With RANK=1, it ended with code 2 and not a word."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(sys, "argv", ["shard.py", "source=a", "out=b"])
+    inherited: list[str] = []
+
+    def fail(config: ShardConfig) -> None:
+        inherited.extend(os.environ.keys() & set(VARIABLES))
+        raise UserError("wrong.")
+
+    with pytest.raises(SystemExit) as stop:
+        main(ShardConfig, fail, "About.")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: wrong.\n"
+    assert not inherited
+    of_ranks = {file.stem for file in (ROOT / "launch").glob("*.py") if "by_launcher=True" in file.read_text()}
+    assert of_ranks == {"pretrain", "finetune", "supervise"}
 
 
 def test_two_files_of_settings_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
