@@ -5,7 +5,7 @@ import os
 import random
 import socket
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import OneRankError, UserError
 
 # Those by which a process is one of a launcher's ranks.
 VARIABLES = (
@@ -50,12 +50,12 @@ def check_environment() -> int:
     if "RANK" not in numbers:
         return 1
     if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise UserError(
+        raise OneRankError(  # There may be no rank 0 to say it.
             f"RANK = {numbers['RANK']} is set in the environment, but not {', '.join(missing)}. A launcher (deepspeed, "
             "torchrun) sets all of them; for a run of one rank, unset RANK."
         )
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        raise UserError(f"RANK = {numbers['RANK']} must be below WORLD_SIZE = {numbers['WORLD_SIZE']}.")
+        raise OneRankError(f"RANK = {numbers['RANK']} must be below WORLD_SIZE = {numbers['WORLD_SIZE']}.")
     return numbers["WORLD_SIZE"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import OneRankError, UserError
 from pipeline.process import launcher
 from pipeline.process.launcher import check_environment, free_port, refuse_busy_port, share_cores
 
@@ -39,11 +39,14 @@ def test_what_is_no_number(name: str, value: str, monkeypatch: pytest.MonkeyPatc
 
 def test_what_does_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match=r"RANK = 0 is set .* but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*unset RANK"):
+    # Each rank says these itself: with a RANK left in the environment there is no rank 0.
+    with pytest.raises(
+        OneRankError, match=r"RANK = 0 is set .* but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*unset RANK"
+    ):
         check_environment()
     for name, value in (WHOLE | {"RANK": "2"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="RANK = 2 must be below WORLD_SIZE = 2"):
+    with pytest.raises(OneRankError, match="RANK = 2 must be below WORLD_SIZE = 2"):
         check_environment()
     monkeypatch.setenv("MASTER_PORT", "70000")
     with pytest.raises(UserError, match=r"MASTER_PORT = '70000' .* from 0 to 65,535"):
