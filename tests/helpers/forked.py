@@ -24,6 +24,9 @@ from pipeline.process.launcher import free_port
 _FORGE = """
 import gc, json, os, sys, time, weakref
 sys.path[:] = json.loads(sys.argv[1])
+os.fsync = lambda descriptor: None  # It waits for the disk dozens of times in a run; a SIGKILL loses nothing that was written.
+import warm_writers
+warm_writers.begin()  # Before torch is there, of which writers need nothing.
 from pipeline.process.launcher import quiet_torch
 quiet_torch()  # As the start of a run does, before it imports torch.
 import pipeline.train.run
@@ -62,6 +65,7 @@ for line in sys.stdin:
             output = os.open(f"{request['output']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
+            warm_writers.use()
             code = 0
             try:
                 work(request["function"], request["argument"])
@@ -121,10 +125,13 @@ def train_with_halts(argument: tuple[str, list[int], list[int], list[str]]) -> N
     """In a rank: a run that halts (SIGSTOP) at a place, so that what is sent to it is sent there on any machine.
 
     place: the preparation, or the evaluation or the training step after each of `steps` steps. Where it halts last, the ranks
-    `ears` go on once they have heard that they are to stop.
+    `ears` go on once they have heard that they are to stop. Its checkpoint writers are started as those of a user's run.
     """
+    import warm_writers
+
     from pipeline.train import evaluators, loop, setup
 
+    warm_writers.forget()
     place, steps, ears, overrides = argument
     owner, name, at = {
         "preparation": (setup, "dry_run_on_all_ranks", None),
