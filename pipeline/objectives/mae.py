@@ -31,7 +31,7 @@ from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 from pipeline.model.weights import read_additions
 from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
-from pipeline.settings.objective_checks import check_mae_backbone
+from pipeline.settings.objective_checks import MASK_SHARE, check_mae_backbone, num_kept
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import build as build_settings
 from pipeline.settings.schema import setting
@@ -42,7 +42,7 @@ _PIXELS = {"half": (HALF, HALF), "imagenet": (IMAGENET_MEAN, IMAGENET_STD)}
 
 @dataclass(frozen=True, kw_only=True)
 class MaeSettings:
-    mask_share: float = setting(0.75, "Share of the patches that are removed and predicted.", above=0, below=1)
+    mask_share: float = setting(MASK_SHARE, "Share of the patches that are removed and predicted.", above=0, below=1)
     decoder_width: int = setting(512, "Width of the decoder, a multiple of 4 and of decoder_heads.", min=4, max=2**16)
     decoder_depth: int = setting(8, "Number of blocks of the decoder.", min=1, max=1024)
     decoder_heads: int = setting(16, "Attention heads of the decoder.", min=1, max=2**12)
@@ -115,12 +115,7 @@ class Mae(Objective):
         check_mae_backbone(vit)
         assert isinstance(vit, ViTConfig), "check_mae_backbone refuses it"
         self.num_patches = vit.num_patches
-        self.num_kept = int(self.num_patches * (1 - settings.mask_share))
-        if self.num_kept < 1:
-            raise UserError(
-                f"objective.mask_share = {settings.mask_share} keeps none of {self.num_patches} patches. Use smaller patches or a "
-                "smaller share."
-            )
+        self.num_kept = num_kept(self.num_patches, settings.mask_share)
         E = settings.decoder_width
         # The paper's blocks, whatever parts of later ViTs the backbone has.
         decoder = ViTConfig(

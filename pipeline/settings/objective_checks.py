@@ -4,17 +4,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.architecture.config import Config, ViTConfig
+from pipeline.architecture.config import OPTIONS, Config, ViTConfig
+from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import finite
+from pipeline.base.words import counted
 from pipeline.settings.quantities import MAX_SIDE, ImageSize
 from pipeline.settings.run_sections import OBJECTIVES, READS_LABELS
 
 if TYPE_CHECKING:
     from pipeline.settings.run import RunConfig
 
-# The default of objective.local_size. Here, because it is compared with the patches of init.weights before torch is imported.
-LOCAL_SIZE = 96
+# Defaults of objective.local_size and objective.mask_share. Here, because they are compared with the patches of a model before torch is
+# imported.
+LOCAL_SIZE, MASK_SHARE = 96, 0.75
 
 
 def check_objective(config: "RunConfig") -> None:
@@ -28,6 +31,9 @@ def check_objective(config: "RunConfig") -> None:
                 f"train.loss = {loss} needs random crops: augment.crop = {config.augment.crop} must be random_resized or inception."
             )
         (_check_dino if loss == "dino" else _check_lejepa)(config)
+    if loss in ("mae", "dino", "lejepa") and config.model.name:
+        given = {name: getattr(config.model, name) for name in OPTIONS} | {"num_classes": 0, "representation": False}
+        _check_backbone(config, configure(config.model.name, config.model.image_size, **given))
 
 
 def refuse_without_labels(config: "RunConfig", num_classes: int) -> None:
@@ -46,9 +52,15 @@ def check_weights(config: "RunConfig", saved: Config) -> None:
     if loss not in ("mae", "dino", "lejepa"):
         return
     changes: dict[str, Any] = {"representation": False, "masked": None} if isinstance(saved, ViTConfig) else {}
-    backbone = replace(saved, image_size=config.model.image_size, num_classes=0, **changes)
-    if loss == "mae":
+    _check_backbone(config, replace(saved, image_size=config.model.image_size, num_classes=0, **changes))
+
+
+def _check_backbone(config: "RunConfig", backbone: Config) -> None:
+    if config.train.loss == "mae":
         check_mae_backbone(backbone)
+        assert isinstance(backbone, ViTConfig), "check_mae_backbone refuses it"
+        if 0 < (share := _number(config, "mask_share", MASK_SHARE)) < 1:
+            num_kept(backbone.num_patches, share)
     elif _number(config, "local_views", 1) and 1 <= (size := _number(config, "local_size", LOCAL_SIZE)) <= MAX_SIDE:
         check_small_views(backbone, int(size))
 
@@ -74,6 +86,16 @@ def check_mae_backbone(vit: Config) -> None:
             "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches do not "
             "overlap, with positions at the stem and without representation layer; this backbone is another one."
         )
+
+
+def num_kept(num_patches: int, mask_share: float) -> int:
+    """Number of patches that MAE keeps. Raises UserError if it is none."""
+    kept = int(num_patches * (1 - mask_share))
+    if kept < 1:
+        raise UserError(
+            f"objective.mask_share = {mask_share} keeps none of {counted(num_patches, 'patch')}. Use smaller patches or a smaller share."
+        )
+    return kept
 
 
 def check_small_views(

@@ -18,3 +18,18 @@ def test_a_small_view_of_any_size_is_told_in_one_line() -> None:
             check_weights(schema.load(RunConfig, None, [*of, f"objective.local_size={size}"]), configure("ViT-B/16"))
         with pytest.raises(UserError, match="Use 80 or 96"):
             check_weights(schema.load(RunConfig, None, [*of, "objective.local_size=90"]), configure("ViT-B/16"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong", "message"),
+    [
+        ("mae", "model.image_size=225", "image_size = 225 is not divisible by patch_size = 16"),
+        ("mae", "objective.mask_share=0.999", "objective.mask_share = 0.999 keeps none of 196 patches"),
+        ("dino", "objective.local_size=90", "objective.local_size = 90: .* Use 80 or 96"),
+        ("lejepa", "model.image_size=100", "image_size = 100 is not divisible by patch_size = 16"),
+    ],
+)
+def test_a_new_model_that_does_not_fit_is_refused_with_the_settings(loss: str, wrong: str, message: str) -> None:
+    given = ["name=a", "data.path=d", "train.length=1 epochs", "model.name=ViT-B/16", "augment.crop=random_resized"]
+    with pytest.raises(UserError, match=message):
+        schema.load(RunConfig, None, [*given, f"train.loss={loss}", wrong])
