@@ -75,8 +75,13 @@ def test_limit_and_dev_share_and_exclusion_need_no_labels(photos: Dataset) -> No
     assert half.labels_of(0).tolist() == []
 
 
-def test_near_copies_are_found(photos: Dataset) -> None:
-    dedup.run(DedupConfig(data=str(photos.path), against=[f"{photos.path}:val"], dry_run=True))
+def test_copies_are_found(photos: Dataset, tmp_path: Path) -> None:
+    train = photos.split("train")
+    key = next(key for key in train.keys(range(len(train))) if f"{key}.jpg" in PHOTOS)
+    source = write_folder({"a/b/1.jpg": PHOTOS[f"{key}.jpg"], "2.jpg": jpeg(999)}, tmp_path / "raw")
+    others = shard.run(settings(source, tmp_path / "others", layout="images"))
+    found = dedup.run(DedupConfig(data=str(photos.path), against=[str(others.path)], dry_run=True))
+    assert (found["data"]["copies"], found["against"][0]["images_with_copies"]) == (1, 1)
 
 
 def _tars(at: Path, labels: bool = False) -> Path:
