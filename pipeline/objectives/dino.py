@@ -39,7 +39,7 @@ _SINKHORN_STEPS = 3
 _SAME, _UNIFORM, _SETTLED = 0.05, 0.99, 0.1
 # A certain teacher (entropy below this share of the maximum) is a collapse only if the student follows it: KL below this, in nats.
 _CERTAIN, _FOLLOWED = 0.01, 0.01
-_TINY = torch.finfo(torch.float32).tiny
+_TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,16 +348,17 @@ def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, coun
     exp(outputs / temperature) is scaled in turn to equal sums over samples and over prototypes. outputs: (B, K) of this rank; the sums
     are over all ranks. counted: bool (B,), which samples take part; the others get zeros. Returns probabilities, float32 (B, K).
     """
-    scaled = outputs.float() / temperature
     if counted is None:
         counted = torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
-    scaled = torch.where(counted[:, None], scaled, -torch.inf)
-    shares = (scaled - largest(scaled.max()).clamp(min=torch.finfo(torch.float32).min)).exp()
     num_samples, num_prototypes = summed(counted.float().sum()).clamp(min=1), outputs.shape[1]
+    # Logarithms of the shares, because a sample with outputs far below another's would have shares of 0, and so no target.
+    shares = torch.where(counted[:, None], outputs.float() / temperature, -torch.inf)
     for _ in range(iterations):
-        shares = shares / summed(shares.sum(0)).clamp(min=_TINY) / num_prototypes
-        shares = shares / shares.sum(1, keepdim=True).clamp(min=_TINY) / num_samples
-    return shares * num_samples
+        most = largest(shares.amax(0)).clamp(min=_LOWEST)
+        of_prototypes = most + summed((shares - most).exp().sum(0)).clamp(min=_TINY).log()
+        shares = shares - of_prototypes - log(num_prototypes)
+        shares = shares - shares.logsumexp(1, keepdim=True).clamp(min=_LOWEST) - num_samples.log()
+    return shares.exp() * num_samples
 
 
 def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:

@@ -97,8 +97,17 @@ def test_sinkhorn_gives_each_prototype_the_same_share() -> None:
     np.testing.assert_allclose(found.sum(0), 2, rtol=1e-4)
 
 
-def test_sinkhorn_reads_large_outputs() -> None:
-    assert sinkhorn(1000 * normal(4, 3), 0.04, 3).isfinite().all()
+@pytest.mark.parametrize("scale", [4, 100])
+def test_sinkhorn_reads_large_outputs(scale: float) -> None:
+    """A sample far below another had shares of 0 and so no target, and prototypes that only it can have were lost."""
+    outputs = scale * normal(8, 16)
+    shares = outputs.double() / 0.04
+    for _ in range(3):
+        shares = shares - shares.logsumexp(0)
+        shares = shares - shares.logsumexp(1, keepdim=True)
+    found = sinkhorn(outputs, 0.04, 3)
+    np.testing.assert_allclose(found.sum(1), 1, rtol=1e-3)
+    np.testing.assert_allclose(found, shares.exp(), atol=1e-3)
 
 
 def test_koleo_is_the_distance_to_the_nearest() -> None:
