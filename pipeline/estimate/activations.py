@@ -110,7 +110,7 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool,
 def of_many(count: Callable[[int], Saved], images: int) -> Saved:
     """What `count` gives for a number of images; for more than 32, extrapolated by the quadratic through three counts.
 
-    A count takes a third of a second for a large model, and a loss that compares images of a batch is no linear function of
+    A count takes a tenth of a second for a large model, and a loss that compares images of a batch is no linear function of
     their number.
     """
     if images <= _COUNTED[-1]:
@@ -122,7 +122,7 @@ def of_many(count: Callable[[int], Saved], images: int) -> Saved:
 def _gathers(cls: type[Objective], config: RunConfig, model: Config) -> bool:
     """Whether an objective's loss gathers what other ranks computed: otherwise their number changes nothing."""
     objective = on_meta.make(cls, config, (shallow(model) or [model])[0], torch.float32)
-    with across_ranks.on_meta(1) as others, on_meta.QuickNorms():
+    with across_ranks.on_meta(1) as others, on_meta.QuickOperators():
         on_meta.loss(objective, on_meta.inputs(objective, config, 2, torch.float32))
     return others.are_asked
 
@@ -214,7 +214,8 @@ def _saved_by(
         module.register_forward_hook(leave)
     for module in added:
         module.register_forward_hook(leave_added)
-    with _SavingOperatorsOfAGpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    kept_by = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with OperatorsOfAGpu(), on_meta.QuickOperators(), kept_by:
         out = forward()
     assert out.is_meta
     outside = max((kept[key].nbytes() for key in kept.keys() - of_blocks), default=0)
@@ -243,15 +244,6 @@ class OperatorsOfAGpu(TorchFunctionMode):
             is_on = kwargs["training"] and kwargs["p"] > 0
             return torch.native_dropout(args[0], kwargs["p"], True)[0] if is_on else args[0]
         return func(*args, **kwargs)
-
-
-class _SavingOperatorsOfAGpu(OperatorsOfAGpu):
-    """With quick LayerNorms, which save the same but are no operator whose traffic could be counted."""
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.layer_norm:
-            return on_meta.quick_layer_norm(args, kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.estimate.activations import OperatorsOfAGpu, meta_inputs
 from pipeline.model import Config, ViTConfig, build
+from pipeline.objectives import on_meta
 from pipeline.objectives.on_meta import shallow
 
 MATRICES, ATTENTION, NORMS, GELU, OTHER = "matrix products", "attention", "norms", "GELU", "other"
@@ -67,7 +68,7 @@ def _count_all(config: Config, images: int, dtype: torch.dtype) -> list[Traffic]
 def _count(config: Config, images: int, dtype: torch.dtype) -> tuple[Traffic, Traffic]:
     with torch.device("meta"):
         model = build(config).to(dtype)
-    with OperatorsOfAGpu():
+    with OperatorsOfAGpu(), on_meta.QuickOperators():
         with _Counting() as forward:
             logits = model(*meta_inputs(config, images, dtype))
         with _Counting() as backward:
