@@ -22,7 +22,7 @@ RANKS, CLASSES = 2, 4
 TINY = [
     "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps", "train.loss=softmax",
     "train.micro_batch=2", "train.global_batch=8", "model.name=ViT-Ti/8", "model.image_size=16", "model.width=32",
-    "model.depth=2", "model.mlp_width=64", "model.num_heads=2",
+    "model.depth=1", "model.mlp_width=64", "model.num_heads=2",
 ]  # fmt: skip
 
 
