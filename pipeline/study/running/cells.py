@@ -15,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, replacing
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.mixture.run_data import open_run_data
-from pipeline.estimate.plan import make_plan
+from pipeline.estimate.plan import Plan, make_plan
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, facts_of
@@ -33,8 +33,8 @@ STUDY_FILE = "study.json"
 class StudyCell:
     """A pre-training run and what scores its weights.
 
-    steps: of the run. data_size: its training images. trunk: with a cooldown, the run at a constant rate whose last checkpoint
-    this one continues; several cells share it. finetunes: runs that start from its weights.
+    steps, epochs: of the run. data_size: training images of data.path, which an epoch uses once. trunk: with a cooldown, the run at a
+    constant rate whose last checkpoint this one continues; several cells share it. finetunes: runs that start from its weights.
     """
 
     model: StudyModel
@@ -42,6 +42,7 @@ class StudyCell:
     seed: int
     data_size: int
     steps: int
+    epochs: float
     flops_per_image: int
     parameters: int
     trunk: ChildRun | None
@@ -183,10 +184,10 @@ def new_flops(cells: list[StudyCell]) -> list[float]:
 
 
 # -------------------------------------------------------------------- making them
-def _steps(config: RunConfig, num_samples: int) -> int:
-    """Steps of a cell, however many ranks divide its batch. Raises UserError for an impossible length."""
+def _plan(config: RunConfig, num_samples: int) -> Plan:
+    """The plan of a cell, however many ranks divide its batch. Raises UserError for an impossible length."""
     undivided = replace(config, train=replace(config.train, micro_batch=config.train.global_batch))
-    return make_plan(undivided, num_samples, 1).steps
+    return make_plan(undivided, num_samples, 1)
 
 
 def _cells_of(
@@ -223,20 +224,20 @@ def _cells_of(
         overrides = [*common, f"name={name}", f"train.length={length}"]
         run, trunk, trunk_steps = make_child(name, config.run, overrides), None, 0
         try:
-            steps = _steps(run.config, data.epoch_samples)
+            plan = _plan(run.config, data.epoch_samples)
             if extra:
-                steps += round(extra / (flops * batch))
-                overrides[-1] = f"train.length={steps} steps"
+                plan = replace(plan, steps=plan.steps + round(extra / (flops * batch)))
+                overrides[-1] = f"train.length={plan.steps} steps"
                 run = make_child(name, config.run, overrides)
             if config.cooldown:
-                run, trunk, trunk_steps = _with_trunk(config, name, stem, seed, overrides, steps)
-                _steps(run.config, data.epoch_samples)
+                run, trunk, trunk_steps = _with_trunk(config, name, stem, seed, overrides, plan.steps)
+                _plan(run.config, data.epoch_samples)
         except UserError as error:
             raise UserError(f"cell {name}: {error}") from None
         finetunes = [_finetune(file, run, folder, seed) for file in config.finetune]
         found.append(
-            StudyCell(model, run, seed, len(split), steps, flops, models.num_parameters(built), trunk, trunk_steps, finetunes,
-                 sum(_finetune_flops(finetune.config, built) for finetune in finetunes))
+            StudyCell(model, run, seed, len(split), plan.steps, plan.epochs, flops, models.num_parameters(built), trunk, trunk_steps,
+                 finetunes, sum(_finetune_flops(finetune.config, built) for finetune in finetunes))
         )  # fmt: skip
     return sorted(found, key=lambda cell: cell.steps)
 

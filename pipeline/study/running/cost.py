@@ -113,11 +113,10 @@ def plan_table(study: Study, estimated: CostEstimate, results: Sequence[CellResu
     states = {result.name: result.state for result in results}
     for number, cell in enumerate(study.cells):
         hours = estimated.hours.get(cell.name)
-        epochs = cell.images_seen / cell.data_size
         time = "-" if hours is None else duration(3600 * hours)
         cost = "-" if hours is None or not config.price else f"{hours * gpu_price:,.0f}"
         lines.append(
-            f"{number:>4}  {cell.name:<{width}}  {cell.parameters / 1e6:>7.2f} {cell.data_size:>11,} {cell.steps:>9,} {epochs:>7.1f} "
+            f"{number:>4}  {cell.name:<{width}}  {cell.parameters / 1e6:>7.2f} {cell.data_size:>11,} {cell.steps:>9,} {cell.epochs:>7.1f} "
             f"{cell.flops / 1e18:>10.3g} {time:>8} {cost:>9}  {states[cell.name]}"
         )
     added = sum(sum(new_flops(job)) for job in study.jobs)
