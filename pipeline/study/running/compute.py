@@ -14,6 +14,7 @@ from pipeline.model import Config
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.page_folder import PageFolder
+from pipeline.monitor.run_page import RunFacts, flops_until
 from pipeline.process.committed import NAME, run_of_checkpoint
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
@@ -72,10 +73,12 @@ def _compute_of_runs(weights: Path) -> list[float]:
         config = schema.load(RunConfig, folder / "config.yaml", [])
         step = step_of(checkpoint) if checkpoint else _newest_step(weights) or end.step
         flops = objectives.training_flops(config, _built(weights, folder))
-        found.append(float(step) * config.train.global_batch * flops)
+        facts = _facts(folder)
+        found.append(config.train.global_batch * flops_until(step, facts.steps, flops, facts.parameters))
         if config.init.weights is None:
             return found
-        weights = _began_with(folder) or Path(config.init.weights)
+        # As the run found them at its first start.
+        weights = Path(facts.origin.path if facts.origin else config.init.weights)
 
 
 def _newest_step(run: Path) -> int:
@@ -96,9 +99,8 @@ def _built(weights: Path, folder: Path) -> Config:
         return models.config_from_dict(json_record.read(folder / architecture.FILE, dict))
 
 
-def _began_with(folder: Path) -> Path | None:
-    """The weights that a run began with, as it found them at its first start; None for a run of an earlier version."""
+def _facts(folder: Path) -> RunFacts:
+    """What a run recorded of itself; next to nothing for a run of an earlier version."""
     with contextlib.suppress(UserError):
-        if origin := PageFolder(folder).read_facts().facts.origin:
-            return Path(origin.path)
-    return None
+        return PageFolder(folder).read_facts().facts
+    return RunFacts("", "")
