@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
-from data_tools.sources.repeated_keys import repeated, sorted_by_key, with_extensions, with_prefixes
+from data_tools.sources.repeated_keys import repeated, sorted_by_key, way_out, with_extensions, with_prefixes
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -398,12 +398,12 @@ class Collector:
         if len(twice):
             first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
             more = f" ({counted(len(twice), 'such key')})" if len(twice) > 1 else ""
-            are = f"{'class/name' if self.is_labelled else 'path'} without the extension"
-            are = "tar/name up to its first dot" if self.prefixes else are
+            own = "class/name" if self.is_labelled else "path"
+            are = "tar/name up to its first dot" if self.prefixes else f"{own} without the extension"
             what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
-            raise UserError(
-                f"{self.source}: {what}, {keys[int(twice[0])].as_py()!r}{more}. Keys are {are}, dots become _. Rename or remove one."
-            )
+            then = way_out(first, second, self.by_folders and self.source.is_dir())
+            key = keys[int(twice[0])].as_py()
+            raise UserError(f"{self.source}: {what}, {key!r}{more}. Keys are {are}, dots become _. {then}")
 
 
 @dataclass
