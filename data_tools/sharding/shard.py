@@ -92,6 +92,9 @@ def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
 def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Lister) -> Dataset:
     started = time.monotonic()
     existing = _existing_record(out)
+    if _other_settings(config, existing) and not _has_shards(out):
+        _forget(out)
+        existing = None
     _refuse_other_settings(out, config, existing)
     try:
         remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
@@ -99,6 +102,9 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
+        if existing and existing.source.sha256 != identity["source"]["sha256"] and not _has_shards(out):
+            _forget(out)
+            existing = None
         _refuse_other_source(out, identity, existing, listing)
         _refuse_other_names(out, names, bool(config.synset_names))
         _print_listing(listing, time.monotonic() - started)
@@ -307,6 +313,24 @@ def _existing_record(out: AnyPath) -> _DatasetRecord | None:
     return None
 
 
+def _has_shards(out: AnyPath) -> bool:
+    """Whether a data set, finished or not, has a shard with images."""
+    if (out / INFO).exists():
+        return True
+    for tar in out.glob("*.tar"):
+        part = part_path(out, tar.name)
+        if not part.exists() or not (done := load_part(part, Done)) or done.shard.samples:
+            return True
+    return False
+
+
+def _forget(out: AnyPath) -> None:
+    """Remove the record of a job that has made no shard with images: it need not be like the next one."""
+    for path in [*out.glob("*.tar"), out / SOURCE_TABLE]:
+        path.unlink(missing_ok=True)
+    remove_tree(out / PARTS)  # Last: without the plan, the other files would be foreign to a command that finds them.
+
+
 def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
     is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name) != getattr(ShardConfig, name)]
     return {
@@ -321,15 +345,20 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_other_settings(out: AnyPath, config: ShardConfig, existing: _DatasetRecord | None) -> None:
+def _other_settings(config: ShardConfig, existing: _DatasetRecord | None) -> list[str]:
+    """What is set otherwise than it was, as "seed = 0, not 1"."""
     if not existing:
-        return
+        return []
     others = []
     for name in {**dict.fromkeys(_DECISIVE_IF_SET), **existing.settings}:
         old, new = existing.settings.get(name, getattr(ShardConfig, name, None)), getattr(config, name, None)
         if old != new:
             others.append(f"{name} = {old}, not {new}")
-    if others:
+    return others
+
+
+def _refuse_other_settings(out: AnyPath, config: ShardConfig, existing: _DatasetRecord | None) -> None:
+    if others := _other_settings(config, existing):
         raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
 
 
