@@ -36,6 +36,10 @@ def run(ranks: int, cpus_per_rank: int, wait_minutes: float, command: list[str])
     for name, path in (("out", settings.out), ("data.path", settings.data.path), *mixed):
         ray_tasks.shared_path(name, path)
     try_outputs(settings)
+    if settings.objective:  # Before the ranks wait for GPUs: they would find a mistake in it only when they have them.
+        from pipeline import objectives  # Late: imports torch.
+
+        objectives.check(settings)
     ray_tasks.connect()
     heard: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):  # After connect(): Ray installs its own handlers.

@@ -79,6 +79,18 @@ def test_what_ranks_read_from_this_machine_is_known(monkeypatch: pytest.MonkeyPa
     assert ray_run._local_inputs(read_settings(RunConfig, ["name=x", *given, "init.weights=elsewhere"]), given) == {}
 
 
+def test_a_mistake_in_the_objective_is_said_before_the_cluster_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The ranks said it, each, after they had waited for GPUs."""
+    monkeypatch.setattr(ray_tasks, "connect", lambda *_: pytest.fail("it asks the cluster"))
+    command = ["launch/pretrain.py", "name=x", f"out={tmp_path}", f"data.path={tmp_path}", "train.length=1 epochs"]
+    of_mae = ["model.name=ViT-B/16", "model.positions=sincos2d_mae", "train.loss=mae"]
+    for wrong, said in (("mask_share=2", "mask_share = 2 must be above 0 and below 1"), ("mask=1", "unknown setting")):
+        with pytest.raises(UserError, match=f"^train.loss = mae: .*{said}"):
+            ray_run.run(0, 1, 1.0, [*command, *of_mae, f"objective.{wrong}"])
+
+
 def test_an_address_where_something_else_listens_is_said_at_once(
     ray_cluster: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
