@@ -97,6 +97,7 @@ class DinoSettings:
 class Dino(Objective):
     """A backbone and a head, a teacher of both, and a centre. With iBOT also a mask token, and a head and a centre for patches."""
 
+    follows_length = True
     Settings = DinoSettings
     temperature: Tensor
 

@@ -65,6 +65,8 @@ class Objective(nn.Module):
     # Whether the backbone reads each image once and nothing is added to it: then memory and arithmetic are the model's, from its
     # configuration. Otherwise `loss` is run on the meta device to count them.
     trains_backbone_alone: ClassVar[bool] = False
+    # Whether a step depends on `num_steps`: then a longer run does not begin as a shorter one, which a study's `cooldown` relies on.
+    follows_length: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ settings, views and module
     # A dataclass of `setting(...)` fields: the section `objective` of a run's settings.

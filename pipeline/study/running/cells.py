@@ -271,6 +271,10 @@ def _with_trunk(
             f"schedule.warmup = {run.config.schedule.warmup} differs between lengths, which then share no steps: with cooldown, give it in "
             "steps, epochs or samples."
         )
+    if found := _follows_length(run.config):
+        raise UserError(
+            f"{found} follows the length of a run, so runs of different lengths share no steps: leave out cooldown."
+        )
     if "://" in run.config.checkpoint.folder:
         raise UserError("cooldown copies checkpoints between runs: checkpoint.folder must be on a disk.")
     trunk_name = f"{stem}-trunk-seed{seed}"
@@ -280,6 +284,15 @@ def _with_trunk(
         [*constant, f"name={trunk_name}", f"train.length={steps - cooldown} steps", "track.register="],
     )
     return run, trunk, steps - cooldown
+
+
+def _follows_length(config: RunConfig) -> str:
+    """The first setting by which a step depends on how many there are in all; "" without one. The learning rate is constant here."""
+    if config.train.image_sizes:
+        return "train.image_sizes"
+    if config.optimizer.weight_decay_end is not None:
+        return "optimizer.weight_decay_end"
+    return f"train.loss = {config.train.loss}" if objectives.kind(config.train.loss).follows_length else ""
 
 
 def _finetune(file: str, run: ChildRun, folder: Path, seed: int) -> ChildRun:

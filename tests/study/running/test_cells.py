@@ -371,6 +371,24 @@ def test_a_trunk_that_has_gone_on_does_not_stop_a_shorter_cell_that_is_added(
     assert (run, planted) == ([short.name, long.name], [long.name])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("schedule.warmup=5%", "schedule.warmup = 5% differs between lengths"),
+        ("'train.image_sizes=[8]'", "train.image_sizes follows the length of a run"),
+        ("optimizer.weight_decay_end=0.5", "optimizer.weight_decay_end follows the length of a run"),
+        ("train.loss=dino,model.representation=false", "train.loss = dino follows the length of a run"),
+    ],
+)
+def test_a_cooldown_is_refused_where_steps_follow_the_length_of_the_run(
+    base: Path, settings: str, message: str
+) -> None:
+    """The trunk, which is shorter, divided its own length: a branch was another run than one by itself."""
+    text = SCALING.replace("budgets: [1.0e-9, 2.0e-9]", "lengths: [10 steps, 20 steps]\ncooldown: 0.2")
+    with pytest.raises(UserError, match=message):
+        open_study(make(base, text, "models=[{name: slim}]", f"settings=[{settings}]"))
+
+
 def test_a_budget_below_one_step_is_told(base: Path) -> None:
     """It was a train.length of 0 steps "of the command line"."""
     with pytest.raises(UserError, match=r"^1e-15 exaFLOPs are less than one step of model slim: give it more\.$"):
