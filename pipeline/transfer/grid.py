@@ -39,6 +39,7 @@ from pipeline.transfer.child_run import (
     why_unusable,
     with_track,
 )
+from pipeline.transfer.track.data_names import data_names
 
 if TYPE_CHECKING:
     from pipeline.transfer.track.grid_page import GridPage
@@ -167,7 +168,7 @@ def _run(config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPa
         "name": config.name, "run": config.run, "settings": [hide_passwords(text) for text in config.settings], "lr": best, "dev_share": config.dev_share,
         "weights": settings.init.weights, "data": settings.data.path, "split": settings.data.eval_split,
         "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
-        "also": {data: _scores_on(data, finals) for data in config.also},
+        "also": {data: _scores_on(data, name.folder, finals) for data, name in data_names(config.also).items()},
     }  # fmt: skip
 
 
@@ -205,6 +206,7 @@ def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
                 f"also: {data} has {counted(other.num_classes, 'class')}, {settings.path} has {dataset.num_classes:,}. They must be "
                 "the same, in the same order."
             )
+    data_names(config.also)
     return dataset
 
 
@@ -323,8 +325,8 @@ def _score_text(scores: dict[str, Any], accuracies: list[float]) -> str:
     return f"{100 * scores['top1']:.2f} ± {100 * scores['std']:.2f} ({spread})"
 
 
-def _scores_on(data: str, finals: list[ChildRun]) -> dict[str, Any]:
-    """Scores of the final runs on another data set, `folder` or `folder:split`."""
+def _scores_on(data: str, name: str, finals: list[ChildRun]) -> dict[str, Any]:
+    """Scores of the final runs on another data set, `folder` or `folder:split`. name: of the folder of each one's report."""
     from pipeline.evaluate import report  # Late: the import takes seconds.
 
     path, split = location_and_split(data)
@@ -334,6 +336,7 @@ def _scores_on(data: str, finals: list[ChildRun]) -> dict[str, Any]:
             f"weights={final.folder}",
             f"data={path}",
             f"split={split or 'val'}",
+            f"out={final.folder / 'evaluate' / name}",
             "shots=0",
             "match_classes=false",
         ]

@@ -27,6 +27,7 @@ from pipeline.settings.commands.reports import CompareConfig, GridConfig
 from pipeline.settings.quantities import Limit
 from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun, read_outcome
+from pipeline.transfer.track.data_names import data_names
 
 RUN = """
 name: x
@@ -135,8 +136,18 @@ def test_grid_from_trials_to_table_and_comparison(
     page = (folder / "report.md").read_text()
     assert f"| {data}, val | {100 * accuracies[0]:.2f} | 37 |" in page
     assert "deviation" not in page
-    grid.run(sent, start)
-    assert metrics_sent()["top1_std"] == result["std"]
+    # Data sets whose folders have one name.
+    other = make_dataset(tmp_path / "other" / "tiny", {"train": 20})
+    both = [f"{data}:train", f"{other}:train"]
+    named = grid.run(replace(sent, also=both), start)
+    assert [named["also"][entry]["num_samples"] for entry in both] == [150, 20]
+    found = metrics_sent()
+    assert found["top1_std"] == result["std"]
+    assert found[f"top1_{data.parent.name}_tiny_train"] == named["also"][both[0]]["top1"]
+    assert found["top1_other_tiny_train"] == named["also"][both[1]]["top1"]
+    for name, entry in ((f"{data.parent.name}_tiny", both[0]), ("other_tiny", both[1])):
+        report = folder / "final-seed-3" / "evaluate" / f"{name}-train" / "scores.json"
+        assert json.loads(report.read_text())["top1"] == named["also"][entry]["of_seeds"][0]
     assert len(started) == 5
 
     # Damaged scores are said, and that run, which is trained already, is evaluated again.
@@ -226,6 +237,23 @@ def test_the_best_rate_is_the_most_accurate_then_the_one_of_least_loss() -> None
     assert grid.mean_and_deviation([0.9]) == {"top1": 0.9, "std": None}
 
 
+def test_names_of_data_sets_tell_them_apart() -> None:
+    def metrics_of(*entries: str) -> list[str]:
+        return [name.metric for name in data_names(entries).values()]
+
+    assert metrics_of("a/x:val", "b/y:test", "b/z") == ["x_val", "y_test", "z"]
+    assert metrics_of("a/x:val", "b/x:val", "a/x:test", "y") == ["a_x_val", "b_x_val", "x_test", "y"]
+    assert metrics_of("x:val", "/b/x:val", "c/b/x:val") == ["x_val", "_b_x_val", "c_b_x_val"]
+    assert metrics_of("x_val:test", "a/x:val_test") == ["x_val_test", "a_x_val_test"]
+    assert metrics_of("s3://one/x?region=eu-west-1", "gs://two/x") == ["one_x", "two_x"]
+    assert metrics_of("photos (2):val", "a/std") == ["photos _2__val", "a_std"]
+    # The report of a data set without a split is that of val.
+    assert metrics_of("a/x:val", "b/x") == ["a_x_val", "b_x"]
+    for same in (("a/x:val", "./a/x:val"), ("std", "x"), ("s3://a/x", "gs://a/x")):
+        with pytest.raises(UserError, match=r"^also: the scores on .*\. Leave one out, or rename a folder\.$"):
+            data_names(same)
+
+
 def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: Path) -> None:
     weights, file, other = tmp_path / "start.pt", tmp_path / "run.yaml", tmp_path / "other"
     models.save(models.create("ViT-mu/4", 16, 5), weights)
@@ -245,6 +273,7 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
         f"also=[{tmp_path}/nowhere:val]": "nowhere: no such data set",
         f"also=[{data}:test]": "has no split 'test'",
         f"also=[{other}:train]": f"also: {other}:train has 5 classes, {data} has 4",
+        f"also=[{data}:val,{data}]": f"also: the scores on {data}:val and {data} would have the name of others",
     }.items():
         overrides = [
             f"run={file}",

@@ -123,6 +123,7 @@ class GridConfig:
         list,
         "More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test].",
         path=True,
+        distinct=True,
     )
     launcher: str = setting(
         "", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.", command=True

@@ -15,6 +15,7 @@ from pipeline.monitor.page_folder import FIGURES, PageFolder
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.run import RunConfig
+from pipeline.transfer.track.data_names import data_names
 from pipeline.transfer.track.figures import draw_finals, draw_rates_of_grid
 from pipeline.transfer.track.parent_page import ParentPage, facts_of_splits, tags_of_folder
 
@@ -44,9 +45,8 @@ class GridPage(ParentPage):
         metrics = {"top1": result["top1"], "best_lr": result["lr"]}
         if result["std"] is not None:
             metrics["top1_std"] = result["std"]
-        metrics |= {
-            f"top1_{Path(data).name.replace(':', '_')}": scores["top1"] for data, scores in result["also"].items()
-        }
+        names = data_names(list(result["also"]))
+        metrics |= {f"top1_{names[data].metric}": scores["top1"] for data, scores in result["also"].items()}
         self.log(metrics)
         spread = "" if result["std"] is None else f" ± {100 * result['std']:.2f} (standard deviation)"
         self.result = (
