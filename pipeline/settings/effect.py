@@ -7,11 +7,14 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import is_record
 from pipeline.settings.yaml_reader import as_typed
 
+# (settings, prefix of their names) of a section, then of those that contain it.
+Sections = list[tuple[Any, str]]
+
 
 def without_effect(settings: Any, prefix: str = "") -> list[str]:
     """A line for each reason for which settings that are not at their defaults have no effect. prefix: of the settings' names."""
     found: dict[str, list[str]] = {}
-    _collect(settings, prefix, "", found)
+    _collect([(settings, prefix)], "", found)
     return [
         f"{', '.join(of)} {'has' if len(of) == 1 else 'have'} no effect without {needs}" for needs, of in found.items()
     ]
@@ -23,31 +26,44 @@ def refuse_without_effect(settings: Any, why: str = "", prefix: str = "") -> Non
         raise UserError(f"{why}{line}. Set what is needed, or leave out what has no effect.")
 
 
-def _collect(settings: Any, prefix: str, why: str, found: dict[str, list[str]]) -> None:
+def _collect(sections: Sections, why: str, found: dict[str, list[str]]) -> None:
     """Add the settings of a section to `found`, by what they need. why: what all of the section need, "" if that is set."""
+    settings, prefix = sections[0]
     for field in dataclasses.fields(settings):
         name, value, needs = f"{prefix}{field.name}", getattr(settings, field.name), field.metadata["rule"].needs
         if is_record(type(value)):
-            _collect(value, f"{name}.", why or _missing(value, needs, f"{name}."), found)
+            inner = [(value, f"{name}."), *sections]
+            _collect(inner, why or _missing(inner, needs), found)
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        missing = why or _missing(settings, needs, prefix)
+        missing = why or _missing(sections, needs)
         # What is needed may be off in another way than by default: 0% instead of 0 steps.
         if missing and value != default and name not in missing.split():
-            shown = str(value).lower() if isinstance(value, bool) else as_typed(str(value))
-            found.setdefault(missing, []).append(f"{name} = {shown}")
+            found.setdefault(missing, []).append(f"{name} = {_shown(value)}")
 
 
-def _missing(settings: Any, needs: str, prefix: str) -> str:
-    """What is needed, in words, if none of it is set; else "". needs: as of `Rule`."""
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        value = [str(item) if hasattr(item, "parse") else item for item in value]
+    return str(value).lower() if isinstance(value, bool) else as_typed(str(value))
+
+
+def _missing(sections: Sections, needs: str) -> str:
+    """What is needed, in words, if none of it is set and has an effect itself; else "". needs: as of `Rule`."""
     words = []
     for need in filter(None, needs.split("|")):
         name, _, accepted = need.partition("=")
-        if not hasattr(settings, name):  # Of a class that inherits the setting.
+        of = [(settings, prefix) for settings, prefix in sections if hasattr(settings, name)]
+        if not of:  # Of a class that inherits the setting, or of a section that is read alone.
             continue
+        settings, prefix = of[0]
         value, known = getattr(settings, name), accepted.split(",")
         if _is_one_of(value, known) if accepted else _is_set(value):
-            return ""
+            (its,) = (field.metadata["rule"].needs for field in dataclasses.fields(settings) if field.name == name)
+            if not (missing := _missing(sections, its)):
+                return ""
+            words.append(missing)
+            continue
         # "auto" is one of the others, which is not known yet.
         words.append(f"{prefix}{name}" + f" = {' or '.join(one for one in known if one != 'auto')}" * bool(accepted))
     return " or ".join(words)

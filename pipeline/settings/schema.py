@@ -58,8 +58,8 @@ class Rule(Limits):
 
     form, choices: of text, where choices may be a table. min_items, distinct: of a list. is_path: the text is a path, where `~` is
     the home folder. command: the text is words as in a shell, with quotes. renamed: earlier name of a value -> its name today.
-    needs: settings of the same class, or of the section that has the rule, without one of which it has no effect (effect.py): names with
-    | between, each set to anything but 0, empty, null and false, or `name=value,value`, where of a list one is enough and none is all.
+    needs: settings of the same class, or of the section that has the rule, or else of one that contains it, without one of which it has no
+    effect (effect.py): names with | between, each set to anything but 0, empty, null and false, or `name=value,value`, where of a list one is enough and none is all.
     """
 
     form: TextForm | None = None

@@ -33,7 +33,11 @@ def test_what_a_setting_needs_is_a_setting_with_such_a_value() -> None:
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             needs = field.metadata["rule"].needs if "rule" in field.metadata else ""
-            of = typing.get_type_hints(hints[field.name]) if dataclasses.is_dataclass(hints[field.name]) else hints
+            of = hints | (
+                typing.get_type_hints(hints[field.name]) if dataclasses.is_dataclass(hints[field.name]) else {}
+            )
+            if cls is transfer.ProtocolConfig:  # A section of this one.
+                of |= typing.get_type_hints(transfer.VtabConfig)
             known = 0
             for name, _, values in (need.partition("=") for need in filter(None, needs.split("|"))):
                 if name in of:
@@ -151,8 +155,18 @@ def test_what_is_needed_makes_it_accepted() -> None:
     )
 
 
-def test_seeds_have_no_effect_on_scores_that_do_not_depend_on_them() -> None:
-    file = ROOT / "configs/vtab/vit_paper.yaml"
-    assert without_effect(schema.load(transfer.VtabConfig, file, ["weights=w", "method=knn"])) == [
-        "seeds = [0, 1, 2] has no effect without method = finetune"
+def test_a_sweep_says_which_settings_its_method_does_not_read() -> None:
+    def said(*given: str) -> list[str]:
+        file = ROOT / "configs/vtab/vit_paper.yaml"
+        return without_effect(schema.load(transfer.VtabConfig, file, ["weights=w", *given]))
+
+    of_file = (
+        "seeds = [0, 1, 2], protocol.batch = 512, protocol.length = ['2500 steps'], protocol.lr = [0.01], protocol.clip = 1.0, "
+        "protocol.schedule.decay = cosine, protocol.schedule.warmup = 500 steps"
+    )
+    assert said("method=knn", "protocol.temperature=0.1") == [f"{of_file} have no effect without method = finetune"]
+    assert said("method=linear", "protocol.momentum=0.8", "protocol.neighbours=9") == [
+        f"{of_file.replace('protocol.clip', 'protocol.momentum = 0.8, protocol.clip')} have no effect without method = finetune",
+        "protocol.neighbours = [9] has no effect without method = knn",
     ]
+    assert said("protocol.l2=[1]") == ["protocol.l2 = [1.0] has no effect without method = linear"]

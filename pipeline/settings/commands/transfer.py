@@ -32,13 +32,25 @@ class ProtocolConfig:
         "standard deviation.",
     )
     augment: AugmentConfig = setting(AugmentConfig, "")
-    batch: int = batch_size(REQUIRED, "Samples per optimizer step")
+    batch: int = batch_size(REQUIRED, "Samples per optimizer step", needs="method=finetune")
     length: list[Length] = setting(
-        REQUIRED, "Training lengths to try, as [2500 steps, 10000 steps]", above=0, min_items=1, distinct=True
+        REQUIRED,
+        "Training lengths to try, as [2500 steps, 10000 steps]",
+        above=0,
+        min_items=1,
+        distinct=True,
+        needs="method=finetune",
     )
-    optimizer: Literal["sgd", "adam"] = setting("sgd", "SGD with momentum, or Adam with decoupled weight decay.")
+    optimizer: Literal["sgd", "adam"] = setting(
+        "sgd", "SGD with momentum, or Adam with decoupled weight decay.", needs="method=finetune"
+    )
     lr: list[float] = setting(
-        REQUIRED, "Peak learning rates to try, as [0.1, 0.01]", above=0, min_items=1, distinct=True
+        REQUIRED,
+        "Peak learning rates to try, as [0.1, 0.01]",
+        above=0,
+        min_items=1,
+        distinct=True,
+        needs="method=finetune",
     )
     momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1, needs="optimizer=sgd")
     weight_decay: list[float] = setting(
@@ -47,18 +59,26 @@ class ProtocolConfig:
         min=0,
         min_items=1,
         distinct=True,
+        needs="method=finetune",
     )
-    clip: float = setting(0.0, "Clip gradients to this global norm; 0 is no clipping.", min=0)
-    dropout: float = setting(0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", min=0, below=1)
-    schedule: ScheduleConfig = setting(ScheduleConfig, "")
+    clip: float = setting(0.0, "Clip gradients to this global norm; 0 is no clipping.", min=0, needs="method=finetune")
+    dropout: float = setting(
+        0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", min=0, below=1, needs="method=finetune"
+    )
+    schedule: ScheduleConfig = setting(ScheduleConfig, "", needs="method=finetune")
     l2: list[float] = setting(
         [16.0, 128.0, 1024.0, 8192.0, 65536.0],
         "method=linear: strengths of ridge regression on whitened features to try.",
         above=0,
         min_items=1,
+        needs="method=linear",
     )
-    neighbours: list[int] = setting([1, 5, 20], "method=knn: numbers of neighbours to try.", min=1, min_items=1)
-    temperature: float = setting(0.07, "method=knn: a vote's weight is exp(cosine similarity / temperature).", above=0)
+    neighbours: list[int] = setting(
+        [1, 5, 20], "method=knn: numbers of neighbours to try.", min=1, min_items=1, needs="method=knn"
+    )
+    temperature: float = setting(
+        0.07, "method=knn: a vote's weight is exp(cosine similarity / temperature).", above=0, needs="method=knn"
+    )
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
