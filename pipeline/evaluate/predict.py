@@ -90,10 +90,20 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
             split = images.split.relabelled(label_map(images.label_names, own))
             images = replace(images, split=split, label_names=list(own))
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
+    readable = _readable_names(images, loaded)
+    return with_readable_labels(images, loaded), [readable.get(name, name) for name in named]
+
+
+def with_readable_labels(images: AdhocSplit, loaded: LoadedModel) -> AdhocSplit:
+    """The images, whose labels have readable names where the weights or the data set have some."""
+    readable = _readable_names(images, loaded)
+    return replace(images, label_names=[readable.get(name, name) for name in images.label_names])
+
+
+def _readable_names(images: AdhocSplit, loaded: LoadedModel) -> dict[str, str]:
+    """Class name, such as a WordNet ID -> name to show."""
     of_weights = zip(loaded.extra.get("classes") or (), loaded.extra.get("class_names") or (), strict=False)
-    readable = {**images.readable, **dict(of_weights)}
-    shown = [readable.get(name, name) for name in images.label_names]
-    return replace(images, label_names=shown), [readable.get(name, name) for name in named]
+    return {**images.readable, **dict(of_weights)}
 
 
 def read_class_names(config: LookConfig) -> list[str] | None:

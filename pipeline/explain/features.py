@@ -21,7 +21,7 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
-from pipeline.evaluate.predict import read_class_names
+from pipeline.evaluate.predict import read_class_names, with_readable_labels
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.explain import galleries
 from pipeline.explain.explain import read_images
@@ -45,7 +45,7 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
         try_output("sheet", _sheet(config), "file")
     loaded = load_model(config)
     names = read_class_names(config) or loaded.extra.get("classes") or []
-    images = open_adhoc_split(config.images, config.split, config.exclude, names)
+    images = with_readable_labels(open_adhoc_split(config.images, config.split, config.exclude, names), loaded)
     for line in images.split.notes():
         print(line)
     query = _open_query(config) if config.like else None

@@ -1,7 +1,9 @@
 """launch/features.py: the vectors are the model's own, for any place of images; similar images are those of numpy."""
 
 import io
+import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +128,27 @@ def test_weights_without_a_head_and_a_data_set(dataset: Path, tmp_path: Path) ->
     table = pq.read_table(out).to_pylist()
     assert len(table) > 10
     assert all(row["label"] and len(row["vector"]) == 32 for row in table)
+
+    # Readable names of the data set, as launch/predict.py writes them.
+    named = shutil.copytree(dataset, tmp_path / "named") / "dataset.json"
+    info = json.loads(named.read_text())
+    del info["checksum"]
+    named.write_text(json.dumps({**info, "class_names": [f"the {name}" for name in info["classes"]]}))
+    run(weights, named.parent, out, "split=val")
+    assert [row["label"] for row in pq.read_table(out).to_pylist()] == [f"the {row['label']}" for row in table]
+
+
+def test_labels_are_readable_names_of_the_weights(photos: Path, tmp_path: Path) -> None:
+    model = models.create("ViT-mu/4", SIDE, 2)
+    extra = {
+        "preprocessing": {"image_size": SIDE, "eval_crop": "resize"},
+        "classes": CLASSES,
+        "class_names": ["an ant", "a bee"],
+    }
+    models.save(model, tmp_path / "named.pt", extra)
+    run(tmp_path / "named.pt", photos, tmp_path / "table.parquet")
+    labels = [row["label"] for row in pq.read_table(tmp_path / "table.parquet").to_pylist()]
+    assert labels == ["an ant"] * 4 + ["a bee"] * 4 + [None]
 
 
 def test_another_size_is_read_by_the_kernel_of_the_weights(photos: Path, tmp_path: Path, capsys) -> None:
