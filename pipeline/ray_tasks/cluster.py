@@ -88,8 +88,12 @@ def connect(num_cpus: int = 0) -> int:
         try:
             ray.init(logging_level="ERROR", log_to_driver=False, **options)
         except Exception as error:  # Ray raises a bare one when its node does not start in time.
-            if os.environ.get("RAY_ADDRESS"):
-                raise _no_cluster(os.environ["RAY_ADDRESS"], first_line(error)) from None
+            if address := os.environ.get("RAY_ADDRESS"):
+                if isinstance(error, (ConnectionError, ray.exceptions.RpcError)):
+                    raise _no_cluster(address, first_line(error)) from None
+                raise UserError(
+                    f"RAY_ADDRESS = {address[:200]}: Ray did not join this cluster: {on_one_line(error)[:600] or type(error).__name__}"
+                ) from None
             raise UserError(
                 f"Ray did not start on this machine: {on_one_line(error)[:600]} Run the same command again when the machine is less busy, "
                 "or set RAY_TMPDIR to another folder (a short path, free space), where Ray writes its logs: ray/session_latest/logs."

@@ -124,6 +124,17 @@ def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.Mon
             ray_tasks.connect()
 
 
+def test_what_else_ray_refuses_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no cluster that cannot be reached: here, an address of another kind, which Ray looks for a module of."""
+    monkeypatch.setenv("RAY_ADDRESS", "nosuch://here")
+    with pytest.raises(
+        UserError, match=r"^RAY_ADDRESS = nosuch://here: Ray did not join this cluster: .*nosuch"
+    ) as error:
+        ray_tasks.connect()
+    assert "no Ray cluster" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 LATE = """
 import contextlib, threading, time, psutil
 from pipeline import ray_tasks
