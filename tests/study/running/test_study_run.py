@@ -330,13 +330,15 @@ def wait_for(condition: Callable[[], Any], what: str, said: Path, seconds: float
     return found
 
 
-def cells_in(driver_process: psutil.Popen) -> list[psutil.Process]:
-    """The pre-training processes below a driver."""
+def cells_in(driver_process: psutil.Popen, name: str = "") -> list[psutil.Process]:
+    """The pre-training processes below workers of Ray. name: of one cell, as "name=..."; by default of all."""
     found = []
     with contextlib.suppress(psutil.Error):
         for process in driver_process.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if any(word.endswith("pretrain.py") for word in process.cmdline()):
+                words = process.cmdline()
+                is_cell = any(word.endswith("pretrain.py") for word in words) and (not name or name in words)
+                if is_cell and (parent := process.parent()) and "ray::" in " ".join(parent.cmdline()):
                     found.append(process)
     return found
 
@@ -352,19 +354,31 @@ def test_cells_on_ray_with_a_killed_worker_and_a_killed_driver(
     ]  # fmt: skip
     folder = tmp_path / "runs" / "two"
     with command(*settings, said=said) as first:
-        # A worker of Ray, with the cell below it.
-        cell = wait_for(
-            lambda: [c for c in cells_in(first) if c.parent() and "ray::" in " ".join(c.parent().cmdline())],
-            "cell",
-            said,
-        )[0]
+        seen = set[int]()
+
+        def next_process(of: str = "") -> psutil.Process:
+            """A cell's process that has just begun. of: "name=..." of the cell; by default of any."""
+            found = wait_for(
+                lambda: [c for c in cells_in(first) if c.pid not in seen and (not of or of in c.cmdline())],
+                "cell",
+                said,
+            )
+            seen.update(cell.pid for cell in found)
+            return found[0]
+
+        # A worker of Ray, with the cell below it, which must not end the run by itself meanwhile.
+        cell = next_process()
+        name = next(word for word in cell.cmdline() if word.startswith("name="))
+        cell.suspend()
         cell.parent().kill()
         wait_for(lambda: "retries so far: 1" in said.read_text(), "retry", said)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            cell.kill()
         # A cell itself.
-        wait_for(lambda: cells_in(first), "cell", said)[0].kill()
+        next_process(name).kill()
         wait_for(lambda: "retries so far: 2" in said.read_text(), "second retry", said)
         # One stands still, so that not all are done before the driver is killed.
-        halted = wait_for(lambda: cells_in(first), "cell", said)[0]
+        halted = next_process(name)
         halted.suspend()
         wait_for(lambda: "[1 of 2 cells" in said.read_text(), "a cell", said)
         first.kill()
