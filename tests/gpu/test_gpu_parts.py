@@ -1,6 +1,7 @@
 """Models, batches and the copy of a checkpoint compute on a GPU what they compute on a CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,12 @@ KINDS = {
     "axial": ("Axial-ViT-Ti/8", 32, {"depth": 2}),
     "bit": ("BiT-R50x1", 32, {"width": 32}),
 }
+# Compiled models: image size, images, changed settings.
+COMPILED = {
+    "tiny": (16, 6, {"width": 32, "depth": 2, "mlp_width": 64, "num_heads": 2}),
+    # More than 5 * 2**20 numbers in a layer: Inductor then computes both reductions of a norm's gradient in one kernel.
+    "large": (112, 128, {"width": 256, "depth": 2, "mlp_width": 512, "num_heads": 4}),
+}
 
 
 @pytest.fixture(params=list(KINDS))
@@ -59,9 +66,13 @@ def step(model: models.Model, images: torch.Tensor) -> tuple[torch.Tensor, dict[
     return logits.detach().cpu().float(), gradients
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference, relative to the largest value."""
-    assert float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)) < tolerance
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert relative_difference(found, expected) < tolerance
 
 
 def test_logits_and_gradients_are_those_of_the_cpu(model: models.Model, device: torch.device) -> None:
@@ -74,6 +85,33 @@ def test_logits_and_gradients_are_those_of_the_cpu(model: models.Model, device: 
     assert found_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert_close(found_gradients[name], gradient, 2e-3)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("size", "images", "changes"), COMPILED.values(), ids=COMPILED)
+def test_a_compiled_model_has_the_gradients_of_the_plain_one(
+    device: torch.device, backend: str, size: int, images: int, changes: dict[str, Any]
+) -> None:
+    """In training and after an evaluation of another number of images. aot_eager, which compiles nothing, tells whose fault a difference is."""
+    if device == CPU and (backend, images) != ("aot_eager", 6):
+        pytest.skip("needs a GPU: make gpu")  # tests/multiprocess/test_compile.py has Inductor's code for a CPU.
+    use_exact_arithmetic(device)
+    model = models.create("ViT-Ti/8", size, 10, **changes).to(device)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(device)
+    batch = (torch.rand(images, 3, size, size, generator=generator) * 2 - 1).to(device)
+    expected, gradients = step(model, batch)
+    torch._dynamo.reset()
+    model.compile(backend=backend)
+    for _ in range(2):
+        found, found_gradients = step(model, batch)
+        with torch.no_grad():
+            model(batch[: images // 2])
+        assert_close(found, expected, 1e-4)
+        wrong = {name: relative_difference(found_gradients[name], gradient) for name, gradient in gradients.items()}
+        assert not {name: value for name, value in wrong.items() if value > 2e-3}
 
 
 def test_two_steps_give_the_same_bits(model: models.Model, device: torch.device) -> None:

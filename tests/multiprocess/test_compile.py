@@ -19,6 +19,7 @@ def train_compiled(overrides: list[str]) -> None:
     # instruction sets, to find out whether the compiler and Python can do what the kernels then show.
     config.compile_threads, config.cpp.vec_isa_ok = 1, True
     train([overrides])
+    assert not config.triton.mix_order_reduction, "Its kernels lose gradients without a word."
     print("graphs", counters["stats"]["unique_graphs"])
 
 

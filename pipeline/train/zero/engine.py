@@ -118,6 +118,7 @@ class Engine:
                 ranks.gather,
             )
         if config.compile:
+            _without_joint_reductions()
             self.engine.compile()
         if optimizer_config.ema_decay or objective.teacher is not None:
             shards = layout.shards(self.engine, ranks.rank)
@@ -382,6 +383,16 @@ def deepspeed_settings(
         # DeepSpeed's default is 2^16; if that overflows, each halving costs two skipped steps. The scale grows when it can.
         settings["fp16"] |= {"loss_scale": 0, "initial_scale_power": _FIRST_SCALE_POWER}
     return settings
+
+
+def _without_joint_reductions() -> None:
+    """Make Inductor compute the sums over rows and over columns of a gradient of a norm in a GPU kernel each.
+
+    Its kernel for both silently drops what should go into a part of a larger tensor (torch 2.10 to 2.13, pytorch issue 193061).
+    """
+    from torch._inductor import config
+
+    config.triton.mix_order_reduction = False
 
 
 @contextmanager
