@@ -72,12 +72,7 @@ def create(config: RunConfig, backbone: Model) -> Objective:
         devices=[]
     ):  # What it adds has the same initial values on all ranks, drawn from the seed.
         torch.default_generator.manual_seed(torch_seed(config.seed, Purpose.named("objective")))
-        objective = kind(config.train.loss).of(config, backbone)
-    if objective.teacher is not None and config.optimizer.ema_decay:
-        raise UserError(
-            f"train.loss = {config.train.loss} has a teacher, which is the average of the weights: leave out optimizer.ema_decay."
-        )
-    return objective
+        return kind(config.train.loss).of(config, backbone)
 
 
 def training_flops(config: RunConfig, model: Config) -> int:

@@ -98,6 +98,10 @@ class Objective(nn.Module):
             raise UserError(
                 f"train.image_sizes needs train.loss=softmax or sigmoid: {config.train.loss} has views of its own sizes."
             )
+        if config.optimizer.ema_decay and cls.teacher_momentum is not Objective.teacher_momentum:
+            raise UserError(
+                f"train.loss = {config.train.loss} has a teacher, which is the average of the weights: leave out optimizer.ema_decay."
+            )
 
     @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:

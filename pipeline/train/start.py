@@ -93,6 +93,8 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
     objectives.check(config)
+    if not config.init.weights:  # Refuses what cannot be built while there is no run folder yet.
+        objectives.new_backbone(config, data.dataset.num_classes)
     balance = describe_balance(data.split.parts[0], data.own.classes, config.data.balance)
     measured = objectives.metrics(config)  # An objective may measure nothing on held-out images.
     plan = replace(

@@ -75,6 +75,25 @@ def test_another_host_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (str(error.value), error.value.on_one_rank) == (said, said != "no data")
 
 
+@pytest.mark.parametrize(
+    ("loss", "more", "said"),
+    [
+        ("softmax", ["model.pool_norm=true", "model.class_norm=true"], "pool_norm"),
+        ("masked_pixels", ["model.pool_norm=true", "model.class_norm=true"], "pool_norm"),
+        ("mae", ["model.pool_norm=true", "model.class_norm=true"], "pool_norm"),
+        ("dino", ["objective.local_size=8", "optimizer.ema_decay=0.9"], "leave out optimizer.ema_decay"),
+    ],
+    ids=["softmax", "masked_pixels", "mae", "teacher"],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_there_is_a_run_folder(
+    dataset: Path, tmp_path: Path, loss: str, more: list[str], said: str
+) -> None:
+    given = settings(dataset, tmp_path, "run", f"train.loss={loss}", *more)
+    with pytest.raises(UserError, match=said):
+        start.prepare(schema.load(RunConfig, None, given))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_save_that_fails_at_a_stop_is_how_the_run_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page and MLflow said nothing of it."""
 
