@@ -190,9 +190,10 @@ def _gradients_and_buffers(
     # Otherwise, gradients are copied to a bucket (stages 2, 3: immediately; stage 1: in the last micro-batch), a flat copy of
     # the bucket is reduced, and a rank keeps its own part of the sum.
     if stage == 1:
-        # 16-bit gradients become fp32 before they are reduced.
+        # 16-bit gradients become fp32 before they are reduced, as 16 bits again, to the fp32 ones of a rank's part.
         bucket = 4 * reduce_bucket(P)
-        return (4 * P * accumulates, 4 * P - bucket, 4 * p), (bucket, 2 * bucket, 4 * group + work)
+        part, sent = (4 * p * (not config.engine.offload), 2 * reduce_bucket(P)) if e == 2 else (0, 0)
+        return (4 * P * accumulates, 4 * P - bucket + part, 4 * p), (bucket, 2 * bucket + sent, 4 * group + work)
     if stage == 2 and e == 2:
         as_fp32 = 4 * found.largest
         return (4 * p * accumulates, 4 * p, 4 * p), (bucket, 2 * bucket + as_fp32, work)

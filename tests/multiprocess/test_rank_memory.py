@@ -33,6 +33,7 @@ CASES: list[tuple[int, str, int, int, list[str]]] = [
     (2, "bf16", 1, ALL, [CKPT]),
     (3, "bf16", 1, ALL, ["model.dropout=0.1"]),
     (1, "fp16", 2, ALL, []),
+    (1, "fp16", 1, ALL, []),
     (2, "fp16", 1, ALL, []),
     (3, "fp16", 2, PART, []),
     (2, "fp32", 2, PART, [CKPT, *model_parts.overrides()]),
