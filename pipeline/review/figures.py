@@ -29,7 +29,14 @@ _THREADS = 1
 
 # ---------------------------------------------------------------------- curves
 def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | None:
-    """PNG of the curves of one run; None if it has none. others: runs whose loss and accuracy are drawn in grey."""
+    """PNG of the curves of one run; None if it has none. others: runs that are drawn in grey, where they compare.
+
+    Accuracies compare with all of them, losses and what objectives log only with those of the same `train.loss`, RankMe also only
+    at the same width.
+    """
+    loss, width = (record.settings.get(name) for name in ("train.loss", "model.width"))
+    alike = [other for other in others if other.settings.get("train.loss") == loss]
+    as_wide = [other for other in alike if other.settings.get("model.width") == width]
     losses = {"training": record.metrics.get("loss"), f"split {record.split}": record.of_split("loss")}
     accuracies = _present(
         {f"split {record.split}": record.of_split("top1"), **{name: record.metrics[name] for name in record.probes}}
@@ -37,7 +44,7 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
     # Without classes a probe may be alone, and then has no legend.
     alone = next(iter(accuracies)) if len(accuracies) == 1 and record.of_split("top1") is None else ""
     panels = [
-        ("loss", _present(losses), 1.0, [other.metrics.get("loss") for other in others]),
+        ("loss", _present(losses), 1.0, [other.metrics.get("loss") for other in alike]),
         (f"{alone or 'held-out accuracy'}, %", accuracies, 100.0, [other.of_split("top1") for other in others]),
         ("learning rate", _present({"": record.metrics.get("lr")}), 1.0, []),
         ("images/s", _present({"": record.metrics.get("images_per_second")}), 1.0, []),
@@ -46,7 +53,8 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
         if name in accuracies:
             continue
         title, scale = (f"{title_of(key)}, %", 100.0) if record.metric(name).is_share else (title_of(key), 1.0)
-        panels.append((title, {"": record.metrics[name]}, scale, [other.metrics.get(name) for other in others]))
+        grey = [other.metrics.get(name) for other in (as_wide if key == "rankme" else alike)]
+        panels.append((title, {"": record.metrics[name]}, scale, grey))
     shares = _present({part: record.metrics.get(metric) for metric, part in _PARTS.items()})
     drawn = [panel for panel in panels if panel[1]]
     num_panels = len(drawn) + bool(shares)
@@ -54,9 +62,9 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
         return None
     rows = (num_panels + 1) // 2
     figure = Figure(figsize=(11, 3.3 * rows), dpi=110, layout="constrained")
-    for number, (title, lines, scale, grey) in enumerate(drawn, 1):
+    for number, (title, lines, scale, beside) in enumerate(drawn, 1):
         axes = figure.add_subplot(rows, 2, number)
-        _draw_others(axes, [series for series in grey if series is not None and len(series)], scale)
+        _draw_others(axes, [series for series in beside if series is not None and len(series)], scale)
         _draw_lines(axes, lines, scale)
         _finish(axes, title)
     if shares:

@@ -14,6 +14,7 @@ from ranks import settings
 from review_runs import write_run
 
 from pipeline import model as models
+from pipeline.base.metric import SPREAD, Metric
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate import report
@@ -120,6 +121,19 @@ def test_other_runs_on_the_same_data_are_in_the_background(tmp_path: Path) -> No
     assert pixels[0].shape == pixels[1].shape
     light = [int(((image > 190) & (image < 220)).sum()) for image in pixels]  # Grey 0.8 is 204.
     assert light[1] > light[0] + 100
+
+
+def test_losses_of_other_objectives_are_not_in_the_background(tmp_path: Path) -> None:
+    declared = {"test_loss": Metric("loss", "lower", "eval"), **SPREAD}
+    settings = ("train.loss=mae", "model.representation=false", "model.pool=gap")
+    own = write_run(tmp_path / "own", *settings, evaluations={10: 0.5, 20: 0.75}, declared=declared)
+    alone = draw_run(from_folder(own))
+    others_objective = ("train.loss=lejepa", "model.representation=false", "model.pool=gap")
+    write_run(tmp_path / "other", *others_objective, evaluations={10: 8.0, 20: 6.0}, declared=declared)
+    assert len(others(own)) == 1
+    assert draw_run(from_folder(own), others(own)) == alone
+    write_run(tmp_path / "same", *settings, evaluations={10: 0.25, 20: 0.5}, declared=declared)
+    assert draw_run(from_folder(own), others(own)) != alone
 
 
 def test_images_are_explained_of_a_data_folder_with_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
