@@ -149,6 +149,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
         config = replace(config, mfu=measured_mfu(config, model, cluster, measured))
     num_gpus = cluster.num_gpus if cluster else 1
     plan = make_plan(config, data.epoch_samples, num_gpus)
+    plan = plan.measuring(objectives.metrics(config), objectives.measures_held_out(config))
     layouts = []
     for checkpointing in (False, True):
         for stage in config.zero_stages:

@@ -32,6 +32,7 @@ class Plan:
     at_end: step just before the last that an interval in % ends at by rounding, such as 3,905 of 3,906 for 20 %, by evaluator and
     CHECKPOINT: what is due then is done after the last step only.
     balance: how often an epoch uses samples of the rarest and of the most common class; "" is once.
+    measures_held_out: whether the objective measures anything on held-out images.
     """
 
     steps: int
@@ -49,6 +50,12 @@ class Plan:
     cooldown: int = 0
     balance: str = ""
     at_end: Mapping[str, int] = field(default_factory=dict)
+    measures_held_out: bool = True
+
+    def measuring(self, metrics: Mapping[str, Mapping[str, object]], measures_held_out: bool) -> "Plan":
+        """The plan without the evaluators that measure nothing. metrics: of each evaluator, by name."""
+        every = {name: every for name, every in self.evaluate_every.items() if metrics[name]}
+        return replace(self, evaluate_every=every, measures_held_out=measures_held_out)
 
     def due(self, step: int) -> Due:
         """What is due after step `step`, counted from 1; after the last step, everything but keep."""
@@ -77,11 +84,15 @@ class Plan:
         return f"evaluation every {every:,}" if every else "no evaluation"
 
     def notes(self, config: RunConfig) -> list[str]:
-        """A line for settings that override model.name, one for a balance of classes, one for a run without a held-out split, one for a
+        """A line for settings that override model.name, one for a balance of classes, one for a run that no held-out split measures, one for a
         trace that ends after the run, and one for each setting that was changed to fit."""
         named = list(filter(None, [overrides_of_name(config.model), self.balance]))
-        if not config.data.evaluated:
-            probed = "only its probes measure it" if self.evaluate_every else "nothing measures it but its loss"
+        probed = "only its probes measure it" if self.evaluate_every else "nothing measures it but its loss"
+        if not self.measures_held_out:
+            own = f"train.loss = {config.train.loss} measures nothing on held-out images: {probed}"
+            without = f". To train on those of data.dev_share = {config.data.dev_share} too, leave it out"
+            named.append(own + without * bool(config.data.dev_share))
+        elif not config.data.evaluated:
             named.append(
                 f"no held-out split: the run is not evaluated, {probed}. To hold out images: data.dev_share=0.01, or "
                 "val_share=0.01 of launch/shard.py"

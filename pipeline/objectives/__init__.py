@@ -43,6 +43,11 @@ def metrics(config: RunConfig) -> dict[str, dict[str, Metric]]:
     }
 
 
+def measures_held_out(config: RunConfig) -> bool:
+    """Whether a run's objective measures anything on held-out images. A loss that is a property of a batch does not."""
+    return bool(kind(config.train.loss).metrics(config))
+
+
 def best_from(config: RunConfig) -> str:
     """The evaluator that measures checkpoint.best, "" without one. Raises UserError if none does."""
     best = config.checkpoint.best
@@ -54,7 +59,7 @@ def best_from(config: RunConfig) -> str:
     }
     if best and best not in rankable:
         possible = f"must be one of {', '.join(rankable)}" if rankable else "must be empty: nothing is measured"
-        if not config.data.evaluated:
+        if not config.data.evaluated and measures_held_out(config):
             possible += "; data.dev_share=0.01 would hold out images to measure it on"
         raise UserError(f"checkpoint.best = {quoted(best)} {possible}.")
     return rankable.get(best, "")

@@ -96,13 +96,8 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     if not config.init.weights:  # Refuses what cannot be built while there is no run folder yet.
         objectives.new_backbone(config, data.dataset.num_classes)
     balance = describe_balance(data.split.parts[0], data.own.classes, config.data.balance)
-    measured = objectives.metrics(config)  # An objective may measure nothing on held-out images.
-    plan = replace(
-        plan,
-        best_from=objectives.best_from(config),
-        balance=balance,
-        evaluate_every={name: every for name, every in plan.evaluate_every.items() if measured[name]},
-    )
+    plan = plan.measuring(objectives.metrics(config), objectives.measures_held_out(config))
+    plan = replace(plan, best_from=objectives.best_from(config), balance=balance)
     run_probe = None
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.

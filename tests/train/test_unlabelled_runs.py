@@ -127,6 +127,26 @@ def test_a_run_without_a_held_out_split_measures_what_it_can(photos: Path, datas
     assert make_plan(load(photos, *MASKED), 150, 1).evaluate_every == {"scores": 3}
 
 
+def test_an_objective_that_measures_no_held_out_image_does_not_advise_to_hold_out_some(photos: Path) -> None:
+    lejepa = (
+        "train.loss=lejepa", "augment.crop=inception", "model.representation=false", "model.name=ViT-Ti/4",
+        "objective.local_views=0", "train.micro_batch=24",
+    )  # fmt: skip
+    alone = prepare(load(photos, *lejepa))
+    said = "\n".join(alone.plan.notes(alone.config))
+    assert "train.loss = lejepa measures nothing on held-out images: nothing measures it but its loss" in said
+    assert "dev_share" not in said
+    held_out = prepare(load(photos, *lejepa, "data.dev_share=0.1"))
+    said = "\n".join(held_out.plan.notes(held_out.config))
+    assert "To train on those of data.dev_share = 0.1 too, leave it out" in said
+    with pytest.raises(UserError, match=r"'dev_loss' must be empty: nothing is measured\.$"):
+        prepare(load(photos, *lejepa, "checkpoint.best=dev_loss"))
+    run = settings(photos, photos.parent, "x", *lejepa, "data.dev_share=0.1")
+    assert ", no evaluation" in "\n".join(describe(make_forecast(schema.load(PlanConfig, None, run)))).replace(
+        "  ", " "
+    )
+
+
 def test_the_plan_says_it(photos: Path) -> None:
     run = settings(photos, photos.parent, "x", *MASKED)
     said = "\n".join(describe(make_forecast(schema.load(PlanConfig, None, run))))
