@@ -91,6 +91,18 @@ def metric_of(name: str, declared: Mapping[str, Metric] | None = None) -> Metric
     return next((metric for pattern, metric in _KNOWN.items() if fnmatchcase(name, pattern)), Metric())
 
 
+def score_of(metrics: Mapping[str, Metric]) -> str:
+    """The metric that is a run's score: of the held-out split but its losses, else a probe's accuracy, kNN before few-shot, else a loss.
+
+    metrics: what the run measures, the most telling first; few-shot before kNN. "" if none says how good a run is. Losses of different
+    objectives do not compare, and an objective without labels has no accuracy of its own.
+    """
+    held_out = [name for name, metric in metrics.items() if metric.group == "eval" and metric.better]
+    probes = [name for name, metric in metrics.items() if metric.group == "probe" and metric.better and metric.is_share]
+    told = [name for name in held_out if metrics[name].unit != "loss"]
+    return next(iter([*told, *reversed(probes), *held_out]), "")
+
+
 def as_tag(declared: Mapping[str, Metric]) -> str:
     """Declarations as the text of a tag, "" without any; `from_tag` is the inverse. Too many for a tag are left out."""
     text = json.dumps({name: asdict(metric) for name, metric in declared.items()})

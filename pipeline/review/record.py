@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.base import npz
 from pipeline.base.errors import UserError
-from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of
+from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of, score_of
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import Start
@@ -307,12 +307,8 @@ class RunRecord:
 
     @cached_property
     def scored(self) -> str:
-        """The metric that is the score: of the held-out split but its losses, else a probe's accuracy, else a loss; "" without any.
-
-        Losses of different objectives do not compare, and an objective without labels has no accuracy of its own.
-        """
-        told = [name for name in self.held_out if self.metric(name).unit != "loss"]
-        return next(iter([*told, *reversed(self.probes), *self.held_out]), "")
+        """The metric that is the score, "" without any."""
+        return score_of({name: self.metric(name) for name in (*self.held_out, *self.probes)})
 
     @cached_property
     def further(self) -> dict[str, str]:

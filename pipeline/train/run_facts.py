@@ -12,6 +12,7 @@ import torch
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.base.metric import score_of
 from pipeline.base.words import counted, of_classes, on_one_line
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
@@ -92,7 +93,7 @@ def run_facts(
     return RunFacts(
         config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent, origin),
         parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
-        config.checkpoint.best or next(iter(measured), ""), origin=origin, objective=config.train.loss, metrics=measured,
+        config.checkpoint.best or score_of(measured), origin=origin, objective=config.train.loss, metrics=measured,
     )  # fmt: skip
 
 

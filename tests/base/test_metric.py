@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pipeline import objectives
-from pipeline.base.metric import GROUPS, UNITS, Metric, as_tag, from_tag, metric_of
+from pipeline.base.metric import GROUPS, UNITS, Metric, as_tag, from_tag, metric_of, score_of
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OBJECTIVES
@@ -31,6 +31,20 @@ def test_what_a_run_measures_is_declared_as_its_name_was_read_before(objective: 
         assert metric == metric_of(name), name
         assert metric.unit in UNITS
         assert metric.group in GROUPS
+
+
+@pytest.mark.parametrize(
+    ("objective", "score"),
+    [("softmax", "val_top1"), ("masked_mean_color", "val_color_accuracy"), ("mae", "val_20nn"), ("lejepa", "val_20nn")],
+)
+def test_the_score_of_a_run_is_an_accuracy_if_it_measures_one(objective: str, score: str) -> None:
+    config = schema.load(RunConfig, None, [*RUN, f"train.loss={objective}"])
+    declared = {name: metric for of in objectives.metrics(config).values() for name, metric in of.items()}
+    assert score_of(declared) == score
+    few_shot = {name: metric for name, metric in declared.items() if name != "val_20nn"}
+    assert score_of(few_shot) == score.replace("20nn", "5shot")
+    assert score_of({name: metric for name, metric in declared.items() if metric.unit == "loss"}) in ("val_loss", "")
+    assert score_of({"sigreg": Metric("loss", "lower", "train")}) == ""
 
 
 def test_a_declaration_comes_before_the_name() -> None:

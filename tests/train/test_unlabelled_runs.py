@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from forked import Forge
 from ranks import metrics, settings
 from safetensors.numpy import load_file
 from test_start import refused
 from tiny import make_dataset
 
+from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
@@ -26,6 +28,7 @@ from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OBJECTIVES, DataConfig
+from pipeline.train.run_facts import run_facts
 from pipeline.train.start import prepare
 from pipeline.transfer.sweep import _check_dataset as check_of_task
 from pipeline.transfer.vtab_tasks import TASKS
@@ -125,6 +128,19 @@ def test_a_run_without_a_held_out_split_measures_what_it_can(photos: Path, datas
     held_out = prepare(load(photos, *MASKED, "data.dev_share=0.1", "checkpoint.best=dev_loss"))
     assert "dev_loss" in objectives.metrics(held_out.config)["scores"]
     assert make_plan(load(photos, *MASKED), 150, 1).evaluate_every == {"scores": 3}
+
+
+@pytest.mark.parametrize("split", [(), ("data.dev_share=0.1",)])
+def test_the_score_of_a_run_without_labels_is_that_of_its_neighbours(
+    photos: Path, dataset: Path, split: tuple[str, ...]
+) -> None:
+    """As launch/compare.py ranks it. In MLflow it was the loss, or the few-shot accuracy."""
+    pixels = [setting.replace("mean_color", "pixels") for setting in MASKED]
+    probe = ("probe.every=2 steps", f"probe.data={dataset}", "probe.shots=[1,5]", "probe.neighbours=5")
+    run = prepare(load(photos, *pixels, *probe, *split))
+    model = models.build(objectives.new_backbone(run.config, 0))
+    facts = run_facts(run.config, run.plan, model, run.data, torch.device("cpu"), None)
+    assert facts.score == "tiny_5nn"
 
 
 def test_an_objective_that_measures_no_held_out_image_does_not_advise_to_hold_out_some(photos: Path) -> None:
