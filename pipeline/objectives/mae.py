@@ -177,14 +177,21 @@ class Mae(Objective):
         """Copy the decoder of MAE's weights. Raises UserError if its size, or what it predicts, is not that of the settings."""
         if "decoder_embed.weight" not in additions:
             return "init.weights: holds no decoder of MAE, so the decoder starts new"
-        for setting_name, own_value, value in (
-            ("decoder_heads", self.num_heads, facts.num_heads), ("normalise", self.normalise, facts.normalise),
-        ):  # fmt: skip
-            if value not in (None, own_value):
-                raise UserError(
-                    f"init.weights: its decoder does not fit objective.{setting_name} = {str(own_value).lower()}. Set it to "
-                    f"{str(value).lower()}."
-                )
+        # All that differs in one message: with one at a time a run was started anew for each setting.
+        differing = [
+            (name, str(own_value).lower(), str(value).lower())
+            for name, own_value, value in (
+                ("decoder_width", self.mask_token.shape[-1], len(additions["decoder_embed.weight"])),
+                ("decoder_depth", len(self.decoder_blocks), decoder_depth(additions)),
+                ("decoder_heads", self.num_heads, facts.num_heads), ("normalise", self.normalise, facts.normalise),
+            )
+            if value not in (None, own_value)
+        ]  # fmt: skip
+        if differing:
+            raise UserError(
+                f"init.weights: its decoder does not fit {', '.join(f'objective.{name} = {own}' for name, own, _ in differing)}. "
+                f"Set {' '.join(f'objective.{name}={value}' for name, _, value in differing)}."
+            )
         if (facts.mean, facts.std) != (self.mean, self.std):
             if self.normalise:
                 known = next((name for name, pixels in _PIXELS.items() if pixels == (facts.mean, facts.std)), None)
@@ -209,13 +216,13 @@ class Mae(Objective):
             if name not in own or own[name].shape != tensor.shape:
                 size = " x ".join(map(str, tensor.shape))
                 raise UserError(
-                    f"init.weights: its decoder does not fit: {name} is {size}. Set objective.decoder_width and "
-                    "objective.decoder_depth to those of the weights."
+                    f"init.weights: its decoder does not fit: {name} is {size}. Use its encoder alone: launch/export.py "
+                    "format=safetensors."
                 )
         missing = own.keys() - additions.keys()
         if missing:
             raise UserError(
-                f"init.weights: its decoder has no {min(missing)}. Set objective.decoder_depth to its depth."
+                f"init.weights: its decoder has no {min(missing)}. Use its encoder alone: launch/export.py format=safetensors."
             )
         self.load_state_dict(additions, strict=False)
         return "init.weights: continued with its decoder"

@@ -221,9 +221,21 @@ def test_loss_and_reconstruction_are_those_of_transformers(tmp_path: Path, norma
 
 
 def test_a_decoder_of_another_size_is_refused() -> None:
-    objective = small()
-    with pytest.raises(UserError, match=r"decoder_embed.weight is 16 x .*objective.decoder_width"):
-        objective.load_additions({"decoder_embed.weight": torch.zeros(16, 48)}, DecoderFacts())
+    """With all settings that fit: a message for each cost a start each."""
+    saved = small(settings=MaeSettings(decoder_width=16, decoder_depth=1, decoder_heads=2))
+    with pytest.raises(UserError) as refused:
+        small().load_additions(decoder_of(saved), saved.facts)
+    assert str(refused.value).endswith(
+        "does not fit objective.decoder_width = 32, objective.decoder_depth = 2, objective.decoder_heads = 4. "
+        "Set objective.decoder_width=16 objective.decoder_depth=1 objective.decoder_heads=2."
+    )
+    with pytest.raises(
+        UserError, match=r"^init\.weights: its decoder does not fit: decoder_embed\.weight is 32 x 48\. Use"
+    ):
+        small().load_additions(decoder_of(small()) | {"decoder_embed.weight": torch.zeros(32, 48)}, DecoderFacts())
+    without = {name: tensor for name, tensor in decoder_of(small()).items() if name != "decoder_norm.bias"}
+    with pytest.raises(UserError, match=r"its decoder has no decoder_norm\.bias\. Use its encoder alone"):
+        small().load_additions(without, DecoderFacts())
 
 
 def test_a_decoder_of_another_image_size_is_refused() -> None:
@@ -240,8 +252,8 @@ def decoder_of(objective: Mae) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"decoder_heads": 8}, "objective.decoder_heads = 8. Set it to 4"),
-        ({"normalise": False}, "objective.normalise = false. Set it to true"),
+        ({"decoder_heads": 8}, "objective.decoder_heads = 8. Set objective.decoder_heads=4"),
+        ({"normalise": False}, "objective.normalise = false. Set objective.normalise=true"),
         ({"pixels": "imagenet"}, "Set objective.pixels=half"),
     ],
 )
