@@ -29,6 +29,8 @@ _INTERRUPTED = "stopped: the same command resumes it\n"
 def guard(module: str) -> None:
     """Open closed standard streams on /dev/null, make any text printable, and make Ctrl-C exit with one line and code 130.
 
+    Also sets HOME where nothing says it.
+
     module: the caller's __name__; does nothing unless it is "__main__", so child processes and tests are not affected.
 
     A closed stream (`>&-`) is None in Python, and the next opened file gets its descriptor: what a library prints would be
@@ -47,6 +49,10 @@ def guard(module: str) -> None:
     # A file name may have bytes that are no UTF-8, and a locale may lack characters: they are shown as escapes, as on stderr.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+    # Without HOME and with a user ID that passwd does not list (systemd, cron, `env -i`), pathlib raises for a home folder, and so do
+    # MLflow and the readers of data sets, which have caches there. Container engines set the same.
+    if os.path.expanduser("~") == "~":
+        os.environ["HOME"] = "/"
     # In a background job SIGINT is ignored, and stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)

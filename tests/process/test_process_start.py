@@ -178,3 +178,15 @@ def test_any_text_can_be_printed() -> None:
             [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, check=True
         )
         assert done.stdout.decode() == said
+
+
+def test_a_user_without_a_home_folder_has_one() -> None:
+    script = (
+        "import os, pathlib; os.getuid = lambda: 4_000_000_000\n"
+        "try: pathlib.Path.home()\n"
+        "except RuntimeError: print('none')\n"
+        "from pipeline.process.start import guard; guard('__main__'); print(pathlib.Path.home(), os.environ['HOME'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (said.stdout.split(), said.stderr) == (["none", "/", "/"], "")
