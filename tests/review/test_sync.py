@@ -66,6 +66,14 @@ def page(uri: str, name: str) -> dict:
             "data": inputs}  # fmt: skip
 
 
+def test_a_run_below_a_folder_whose_name_is_not_utf8_is_sent(tmp_path: Path) -> None:
+    """Training in one, as in that of a user in Latin-1, ended in a UnicodeEncodeError, also without tracking."""
+    uri = f"sqlite:///{tmp_path / 'other.db'}"
+    trained(tmp_path / os.fsdecode(b"M\xfcller"), "run", enabled=False)
+    run(SyncConfig(runs=[str(tmp_path / os.fsdecode(b"M\xfcller"))], uri=uri))
+    assert page(uri, "run")["points"][-1] == (20, 0.05)
+
+
 def test_a_run_that_was_not_tracked_gets_the_page_of_one_that_was(tmp_path: Path) -> None:
     trained(tmp_path / "a", "run")
     trained(tmp_path / "b", "run", enabled=False)

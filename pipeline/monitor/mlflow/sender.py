@@ -401,4 +401,5 @@ class MlflowSender:
 
 def folder_id(folder: Path) -> str:
     """The same on every host that shares the folder, another for a folder of the same path on another disk."""
-    return hashlib.sha256(f"{folder.resolve()} {folder.stat().st_ino}".encode()).hexdigest()[:32]
+    named = os.fsencode(f"{folder.resolve()} {folder.stat().st_ino}")  # A name need not be UTF-8.
+    return hashlib.sha256(named).hexdigest()[:32]
