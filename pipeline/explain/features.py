@@ -109,6 +109,8 @@ def _write_table(
         if len(problems) == len(split):
             none = Features(np.empty((len(split), 0), np.float32), np.zeros(len(split), bool), problems)
             check_outputs(config.weights, ", ".join(config.images), none, split)
+        if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
+            _sheet(config).unlink(missing_ok=True)
     for row, reason in list(problems.items())[:20]:
         print(f"{split.keys([row])[0]}  cannot be read: {reason}")
     unread = f", {len(problems):,} of them unreadable" if problems else ""
