@@ -5,12 +5,11 @@ import pyarrow as pa
 from PIL import Image
 
 from data_tools.sources import Reader
-from data_tools.sources.listing import printable
 from pipeline.base import random_numbers
 from pipeline.base.gallery import DPI, Tile, gallery
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
 from pipeline.data.loading.decode import decode
 from pipeline.data.storage.parquet import open_parquet

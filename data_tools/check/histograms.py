@@ -8,9 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts
-from data_tools.sources.listing import printable
 from pipeline.base.page import png, style_axes
-from pipeline.base.words import counted, of_classes, shorten
+from pipeline.base.words import counted, of_classes, printable, shorten
 from pipeline.data.dataset.manifest import Dataset
 
 _MAX_NAMED = 20

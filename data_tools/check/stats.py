@@ -12,12 +12,11 @@ from data_tools.check.contact_sheet import draw_sheet
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts, count
 from data_tools.check.histograms import draw_histograms
 from data_tools.progress import data_size
-from data_tools.sources.listing import printable
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
 from pipeline.base.progress import duration
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath

@@ -15,9 +15,8 @@ import pyarrow as pa
 
 from data_tools.sources.layouts.archive import Member, tar_members
 from data_tools.sources.layouts.webdataset import NO_LABEL, TarSample, samples_of, split_name
-from data_tools.sources.listing import printable
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import Shard
 from pipeline.data.loading.decode import DecodeError, inspect
 from pipeline.data.storage.bucket import fetched, locate, to_path

@@ -7,10 +7,9 @@ import numpy as np
 from PIL import Image
 
 from data_tools.sources import Reader
-from data_tools.sources.listing import printable
 from pipeline.base.gallery import Tile, folded, gallery
 from pipeline.base.page import png
-from pipeline.base.words import shorten
+from pipeline.base.words import printable, shorten
 from pipeline.data.loading.decode import DecodeError, decode
 
 _SIDE = 224  # More pixels of an image are not drawn.

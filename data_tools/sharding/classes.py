@@ -8,9 +8,9 @@ import pyarrow as pa
 
 from data_tools.sources import Listing
 from data_tools.sources.class_numbers import names_of_synsets, read_lines, read_names
-from data_tools.sources.listing import TABLE, label_lists, printable
+from data_tools.sources.listing import TABLE, label_lists
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.settings.commands.data import ShardConfig
 
 

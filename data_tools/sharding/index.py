@@ -24,13 +24,13 @@ from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
 from data_tools.sharding.write_shard import load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import complete_samples, known_class_names
-from data_tools.sources.listing import printable, reasons
+from data_tools.sources.listing import reasons
 from data_tools.sources.reader import lost_if_unreadable, refuse_large
 from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
-from pipeline.base.words import counted, of_classes
+from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import (
     INFO,

@@ -25,7 +25,7 @@ from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
 from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
-from data_tools.sources.listing import Skipped, printable, reasons
+from data_tools.sources.listing import Skipped, reasons
 from data_tools.sources.split_files import PARTS, PLAN
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
@@ -33,7 +33,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
 from pipeline.base.progress import PROGRESS_FILE, duration
-from pipeline.base.words import counted, of_classes
+from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.atomic import read_bytes, replacing, write_files

@@ -14,7 +14,7 @@ from data_tools.progress import ProgressMeter
 from data_tools.sources.repeated_keys import repeated, sorted_by_key, way_out, with_extensions, with_prefixes
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON
 from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
 
@@ -423,11 +423,6 @@ class _Few:
 
     def __str__(self) -> str:
         return ", ".join(self.first) + ", ..." * (self.count > len(self.first))
-
-
-def printable(name: str) -> str:
-    """A name for a one-line message: control characters and bytes that are not UTF-8 are escaped."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 
 def reasons(skipped: list[Skipped]) -> str:

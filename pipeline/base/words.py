@@ -41,6 +41,11 @@ def on_one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
+def printable(name: str) -> str:
+    """A name for a one-line message: control characters and bytes that are not UTF-8 are escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
+
+
 def shorten(name: str, most: int = 24) -> str:
     """Shorten a name to `most` characters by cutting its middle, because long names differ at the ends.
 

@@ -12,7 +12,7 @@ from pyarrow.csv import write_csv
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_bytes
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
@@ -148,9 +148,11 @@ def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names:
 
 
 def _lines(predictions: Predictions, keys: list[str], names: list[str]) -> Iterator[str]:
-    """Yield one readable line per image."""
+    """Yield one readable line per image, whatever the names of files and classes hold."""
+    keys = [printable(key) for key in keys]
     width = max(map(len, keys))
     for row, key in enumerate(keys):
         likely = zip(predictions.top[row].tolist(), predictions.probabilities[row].tolist(), strict=True)
         said = ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely)
-        yield f"{key:<{width}}  {said if predictions.readable[row] else 'cannot be read: ' + predictions.problems[row]}"
+        said = said if predictions.readable[row] else f"cannot be read: {predictions.problems[row]}"
+        yield f"{key:<{width}}  {printable(said)}"

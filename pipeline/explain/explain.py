@@ -18,7 +18,7 @@ from pipeline.base.files import table_csv
 from pipeline.base.gallery import DPI
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.views import eval_view
@@ -214,7 +214,7 @@ def read_images(config: LookConfig, loaded: LoadedModel, split: Split, rows: np.
             kept.append(batch.rows[batch.valid.numpy()])
             pixels.append(batch.images[batch.valid])
     for row, reason in loader.bad.items():
-        print(f"left out: {split.keys([row])[0]} cannot be read ({reason})")
+        print(printable(f"left out: {split.keys([row])[0]} cannot be read ({reason})"))
     if len(loader.bad) == len(rows):
         raise UserError(f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read.")
     return np.concatenate(kept), torch.cat(pixels)
@@ -266,7 +266,7 @@ def _draw_predictions(
     """split: its labels are numbers of the classes `names`, or it has none."""
     predictions = predict_all(config, loaded, split, num_top=1)
     for row, reason in list(predictions.problems.items())[:20]:
-        print(f"not predicted: {split.keys([row])[0]} cannot be read ({reason})")
+        print(printable(f"not predicted: {split.keys([row])[0]} cannot be read ({reason})"))
     true, predicted = outcomes(predictions, split)
     confidence = predictions.probabilities[:, 0]
     known = np.flatnonzero(predictions.readable & (true >= 0))

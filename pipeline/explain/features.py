@@ -15,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
 from pipeline.base.gallery import DPI
 from pipeline.base.page import png
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
@@ -112,7 +112,7 @@ def _write_table(
         if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
             _sheet(config).unlink(missing_ok=True)
     for row, reason in list(problems.items())[:20]:
-        print(f"{split.keys([row])[0]}  cannot be read: {reason}")
+        print(printable(f"{split.keys([row])[0]}  cannot be read: {reason}"))
     unread = f", {len(problems):,} of them unreadable" if problems else ""
     print(f"{counted(len(split), 'image')}{unread}, {seen.values.shape[1]:,} features each. table: {out}")
     return similarities
@@ -154,7 +154,7 @@ def _draw_neighbours(
         file.write(png(figure, DPI))
     found = list(zip(keys, similarities.tolist(), strict=True))
     for (key, similarity), label in zip(found, labels, strict=True):
-        print(f"{similarity:.4f}  {key}" + (f"  {label}" if label else ""))
+        print(printable(f"{similarity:.4f}  {key}" + (f"  {label}" if label else "")))
     print(f"sheet: {sheet}")
     return found
 

@@ -267,3 +267,14 @@ def test_names_that_are_no_utf_8_are_shown_and_written(
     stdout.flush()
     assert b"caf\\udce9.jpg  " in stdout.buffer.getvalue()
     assert "caf\\udce9.jpg" in out.read_text()
+
+
+def test_names_with_line_breaks_are_one_line(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
+    """They broke the list of predictions, and escape codes in a name reached the terminal."""
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for name in ("two\nlines.png", "red\x1b[31m.png"):
+        (folder / name).write_bytes(files_of(data)[0])
+    run(weights, folder, "top=1")
+    lines = [line for line in capsys.readouterr().out.splitlines() if str(folder) in line]
+    assert [line.split("  ")[0] for line in lines] == [f"{folder}/red\\x1b[31m.png", f"{folder}/two\\nlines.png"]

@@ -16,10 +16,10 @@ import numpy as np
 
 from data_tools.sources.class_numbers import ClassNumbers, read_names
 from data_tools.sources.layouts.archive import resolved_members
-from data_tools.sources.listing import Collector, printable
+from data_tools.sources.listing import Collector
 from data_tools.sources.reader import PIXELS
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted, on_one_line
+from pipeline.base.words import counted, on_one_line, printable
 from pipeline.data.storage.bucket import AnyPath, file_size, walk_files
 from pipeline.settings.commands.data import ShardConfig
 

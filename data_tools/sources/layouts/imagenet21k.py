@@ -15,9 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from data_tools.sources.layouts.archive import LIST, kind, resolved_members, staged_path, tar_members, walk_zip
-from data_tools.sources.listing import Collector, is_hidden, printable
+from data_tools.sources.listing import Collector, is_hidden
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.words import printable
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, name_inside, walk_files
 from pipeline.settings.commands.data import ShardConfig

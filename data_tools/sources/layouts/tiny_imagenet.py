@@ -13,8 +13,9 @@ from collections.abc import Callable
 from data_tools.sources.class_numbers import names_of_synsets
 from data_tools.sources.layouts import archive
 from data_tools.sources.layouts import folder as class_folders
-from data_tools.sources.listing import Collector, printable
+from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
+from pipeline.base.words import printable
 from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, file_size
 from pipeline.settings.commands.data import ShardConfig

@@ -10,11 +10,11 @@ from typing import Any, BinaryIO
 
 from data_tools.sources.class_numbers import ClassNumbers, read_names
 from data_tools.sources.layouts.archive import Member, tar_members
-from data_tools.sources.listing import NOT_UTF8, Collector, printable
+from data_tools.sources.listing import NOT_UTF8, Collector
 from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8

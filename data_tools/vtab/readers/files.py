@@ -12,10 +12,10 @@ from typing import NamedTuple
 from data_tools.progress import Reading
 from data_tools.sources import Reader
 from data_tools.sources.layouts import archive
-from data_tools.sources.listing import is_hidden, printable
+from data_tools.sources.listing import is_hidden
 from data_tools.vtab.datasets import DataSet, PublishedFile
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, version, walk_files
 
