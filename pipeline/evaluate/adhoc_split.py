@@ -62,7 +62,8 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
         if not len(opened):
             raise UserError(f"{places[0]}: split {split!r} has no images.")
         return AdhocSplit(opened, dataset.classes, dict(zip(dataset.classes, dataset.class_names, strict=True)))
-    files = [path for place in places for path in _expand(place)]
+    broken: list[Path] = []
+    files = [path for place in places for path in _expand(place, broken)]
     folders = {path.parent for path in files if path.suffix == ".tar"}
     label_names = {_names_in(folder) or tuple(names) for folder in folders} or {tuple(names)}
     if len(label_names) > 1:
@@ -80,7 +81,10 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
             folder = Path(os.path.abspath(path)).parent  # Of a link, the one that it is in.
             label = numbers.get(folder.name, -1)
             images.append(_Image(str(path), path, 0, path.stat().st_size, label))
-    note = f"left out: {_said(links)}" if links else ""
+    left_out = [_said(links)] if links else []
+    if broken:
+        left_out.append(f"{counted(len(broken), 'link')} to files that are not there, such as {broken[0]}")
+    note = f"left out: {', and '.join(left_out)}" if left_out else ""
     return AdhocSplit(_as_split(images, note), list(of_labels))
 
 
@@ -94,8 +98,8 @@ class _Image(NamedTuple):
     label: int
 
 
-def _expand(place: str) -> Iterator[Path]:
-    """Yield the files of one place. Raises UserError."""
+def _expand(place: str, broken: list[Path]) -> Iterator[Path]:
+    """Yield the files of one place. Links of a folder that are named as images and lead nowhere are appended to `broken`. Raises UserError."""
     if "://" in place:
         raise UserError(f"images = {place}: from a bucket, only a single data set can be read.")
     path = to_path(place)
@@ -108,8 +112,10 @@ def _expand(place: str) -> Iterator[Path]:
     elif (path / INFO).is_file():
         raise UserError(f"images = {place} is a data set: give it alone, or give its tars.")
     elif path.is_dir():
-        files = (file for file, _ in walk_files(path) if isinstance(file, Path))
+        links: list[Path] = []
+        files = (file for file, _ in walk_files(path, links) if isinstance(file, Path))
         found = sorted(file for file in files if _is_image(str(file.relative_to(path))))
+        broken += sorted(link for link in links if _is_image(str(link.relative_to(path))))
         if not found:
             raise UserError(f"images = {place}: no image in this folder or below it. For tars, use {path / '*.tar'}.")
         yield from found

@@ -257,8 +257,11 @@ def _temporary_file(prefix: str) -> Iterator[BinaryIO]:
         raise
 
 
-def walk_files(folder: AnyPath) -> Iterator[tuple[AnyPath, int]]:
-    """(path, bytes) of every file below a folder, also in linked folders. Raises OSError for a folder that cannot be read."""
+def walk_files(folder: AnyPath, broken: list[Path] | None = None) -> Iterator[tuple[AnyPath, int]]:
+    """(path, bytes) of every file below a folder, also in linked folders. Raises OSError for a folder that cannot be read.
+
+    broken: links to what is not there are appended.
+    """
     if isinstance(folder, BucketPath):
         yield from folder.walk()
         return
@@ -274,6 +277,8 @@ def walk_files(folder: AnyPath) -> Iterator[tuple[AnyPath, int]]:
                 waiting.append((path, parents | {own}))
             elif path.is_file():
                 yield path, path.stat().st_size
+            elif broken is not None and path.is_symlink():
+                broken.append(path)
 
 
 def name_inside(path: AnyPath, folder: AnyPath) -> str | None:
