@@ -172,10 +172,10 @@ def test_a_path_that_the_system_refuses_is_one_line(
 
 
 def test_no_folder_for_temporary_files_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nonexistent"])
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
     with pytest.raises(FileNotFoundError) as error:
         tempfile.gettempdir()
     assert ending(error.value, monkeypatch, capsys).startswith(

@@ -421,11 +421,12 @@ def test_a_setting_that_is_no_folder_is_refused_before_all_else(
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "file").touch()
-    places = {"originals": str(tmp_path / "there"), name: "/nonexistent"}
+    missing = str(tmp_path / "missing")
+    places = {"originals": str(tmp_path / "there"), name: missing}
     said = "Give the folder that has one for each data set"
     for prove in (False, True):
         config = settings(tmp_path / "out", **places, tasks=["no task"], prove=prove)
-        assert refused(config) == f"{name} = /nonexistent: no such folder. {said}: {name}=..."
+        assert refused(config) == f"{name} = {missing}: no such folder. {said}: {name}=..."
     monkeypatch.chdir(tmp_path)
     assert refused(settings(tmp_path / "out", **{name: "file"})) == (
         f"{name} = file: is a file (that is {tmp_path / 'file'}). {said}: {name}=..."
