@@ -226,6 +226,11 @@ class RunConfig:
                 "optimizer.name = muon needs engine.zero_stage=0, 1 or 2 without engine.offload: it multiplies whole matrices, of which "
                 "stage 3 gives each rank a part."
             )
+        if self.optimizer.name == "muon" and self.train.freeze == "backbone":
+            raise UserError(
+                "optimizer.name = muon is for the kernels of hidden layers, none of which train.freeze = backbone trains. Use "
+                "optimizer.name=adam or sgd."
+            )
         if self.engine.zero_stage != 0:
             return
         if self.engine.precision != "fp32":

@@ -684,6 +684,16 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["train.loss=masked_pixels", "checkpoint.best=val_top1"], "must be one of val_loss."),
         (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
         (["engine.zero_stage=0"], "wrong first Adam step"),
+        (
+            [
+                "optimizer.name=muon",
+                "model.name=null",
+                "init.weights=x.npz",
+                "train.loss=softmax",
+                "train.freeze=backbone",
+            ],
+            "none of which train.freeze = backbone trains",
+        ),
     ],
 )
 def test_cross_checks_show_their_arithmetic(overrides: list[str], said: str) -> None:
