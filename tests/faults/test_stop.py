@@ -187,6 +187,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     run = start("step", status().step + 1)
     run.send(0, signal.SIGCONT)
     until(lambda: (run.send(0, signal.SIGINT), status().code == 130)[1])
+    until(lambda: run.has_left(0))
     run.kill()
     assert run.wait() == [130, -signal.SIGKILL]
 
@@ -257,7 +258,7 @@ def leave(overrides: list[str]) -> None:
 
 def test_a_rank_that_leaves_waits_for_no_other_for_ever(forge: Forge, data: Path, tmp_path: Path) -> None:
     run = forge.start_work(2, "test_stop:leave", settings(data, tmp_path, "alone"))
-    until(lambda: psutil.Process(run.pids[0]).status() == psutil.STATUS_ZOMBIE and "wants" in run.said(1))
+    until(lambda: run.has_left(0) and "wants" in run.said(1))
     run.kill()
     assert run.wait() == [RESUME, -signal.SIGKILL], run.said(0) + run.said(1)
     assert "wants no more reads: True" in run.said(1), "it would wait for those that it has begun"

@@ -252,6 +252,10 @@ class ForkedRun:
         assert psutil.STATUS_ZOMBIE not in states, self.said(0) + self.said(1)
         return states == {psutil.STATUS_STOPPED}
 
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has ended, by itself or not; `wait` has its exit code."""
+        return psutil.Process(self.pids[rank]).status() == psutil.STATUS_ZOMBIE
+
     def said(self, rank: int = 0) -> str:
         """What a rank has printed so far."""
         path = Path(f"{self.output}.{rank}")

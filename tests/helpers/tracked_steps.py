@@ -1,5 +1,6 @@
 """What a training step does of tracking, and that no part of it can wait for MLflow."""
 
+import gc
 import sys
 from types import FrameType
 from typing import Any
@@ -24,9 +25,11 @@ def log_step(tracker: Tracker, step: int, metrics: dict[str, float]) -> None:
         elif event == "c_call" and argument.__name__ in _WAITS:
             seen.append(argument.__name__)
 
+    gc.disable()  # It would end, in this step, generators of MLflow that requests before it left behind.
     sys.setprofile(look)
     try:
         tracker.log(step, metrics)
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert not seen, f"a step waits for MLflow: {seen}"
