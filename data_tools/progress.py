@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -46,6 +47,8 @@ class ProgressMeter:
         self._start = self._shown = self._making_since = time.monotonic()
         is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=total, desc=done or None, unit=" images", unit_scale=True) if is_terminal else None
+        # The counts change together, and are written in the order of their states.
+        self._counting, self._writing = threading.Lock(), threading.Lock()
         self._ended = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
         if self.file is not None:
@@ -68,14 +71,15 @@ class ProgressMeter:
 
     def add(self, images: int, num_bytes: int, made: bool = True) -> None:
         """Count one finished shard. made: False (an existing shard) excludes it from the rates."""
-        self.images += images
-        self.bytes += num_bytes
-        self.shards += 1
-        if made:
-            self._made_images += images
-            self._made_bytes += num_bytes
-        elif not self._made_images:
-            self._making_since = time.monotonic()
+        with self._counting:
+            self.images += images
+            self.bytes += num_bytes
+            self.shards += 1
+            if made:
+                self._made_images += images
+                self._made_bytes += num_bytes
+            elif not self._made_images:
+                self._making_since = time.monotonic()
         if self._bar is not None:
             self._bar.set_postfix_str(f"{self._rates(time.monotonic())[1] / 1e6:.1f} MB/s", refresh=False)
             self._bar.update(images)
@@ -107,24 +111,27 @@ class ProgressMeter:
                 self._write()
 
     def _write(self) -> None:
-        if self.file is None:
-            return
-        now = time.monotonic()
-        images_per_second, bytes_per_second = self._rates(now)
-        state = {
-            "phase": self._done,
-            "images": self.images,
-            "total_images": self.total,
-            "shards": self.shards,
-            "total_shards": self.total_shards,
-            "bytes": self.bytes,
-            "retries": self.retries,
-            "images_per_second": images_per_second,
-            "bytes_per_second": bytes_per_second,
-            "seconds": now - self._start,
-            "seconds_left": self._left(images_per_second),
-        }
-        self.file.write(state)
+        if self.file is not None:
+            with self._writing:
+                self.file.write(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        with self._counting:
+            now = time.monotonic()
+            images_per_second, bytes_per_second = self._rates(now)
+            return {
+                "phase": self._done,
+                "images": self.images,
+                "total_images": self.total,
+                "shards": self.shards,
+                "total_shards": self.total_shards,
+                "bytes": self.bytes,
+                "retries": self.retries,
+                "images_per_second": images_per_second,
+                "bytes_per_second": bytes_per_second,
+                "seconds": now - self._start,
+                "seconds_left": self._left(images_per_second),
+            }
 
     def _rates(self, now: float) -> tuple[float, float]:
         """Images and bytes per second."""

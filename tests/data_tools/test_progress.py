@@ -9,12 +9,22 @@ import pty
 import re
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
 
 from data_tools import progress
 from data_tools.sources.layouts import archive
+
+
+class Late(int):
+    """A number that takes its time to be added."""
+
+    def __radd__(self, other: int) -> int:
+        time.sleep(0.05)
+        return other + int(self)
+
 
 PACK = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
 
@@ -68,3 +78,17 @@ def test_a_terminal_has_a_bar_for_what_takes_long(tmp_path: Path, monkeypatch: p
     assert "unpacked images.tar.gz: 100%" in after
     assert "1.05M/1.05M" in after
     assert "MB/s" in after.splitlines()[-1]
+
+
+def test_a_shard_is_counted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file said that its images were done, and no time or rate of them."""
+    with progress.ProgressMeter(1000, 10, tmp_path, "sharded", seconds_between_files=0.001) as job:
+        assert job.file is not None
+        states, write = [], job.file.write
+        monkeypatch.setattr(job.file, "write", lambda state: (states.append(state), write(state)))
+        job.add(Late(100), Late(1_000_000))
+        job.retried("It was lost.")
+    assert states[-1]["images"] == 100
+    for state in states:
+        assert state["images"] / 100 == state["bytes"] / 1_000_000 == state["shards"]
+        assert state["images_per_second"] * state["seconds"] == pytest.approx(state["images"])
