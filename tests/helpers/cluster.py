@@ -86,6 +86,8 @@ def ray_environment(home: Path) -> dict[str, str]:
         # This machine's memory is used by others too, for whom Ray would kill workers here.
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's 30 are too few on a busy machine.
+        "RAY_raylet_start_wait_time_s": "300",
     }
 
 

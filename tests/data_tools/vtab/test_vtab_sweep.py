@@ -118,7 +118,7 @@ def job_cluster(tmp_path: Path) -> Iterator[tuple[psutil.Process, dict[str, str]
     environment |= {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_memory_monitor_refresh_ms": "0", "RAY_raylet_start_wait_time_s": "300",
     }  # fmt: skip
     port, log = free_port(), tmp_path / "ray.log"
     # A folder of its own, or other Rays of this machine would take it for theirs; names of sockets must be short.
