@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_grid_from_trials_to_table_and_comparison(
-    forge: Forge, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    forge: Forge, data: Path, database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -120,6 +121,7 @@ def test_grid_from_trials_to_table_and_comparison(
     assert read_outcome(grid.make_run(longer, "final-seed-3", 0.3, 3, 0.0)) is None
 
     # One of the seeds alone has no deviation, neither here nor in MLflow, where two have one.
+    shutil.copy(database, tmp_path / "mlflow.db")
     sent = replace(config, also=[], mlflow=f"sqlite:///{tmp_path / 'mlflow.db'}")
     client = MlflowClient(tracking_uri=sent.mlflow)
 

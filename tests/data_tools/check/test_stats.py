@@ -178,10 +178,15 @@ def test_every_number_has_a_name_and_every_file_is_there(dataset: Dataset, tmp_p
 
 
 def test_the_command_sends_all_of_it_to_mlflow(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    dataset: Dataset,
+    database: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Twice: the same data set, counted again, is the same run."""
     uri, out = f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "out"
+    shutil.copy(database, tmp_path / "mlflow.db")
     arguments = [f"data={dataset.path}", f"out={out}", "sheet=6", f"mlflow={uri}"]
     monkeypatch.setattr(sys, "argv", ["launch/stats.py", *arguments])
     for _ in range(2):
