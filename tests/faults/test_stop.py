@@ -97,9 +97,9 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
         assert found
         return found
 
-    def start(place: str, *steps: int, hears: tuple[int, ...] = ()) -> ForkedRun:
+    def start(place: str, *steps: int, hears: tuple[int, ...] = (), more: tuple[str, ...] = ()) -> ForkedRun:
         """The run, once it has halted: see `forked.train_with_halts`."""
-        run = forge.start_work(2, "forked:train_with_halts", [place, steps, hears, overrides])
+        run = forge.start_work(2, "forked:train_with_halts", [place, steps, hears, [*overrides, *more]])
         until(run.has_halted)
         return run
 
@@ -154,9 +154,9 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
 
     # One rank waits for data that does not come; another, in the midst of a collective, is asked.
     copy_folder(data, f"{s3[1]}/tiny")
-    run = forge.start(2, [*overrides, f"data.path={s3[1]}/tiny"])
-    at_step(run, 28)
+    run = start("step", 28, more=(f"data.path={s3[1]}/tiny",))
     s3[0].fail(stall, "train-000001.tar")
+    go_on(run)
     until(lambda: re.search(r"(waiting|waits) for s3://", run.said()))
     stuck = max(metrics(folder))
     run.send(0, signal.SIGTERM)
