@@ -314,10 +314,12 @@ def test_the_end_of_the_deepspeed_command_stops_its_ranks(data: Path, tmp_path: 
     """SIGTERM to the outer process, as from `kill` or a queue, ends it alone; the ranks notice, and lose nothing."""
     overrides = [*settings(data, tmp_path, "left", *LONG), "train.length=1000000 steps", "evaluate.every=100%"]
     folder = tmp_path / "left"
-    runner = subprocess.Popen(
-        [*deepspeed(), "launch/pretrain.py", *overrides], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": without_mlflow(tmp_path)},
-    )  # fmt: skip
+    output = tmp_path / "output.txt"  # Not a pipe: once it is full, the ranks would stand still.
+    with open(output, "w") as file:
+        runner = subprocess.Popen(
+            [*deepspeed(), "launch/pretrain.py", *overrides], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+            env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": without_mlflow(tmp_path)},
+        )  # fmt: skip
     family: list[psutil.Process] = []
     try:
         until(lambda: (folder / "metrics.jsonl").exists() and 3 in metrics(folder))
@@ -334,7 +336,7 @@ def test_the_end_of_the_deepspeed_command_stops_its_ranks(data: Path, tmp_path: 
     assert status
     assert (status.status, status.code, status.step) == ("stopped", RESUME, max(metrics(folder)))
     assert status.reason == f"the end of its launcher (deepspeed, process {runner.pid})"
-    said = runner.communicate()[0].decode()
+    said = output.read_text()
     assert f"at step {status.step:,}, which is committed: the same command resumes it" in said
     assert "Traceback" not in said
 
@@ -348,12 +350,14 @@ def test_kills_under_the_real_launcher_and_the_supervisor(
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.cc"], check=True)
     launcher = deepspeed()
     overrides = settings(data, tmp_path, "cut", *LONG)
-    supervisor = subprocess.Popen(
-        [sys.executable, "launch/supervise.py", "pause_seconds=1", "--", *launcher, "launch/pretrain.py", *overrides],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(tmp_path / "clock.so"),
-             "CLOCK_JUMP": str(clock), "PYTHONPATH": without_mlflow(tmp_path)},
-    )  # fmt: skip
+    output = tmp_path / "output.txt"
+    with open(output, "w") as file:
+        supervisor = subprocess.Popen(
+            [sys.executable, "launch/supervise.py", "pause_seconds=1", "--", *launcher, "launch/pretrain.py", *overrides],
+            cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+            env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(tmp_path / "clock.so"),
+                 "CLOCK_JUMP": str(clock), "PYTHONPATH": without_mlflow(tmp_path)},
+        )  # fmt: skip
     family = psutil.Process(supervisor.pid)
 
     def events() -> list[str]:
@@ -361,7 +365,7 @@ def test_kills_under_the_real_launcher_and_the_supervisor(
         return [json.loads(line)["event"] for line in file.read_text().splitlines()] if file.exists() else []
 
     def reached(start: int, step: int) -> bool:
-        assert supervisor.poll() is None, supervisor.communicate()[0]
+        assert supervisor.poll() is None, output.read_text()
         now = read_status(folder)  # The supervisor removes it before each start.
         return events().count("start") == start and now is not None and step in metrics(folder)
 
