@@ -374,11 +374,12 @@ def test_kills_under_the_real_launcher_and_the_supervisor(
         process(family, "--local_rank=1").kill()
         clock.touch()
 
-        until(lambda: reached(2, 20))
+        until(lambda: reached(2, 4))  # To look for processes takes as long as many steps.
         ranks = [process(family, f"--local_rank={rank}") for rank in (0, 1)]
-        process(family, "bin/deepspeed").kill()
+        until(lambda: reached(2, 20))
         for rank in ranks:  # Else they might finish before anybody notices.
             rank.suspend()
+        process(family, "bin/deepspeed").kill()
         until(lambda: "stop" in events())
         clock.unlink()
         # What is left of the launcher signals one rank after another, and waits for each.
