@@ -5,6 +5,7 @@ import json
 import shutil
 import sqlite3
 import subprocess
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -241,7 +242,8 @@ def train_and_send_often(overrides: list[str]) -> None:
 
 def points(store: Path, name: str) -> list[tuple[int, float]]:
     """(step, value) of every point of a metric in MLflow's database."""
-    with contextlib.closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=30)) as database:
+    # Not read-only: a run that was killed while it wrote has left a journal, which the next reader has to apply.
+    with contextlib.closing(sqlite3.connect(f"file:{store}?mode=rw", uri=True, timeout=30)) as database:
         return database.execute(
             "SELECT step, value FROM metrics WHERE key = ? ORDER BY step", [metric_name(name)]
         ).fetchall()
@@ -263,10 +265,7 @@ def test_a_killed_run_has_one_point_a_step_in_mlflow(
         steps = [int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*")]
         return max(steps, default=0)
 
-    for every, is_so in (
-        ("20 steps", lambda: newest_checkpoint() > 0),
-        ("100%", lambda: newest_sent() > newest_checkpoint()),  # Another checkpoint could overtake what is sent.
-    ):
+    def kill_once(is_so: Callable[[], bool], every: str) -> None:
         times = ["train.length=100000 steps", f"checkpoint.every={every}"]
         run = forge.start_work(
             2, "test_train_faults:train_and_send_often", settings(dataset, tmp_path, "run", *shared, *times)
@@ -274,6 +273,11 @@ def test_a_killed_run_has_one_point_a_step_in_mlflow(
         until(is_so)
         run.kill()
         run.wait()
+
+    kill_once(lambda: newest_checkpoint() > 0, "20 steps")
+    before = newest_sent()
+    # What this one has sent itself, so no writer of the first one is at work any more. It commits nothing, which could overtake what is sent.
+    kill_once(lambda: newest_sent() > max(before, newest_checkpoint()), "100%")
     sent, committed = newest_sent(), newest_checkpoint()
     forge.start(1, settings(dataset, tmp_path, "run", *shared, f"train.length={sent + 5} steps")).finish()
     told = (folder / "log.txt").read_text()
