@@ -96,6 +96,23 @@ def train_all(runs: tuple[list[list[str]], list[tuple[str, list[str]]]]) -> None
     planted.train(runs[1])
 
 
+def train_until_told(argument: tuple[int, list[str]]) -> None:
+    """In a rank: a run that stands still after a step until it hears that it is to stop: otherwise it may have ended by then."""
+    from forked import told_to_stop, train
+
+    from pipeline.train import loop
+
+    step_of, heard = loop.training_step, told_to_stop()
+
+    def halt_before(*arguments: Any) -> Any:
+        if arguments[2] == argument[0]:
+            heard.wait()
+        return step_of(*arguments)
+
+    loop.training_step = halt_before
+    train([argument[1]])
+
+
 def little_memory(arguments: tuple[list[str], float]) -> None:
     """In a rank: a run on a GPU of which it may use this share."""
     from forked import train
@@ -211,17 +228,15 @@ def test_a_run_that_is_killed_and_stopped_is_the_whole_one(out: Path, dataset: P
     )
     broken = settings(dataset, out, "broken", *LONG)
     latest, output = out / "broken" / "checkpoints" / "latest", out / "broken.txt"
-    first = ranks_of_one("forked:train", [broken], output)
+    first = ranks_of_one("test_gpu_runs:train_until_told", [8, broken], output)
     until(lambda: latest.exists() or first.poll() is not None)
     first.kill()
     assert first.wait() == -signal.SIGKILL, output.read_text()[-3000:]
-    second = ranks_of_one("forked:train", [broken], output)
-    # Until then the first one's writer, which survives it, may commit a checkpoint.
-    until(lambda: "resumed from" in output.read_text() or second.poll() is not None)
     reached = latest.read_text()
+    second = ranks_of_one("test_gpu_runs:train_until_told", [24, broken], output)
     until(lambda: latest.read_text() != reached or second.poll() is not None)
     second.send_signal(signal.SIGTERM)
-    assert second.wait(100) in (RESUME, 0), output.read_text()[-3000:]
+    assert second.wait(300) == RESUME, output.read_text()[-3000:]
     finish("forked:train", [broken], output)
     if unbroken:
         assert unbroken.wait(550) == 0, (out / "unbroken.txt").read_text()[-3000:]
