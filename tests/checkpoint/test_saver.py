@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,7 @@ def test_locked_memory_is_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
     """Weights that change after save() returned are not what is saved; each save waits for the one before."""
+    begin = time.perf_counter()
     for step in (1, 2, 3):
         piece, commit = real_part(step)
         saver.save(step, piece, commit)
@@ -91,7 +93,7 @@ def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
     assert all(np.array_equal(found[name], array) for name, array in tensors(3)["weights"].items())
     assert names(tmp_path) == ["kept.json", "latest", "step-00000001", "step-00000002", "step-00000003"]
     reading = saver.read()
-    assert 0 < reading["checkpoint_blocked_seconds"] < 60
+    assert 0 < reading["checkpoint_blocked_seconds"] < time.perf_counter() - begin
     assert reading["checkpoint_write_seconds"] > 0
     assert saver.read() == {"checkpoint_blocked_seconds": 0, "checkpoint_write_seconds": 0}
 
