@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 CHROMIUM = "/usr/bin/chromium"
+_SECONDS = 300  # For anything that a page does; Playwright's 30 are too few for MLflow's on a busy machine.
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Browser:
         for text in texts:
             found = self.page.get_by_text(text).filter(visible=True).first  # type: ignore[attr-defined]
             with contextlib.suppress(Exception):
-                found.wait_for(timeout=300_000)
+                found.wait_for()
                 continue
             self.picture("missing")
             pytest.fail(f"cannot see {text!r} on {self.page.url}: {self.folder / 'missing.png'}")  # type: ignore[attr-defined]
@@ -43,7 +44,7 @@ class Browser:
 
     def reads(self, *texts: str) -> None:
         """Wait until the text of the whole page has each of these, also where a text is spread over several elements."""
-        end = time.monotonic() + 300
+        end = time.monotonic() + _SECONDS
         while missing := [text for text in texts if text not in self.text()]:
             if time.monotonic() > end:
                 self.picture("missing")
@@ -69,8 +70,11 @@ def open_browser(folder: Path, width: int = 1500, height: int = 1000) -> Iterato
     from playwright.sync_api import sync_playwright  # Late: takes half a second.
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=1000 * _SECONDS
+        )
         page = chromium.new_page(viewport={"width": width, "height": height})
+        page.set_default_timeout(1000 * _SECONDS)
         browser = Browser(page, folder)
         page.on("request", lambda request: browser.requests.append(request.url))
         page.on("console", lambda said: browser.complaints.append(said.text) if said.type == "error" else None)
