@@ -141,16 +141,15 @@ def test_the_mlflow_run_of_a_killed_start_is_used_again(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path, "run", enabled=False)
     holder = RunFolder(tmp_path / "run", 0)
-    if os.fork() == 0:  # A record lock does not keep its own process out.
+    if (pid := os.fork()) == 0:  # A record lock does not keep its own process out.
         holder.lock()
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
-    os.waitpid(-1, os.WUNTRACED)
+    os.waitpid(pid, os.WUNTRACED)
     try:
         assert run(SyncConfig(runs=[str(tmp_path / "run")])) == []
         assert "in use by host" in capsys.readouterr().out
     finally:
-        pid = int((tmp_path / "run" / "lock").read_text().split("pid ")[1].split(",")[0])
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
