@@ -154,6 +154,11 @@ def test_batches_are_those_of_the_local_copy(with_cache: bool, s3: Server, datas
     assert len(downloads(s3[0])) == (4 if with_cache else 150)
 
 
+def content_of_shards(url: str) -> str:
+    """A part of each request for the content of a shard. The answer to HEAD has no second half that could be missing."""
+    return f"GET /{url.removeprefix('s3://')}/tiny/train-"
+
+
 READ_ALL = """
 import sys
 from pathlib import Path
@@ -201,7 +206,7 @@ def test_a_killed_rank_holds_up_nobody(s3: Server, dataset: Path, tmp_path: Path
     server, url = s3
     copy_folder(dataset, f"{url}/tiny")
     process = start_reading(f"{url}/tiny", tmp_path, 10**9, 60)
-    server.fail(stall, ".tar", times=1)
+    server.fail(stall, content_of_shards(url), times=1)
     assert process.stdin
     print(file=process.stdin, flush=True)
     until(lambda: list(tmp_path.glob("*.part")))
