@@ -102,7 +102,8 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Check -> its traceback, if it fails with a copy of the code that all diffs were applied to."""
     code, work = (tmp_path_factory.mktemp(name) for name in ("code", "work"))
     for name in ("pipeline", "data_tools", "launch"):
-        shutil.copytree(ROOT / name, code / name)  # With the compiled files, which stay valid.
+        # With the compiled files, which stay valid; not with those that another test's process is writing: they get another name.
+        shutil.copytree(ROOT / name, code / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     for diff, _ in EXAMPLES.values():
         subprocess.run(["git", "apply", "-"], cwd=code, input=diff, text=True, check=True)
     checks = {name: check for name, (_, check) in EXAMPLES.items()}
