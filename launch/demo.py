@@ -5,6 +5,7 @@ ViT on them with 2 DeepSpeed ranks, kill and resume it, fine-tune it at a higher
 score the result.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -159,7 +160,8 @@ def kill_tree(pid: int) -> None:
 
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     for process in family:
-        process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # One that drew figures may have ended just now.
+            process.send_signal(signal.SIGKILL)
     psutil.wait_procs(family[1:], timeout=10)
 
 
