@@ -358,11 +358,7 @@ def test_cells_on_ray_with_a_killed_worker_and_a_killed_driver(
 
         def next_process(of: str = "") -> psutil.Process:
             """A cell's process that has just begun. of: "name=..." of the cell; by default of any."""
-            found = wait_for(
-                lambda: [c for c in cells_in(first) if c.pid not in seen and (not of or of in c.cmdline())],
-                "cell",
-                said,
-            )
+            found = wait_for(lambda: [c for c in cells_in(first, of) if c.pid not in seen], "cell", said)
             seen.update(cell.pid for cell in found)
             return found[0]
 
