@@ -32,7 +32,7 @@ from pipeline.review.reader import RunReader, from_mlflow
 from pipeline.review.report import weights_of
 from pipeline.settings.run import TrackConfig
 
-FAST = SenderTimeouts(poll=0.05, retry=(0.05,))
+FAST = SenderTimeouts(poll=0.05, retry=(0.05,), finish=300)
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "val", 90, 3, "evaluation")
 
 

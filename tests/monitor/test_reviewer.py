@@ -22,7 +22,7 @@ from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
 
 pytestmark = pytest.mark.slow
-FAST = SenderTimeouts(poll=0.02, retry=(0.05,))
+FAST = SenderTimeouts(poll=0.02, retry=(0.05,), finish=300)
 WEEK = 7 * 24 * 3600
 ROOT = Path(__file__).resolve().parents[2]
 PHOTOS = DatasetFacts(

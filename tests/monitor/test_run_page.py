@@ -19,7 +19,7 @@ from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, me
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig
 
-FAST = SenderTimeouts(poll=0.05, retry=(0.05,))
+FAST = SenderTimeouts(poll=0.05, retry=(0.05,), finish=300)
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
 
 

@@ -67,7 +67,8 @@ def write_run(
         metrics=declared or {},
     )
     track = TrackConfig(enabled=tracked)
-    tracker = Tracker(track, folder.parent, folder, facts, None, SenderTimeouts(poll=0.05, retry=(0.05,)))
+    timing = SenderTimeouts(poll=0.05, retry=(0.05,), finish=300)
+    tracker = Tracker(track, folder.parent, folder, facts, None, timing)
     for step in range(every, steps + 1, every):
         tracker.log(step, {"loss": 1 / step, "images_per_second": 100.0 + step, "mfu": 0.2, "skipped_steps": 0.0})
         own = {
