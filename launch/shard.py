@@ -18,7 +18,7 @@ unless resize_short is set (CIFAR's pixels become PNGs).
   On a Ray cluster whose nodes share a file system (absolute paths: the job runs in a copy of this folder):
       ray job submit --working-dir . -- python launch/shard.py --config configs/data/imagenet21k.yaml
   From a bucket into a bucket (s3:// or gs://; nodes need not share a file system, docs/buckets.md):
-      ray job submit --working-dir . -- python launch/shard.py source=s3://raw/imagenet21k out=s3://shards/imagenet21k \
+      ray job submit --working-dir . -- python launch/shard.py source=s3://raw/imagenet21k out=s3://shards/imagenet21k \\
           layout=imagenet21k
   From a source with splits, such as train/cat/1.jpg and test/cat/2.jpg:
       python launch/shard.py source=pets.zip out=datasets/pets splits.train=train splits.test=test

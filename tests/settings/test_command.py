@@ -257,6 +257,14 @@ def test_help_shows_percent_signs(capsys: pytest.CaptureFixture[str], monkeypatc
     assert command.fields_help(ShardConfig).splitlines()[-1].strip() in printed
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.py")), ids=lambda path: path.stem)
+def test_the_examples_of_a_command_are_broken_where_its_file_breaks_them(path: Path) -> None:
+    """A single backslash at the end of a line joins it to the next one, with all spaces between them."""
+    lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+    commands = [line.partition("#")[0].strip() for line in lines if "python launch/" in line]
+    assert [command for command in commands if "  " in command] == []
+
+
 def test_help_says_what_a_list_of_mappings_is_for() -> None:
     for cls, name, meaning in (
         (RunConfig, "data.mix", "Data sets that are trained on"),
