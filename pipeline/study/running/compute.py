@@ -32,7 +32,7 @@ def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> floa
     found = {}
     for model in config.models:
         if model.weights:
-            runs = _compute_of_runs(Path(weights_path(model.weights, uri)))
+            runs = compute_of_runs(Path(weights_path(model.weights, uri)))
             found[model.name] = compute = sum(runs)
             before = " by runs that began with weights whose own pre-training is not known" * (not runs[-1])
             notes.append(
@@ -51,16 +51,11 @@ def _in_words(flops: float) -> str:
     return f"{flops / EXA / size:.4g} {unit}"
 
 
-def compute_of(weights: Path) -> float:
-    """FLOPs of the run that weights are of (its folder, or one of its checkpoints), and of the runs whose weights that began with.
+def compute_of_runs(weights: Path) -> list[float]:
+    """FLOPs of each run that weights come from, the last one first; 0 at the end for weights of which no run is known.
 
-    0 if nothing is known of them.
+    weights: the folder of a run, or one of its checkpoints.
     """
-    return sum(_compute_of_runs(weights))
-
-
-def _compute_of_runs(weights: Path) -> list[float]:
-    """FLOPs of each run that weights come from, the last one first; 0 at the end for weights of which no run is known."""
     found: list[float] = []
     folders = set[Path]()
     while True:

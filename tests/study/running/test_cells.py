@@ -21,7 +21,7 @@ from pipeline.settings.command import read_settings
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import cell_run, driver
 from pipeline.study.running.cells import Study, new_flops, open_study, run_for_all, score_names, scored_on
-from pipeline.study.running.compute import compute_of, pretraining_compute
+from pipeline.study.running.compute import compute_of_runs, pretraining_compute
 from pipeline.study.running.cost import CostEstimate, estimate, plan_table, refuse_too_long
 from pipeline.study.running.slurm import write_script
 from pipeline.transfer.child_run import make_child
@@ -407,14 +407,14 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(
     (last.parent / "latest").write_text(last.name)
     (run.folder / "config.yaml").write_text(yaml.safe_dump(schema.to_dict(run.config)))
     (run.folder / "status.json").write_text('{"status": "finished", "step": 30, "code": 0, "reason": ""}')
-    whole = compute_of(run.folder)
+    (whole,) = compute_of_runs(run.folder)
     assert whole > 0
-    assert compute_of(last) == compute_of(last / "model.safetensors") == whole
-    assert compute_of(last.with_name("step-00000010")) == pytest.approx(whole / 3)
+    assert compute_of_runs(last) == compute_of_runs(last / "model.safetensors") == [whole]
+    assert compute_of_runs(last.with_name("step-00000010")) == pytest.approx([whole / 3])
     with monkeypatch.context() as patched:
         patched.chdir(last.parent)
-        assert compute_of(Path(last.name)) == compute_of(Path(last.name, "model.safetensors")) == whole
-    assert compute_of(base.parent) == compute_of(last.with_name("elsewhere") / "step-00000010") == 0
+        assert compute_of_runs(Path(last.name)) == compute_of_runs(Path(last.name, "model.safetensors")) == [whole]
+    assert compute_of_runs(base.parent) == compute_of_runs(last.with_name("elsewhere") / "step-00000010") == [0]
     # Of a run that keeps its checkpoints elsewhere.
     run = make_child("mae", str(base), ["name=mae", f"out={base.parent}", f"checkpoint.folder={base.parent / 'large'}"])
     settings = schema.to_dict(run.config)
@@ -424,7 +424,7 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(
     last.parent.rename(moved)
     for path in moved.glob("step-*"):
         (path / "state.json").write_text(json.dumps({"identity": schema.flatten(settings)}))
-    assert compute_of(moved / last.name) == compute_of(run.folder) == whole
+    assert compute_of_runs(moved / last.name) == compute_of_runs(run.folder) == [whole]
 
 
 def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path) -> None:
@@ -444,9 +444,9 @@ def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path)
 
     finished = '{"status": "finished", "step": 30, "code": 0, "reason": ""}'
     first = trained("first", 30, finished)
-    whole = compute_of(first)
+    (whole,) = compute_of_runs(first)
     killed = trained("killed", 10, '{"status": "running", "step": 5, "code": -1, "reason": ""}')
-    assert compute_of(killed) == pytest.approx(whole / 3)
+    assert compute_of_runs(killed) == pytest.approx([whole / 3])
 
     def continued(name: str, weights: Path) -> Path:
         no_name = [f"model.{field}=null" for field in ("name", "width", "depth", "mlp_width", "num_heads")] + [
@@ -456,9 +456,9 @@ def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path)
 
     second = continued("second", first / "checkpoints" / "step-00000030")
     (first / "checkpoints" / "step-00000030" / "model.safetensors").unlink()  # Its run may have removed it.
-    assert compute_of(second) == pytest.approx(2 * whole)
+    assert compute_of_runs(second) == pytest.approx([whole, whole])
     third = continued("third", second)
-    assert compute_of(third) == pytest.approx(3 * whole)
+    assert compute_of_runs(third) == pytest.approx([whole, whole, whole])
     save_safetensors(create("ViT-mu/4", 16, 4), base.parent / "other.safetensors", {})
     notes = list[str]()
     models = [

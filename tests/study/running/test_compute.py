@@ -13,7 +13,7 @@ from pipeline.estimate.plan import make_plan
 from pipeline.model import create, save_safetensors, training_flops_per_image
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.settings import schema
-from pipeline.study.running.compute import compute_of
+from pipeline.study.running.compute import compute_of_runs
 from pipeline.train.run_facts import run_facts
 from pipeline.transfer.child_run import make_child
 
@@ -37,7 +37,7 @@ def test_a_checkpoint_within_progressive_image_sizes_counts_the_parts_before_it(
         save_safetensors(model, checkpoint / "model.safetensors", {})
         (checkpoint.parent / "latest").write_text(checkpoint.name)
         assert (
-            compute_of(checkpoint)
-            == compute_of(run.folder)
-            == pytest.approx(config.train.global_batch * done, rel=1e-4)
+            compute_of_runs(checkpoint)
+            == compute_of_runs(run.folder)
+            == pytest.approx([config.train.global_batch * done], rel=1e-4)
         )
