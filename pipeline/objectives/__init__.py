@@ -98,7 +98,8 @@ def flat_settings(config: RunConfig) -> dict[str, Any]:
 
 def without_effect(config: RunConfig) -> list[str]:
     """A line for each reason for which settings of a run, or of its objective, have no effect."""
-    return effect.without_effect(config) + effect.without_effect(kind(config.train.loss).settings(config), "objective.")
+    of_objective = effect.without_effect(kind(config.train.loss).settings(config), "objective.")
+    return effect.without_effect(config) + config.without_effect() + of_objective
 
 
 def facts(loss: str) -> dict[str, Fact]:

@@ -92,6 +92,13 @@ class RunConfig:
         """Whether the run learns labels, so that its data set must have some."""
         return self.train.loss in READS_LABELS
 
+    def without_effect(self) -> list[str]:
+        """A line for each setting that a value of another section takes its effect from; what must be set is named by its `needs`."""
+        decay, freeze = self.optimizer.layer_decay, self.train.freeze
+        if decay == 1 or freeze != "backbone":
+            return []
+        return [f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"]
+
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
         self._check_augment()

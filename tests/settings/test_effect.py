@@ -24,6 +24,7 @@ CLASSES = [
 ]
 RUNS = [path for path in sorted((ROOT / "configs").rglob("*.yaml"))
         if path.parent.name in ("continued", "demo", "finetune", "pretrain") or path.name.startswith("cifar10_")]  # fmt: skip
+WEIGHTS = ["model.name=null", "init.weights=runs/mae"]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs", "train.loss=softmax"]
 
 
@@ -83,6 +84,11 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
         ),
         (["schedule.decay=constant", "schedule.final=0.1", "schedule.cooldown=10%"], ""),
         (["health.max_rollbacks=9"], "health.max_rollbacks = 9 has no effect without health.on_spike = rollback"),
+        (["optimizer.layer_decay=0.75", *WEIGHTS, "train.freeze=8 blocks"], ""),
+        (
+            ["optimizer.layer_decay=0.75", *WEIGHTS, "train.freeze=backbone"],
+            "optimizer.layer_decay = 0.75 has no effect with train.freeze = backbone, which trains no block",
+        ),
         (["init.new_head=false"], "init.new_head = false has no effect without init.weights"),
         (["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"], "objective.local_size = 64 has no effect without objective.local_views"),
         (["train.loss=dino", "objective.ibot_head=separate"], "objective.ibot_head = separate has no effect without objective.ibot_weight"),
