@@ -82,7 +82,11 @@ class ViTConfig(Fields):
     ] = "token"
     # "pre_logits" of the official weights of ImageNet-21k.
     representation: Annotated[
-        bool, Option(doc="Add a dense + tanh layer before the head (pre-training only).", setting=True)
+        bool,
+        Option(
+            doc="Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is set.",
+            setting=True,
+        ),
     ] = False
     # timm and Hugging Face: erf.
     gelu: Annotated[
