@@ -36,7 +36,8 @@ def _collect(sections: Sections, why: str, found: dict[str, list[str]]) -> None:
             _collect(inner, why or _missing(inner, needs), found)
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        missing = why or _missing(sections, needs)
+        of_section = "" if field.metadata["rule"].ignores_section else why
+        missing = of_section or _missing(sections, needs)
         # What is needed may be off in another way than by default: 0% instead of 0 steps.
         if missing and value != default and name not in missing.split():
             found.setdefault(missing, []).append(f"{name} = {_shown(value)}")

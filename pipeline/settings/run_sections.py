@@ -244,6 +244,7 @@ class AugmentConfig:
         "linear",
         "linear: bilinear without antialias in training, as the papers' code (in resize_small_crop area), and area in evaluation; antialias: Pillow's "
         "bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's bicubic, with antialias.",
+        ignores_section=True,
     )
     scaled_decoding: bool = setting(
         False,
@@ -288,12 +289,13 @@ class AugmentConfig:
         "the two.",
     )
     eval_resize: int = pixels(
-        0, "Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224)."
+        0, "Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224).", ignores_section=True
     )
     eval_crop: Literal["center", "resize", "resize_center"] = setting(
         "center",
         "Evaluation: resize the short side to eval_resize and crop the centre (center); resize the whole image (resize); or "
         "resize the whole image to eval_resize and crop the centre (resize_center, big_vision's few-shot).",
+        ignores_section=True,
     )
 
     @property

@@ -60,6 +60,7 @@ class Rule(Limits):
     the home folder. command: the text is words as in a shell, with quotes. renamed: earlier name of a value -> its name today.
     needs: settings of the same class, or of the section that has the rule, or else of one that contains it, without one of which it has no
     effect (effect.py): names with | between, each set to anything but 0, empty, null and false, or `name=value,value`, where of a list one is enough and none is all.
+    ignores_section: it has an effect without what its section needs.
     """
 
     form: TextForm | None = None
@@ -71,6 +72,7 @@ class Rule(Limits):
     on_change: OnChange | None = None
     renamed: typing.Mapping[str, str] = dataclasses.field(default_factory=dict)
     needs: str = ""
+    ignores_section: bool = False
 
     @property
     def range(self) -> str:

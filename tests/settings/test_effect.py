@@ -166,8 +166,9 @@ def test_a_sweep_says_which_settings_its_method_does_not_read() -> None:
         file = ROOT / "configs/vtab/vit_paper.yaml"
         return without_effect(schema.load(transfer.VtabConfig, file, ["weights=w", *given]))
 
+    # The evaluation view, eval_crop = resize with resize_filter = bilinear, is read by all methods.
     of_file = (
-        "seeds = [0, 1, 2], protocol.batch = 512, protocol.length = ['2500 steps'], protocol.lr = [0.01], protocol.clip = 1.0, "
+        "seeds = [0, 1, 2], protocol.augment.crop = resize_crop, protocol.batch = 512, protocol.length = ['2500 steps'], protocol.lr = [0.01], protocol.clip = 1.0, "
         "protocol.schedule.decay = cosine, protocol.schedule.warmup = 500 steps"
     )
     assert said("method=knn", "protocol.temperature=0.1") == [f"{of_file} have no effect without method = finetune"]

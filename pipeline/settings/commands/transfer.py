@@ -31,7 +31,7 @@ class ProtocolConfig:
         "Pixel normalisation: [-1, 1], which our weights and converted ones expect (docs/weights.md); or ImageNet's mean and "
         "standard deviation.",
     )
-    augment: AugmentConfig = setting(AugmentConfig, "")
+    augment: AugmentConfig = setting(AugmentConfig, "", needs="method=finetune")
     batch: int = batch_size(REQUIRED, "Samples per optimizer step", needs="method=finetune")
     length: list[Length] = setting(
         REQUIRED,
