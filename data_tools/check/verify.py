@@ -35,6 +35,7 @@ from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
+from pipeline.process.outputs import try_output
 from pipeline.settings.commands.data import VerifyConfig
 
 LIST = "damaged"
@@ -51,6 +52,8 @@ def run(config: VerifyConfig) -> dict[str, Any]:
     begin = time.monotonic()
     dataset = open_dataset(ray_tasks.shared_path("data", config.data))
     out = ray_tasks.shared_path("out", config.out) if config.out else dataset.path / "verify"
+    if isinstance(out, Path):
+        try_output("out", out)  # The data set may be read-only.
     with only_driver(out), ExitStack() as stack:
         # Checks with other folders write the same list: one that decodes a share would drop what another one just listed.
         with suppress(OSError):  # The list of a read-only data set is not written.

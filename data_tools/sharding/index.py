@@ -56,6 +56,7 @@ from pipeline.data.storage.bucket import (
 )
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.parquet import open_parquet
+from pipeline.process.outputs import try_output
 from pipeline.settings.commands.data import IndexConfig
 
 _READ_BYTES = 2**22
@@ -102,6 +103,8 @@ def run(config: IndexConfig) -> Dataset:
     """Make, resume or verify the manifest of config.source's tars in config.out. Raises UserError."""
     source = resolve("source", config.source)
     out = resolve("out", config.out) if config.out else source if source.is_dir() else source.parent
+    if isinstance(out, Path):
+        try_output("out", out)  # The tars may be on a read-only disk.
     with only_driver(out):
         return _run(source, out, config)
 

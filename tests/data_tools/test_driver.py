@@ -1,11 +1,13 @@
 """One driver at a time for each output folder, and none is held up by a dead one."""
 
+import errno
 import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,24 @@ def test_every_driver_asks(ray_cluster: int, dataset: Dataset, source: Path, tmp
     # Two checks with folders of their own would write the same list.
     with only_driver(dataset.path / "exclude"), pytest.raises(UserError, match="exclude is being written by"):
         runs[tmp_path / "verify"]()
+
+
+def test_a_read_only_data_set_is_told_with_the_setting_to_choose(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the system's error was shown, of a folder that nobody had named."""
+
+    def read_only(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    data = str(dataset.path)
+    for out, run in (
+        (dataset.path / "verify", lambda: verify.run(VerifyConfig(data=data))),
+        (dataset.path, lambda: index.run(IndexConfig(source=data))),
+    ):
+        with pytest.raises(UserError, match=rf"^out = {out}: the file system is read-only\. Choose another path"):
+            run()
 
 
 def test_one_that_ends_while_another_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
