@@ -83,7 +83,7 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
             images.append(_Image(str(path), path, 0, path.stat().st_size, label))
     left_out = [_said(links)] if links else []
     if broken:
-        left_out.append(f"{counted(len(broken), 'link')} to files that are not there, such as {broken[0]}")
+        left_out.append(_lead_nowhere(broken))
     note = f"left out: {', and '.join(left_out)}" if left_out else ""
     return AdhocSplit(_as_split(images, note), list(of_labels))
 
@@ -116,6 +116,10 @@ def _expand(place: str, broken: list[Path]) -> Iterator[Path]:
         files = (file for file, _ in walk_files(path, links) if isinstance(file, Path))
         found = sorted(file for file in files if _is_image(str(file.relative_to(path))))
         broken += sorted(link for link in links if _is_image(str(link.relative_to(path))))
+        if not found and links:
+            raise UserError(
+                f"images = {place}: no image in this folder or below it, but {_lead_nowhere(sorted(links))}."
+            )
         if not found:
             raise UserError(f"images = {place}: no image in this folder or below it. For tars, use {path / '*.tar'}.")
         yield from found
@@ -170,6 +174,10 @@ def _in_tar(path: Path, num_classes: int, links: list[str]) -> list[_Image]:
 
 def _said(links: list[str]) -> str:
     return f"{counted(len(links), 'link')}, such as {links[0]} (make the tar again with tar --dereference --hard-dereference)"
+
+
+def _lead_nowhere(links: list[Path]) -> str:
+    return f"{counted(len(links), 'link')} to files that are not there, such as {links[0]}"
 
 
 def _label_of(name: str, known: dict[str, int]) -> int:
