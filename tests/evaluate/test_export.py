@@ -76,6 +76,7 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
     said = capsys.readouterr().out
     assert "GELU tanh" in said
     assert {"huggingface": "transformers ", "timm": "timm"}.get(form, "our own reader") in said
+    assert ("evaluation here by resize_filter = linear" in said) == (form in ("huggingface", "timm"))
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 

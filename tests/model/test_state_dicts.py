@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from pipeline.base.errors import UserError
 from pipeline.data.loading.augment import write_eval_view
@@ -158,6 +159,27 @@ def test_preprocessing_goes_out_and_comes_back(crop):
     assert images_of.from_huggingface(images_of.to_huggingface(view, (384, 384))).view == view
     tall = images_of.from_huggingface(images_of.to_huggingface(view, (512, 384))).view
     assert tall == view
+
+
+@pytest.mark.parametrize("crop", ["resize", "center", "resize_center"])
+@pytest.mark.parametrize(
+    ("own", "is_there"), [("antialias", True), ("bicubic", True), ("linear", False), ("bilinear", False)]
+)
+def test_timm_makes_our_images_of_its_configuration_where_it_has_the_filter(crop, own, is_there):
+    """The area filter was written as bilinear without a word, and the loss was another one there."""
+    view = {"eval_crop": crop, "eval_resize": 40, "resize_filter": own}
+    cfg = images_of.to_timm(view, (32, 32))
+    resize, picture = int(32 / cfg["crop_pct"]), np.random.default_rng(0).integers(0, 256, (60, 84, 3), dtype=np.uint8)
+    # timm's eval transforms: torchvision's Resize, CenterCrop and Normalize.
+    width, height = (resize * 84 // 60, resize) if cfg["crop_mode"] == "center" else (resize, resize)
+    resample = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[cfg["interpolation"]]
+    theirs = np.asarray(Image.fromarray(picture).resize((width, height), resample))
+    top, left = round((height - 32) / 2), round((width - 32) / 2)
+    found = np.zeros((32, 32, 3), np.uint8)
+    write_eval_view(picture, found, AugmentConfig(**view))
+    differences = np.abs(found - theirs[top : top + 32, left : left + 32].astype(int))
+    assert (differences.max() <= 1) == is_there == (images_of.written_filter(view) == "")
+    assert (cfg["mean"], cfg["std"]) == ([0.5] * 3, [0.5] * 3)
 
 
 def test_sizes_of_earlier_processors_are_short_sides_if_the_centre_is_cropped():

@@ -171,6 +171,20 @@ def to_timm(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def written_filter(view: Json) -> str:
+    """Says which filter `to_huggingface` and `to_timm` write in place of one that their programs do not have; "" if they have it.
+
+    Both resize by Pillow's filters: "antialias" and "bicubic" are these, "linear" (area to make images smaller) and "bilinear" are not.
+    """
+    own = view.get("resize_filter", "linear")
+    if own in ("antialias", "bicubic"):
+        return ""
+    return (
+        f"it resizes images by Pillow's bilinear filter, and evaluation here by resize_filter = {own}, which it does not have: its scores "
+        "are those of launch/evaluate.py with resize_filter=antialias"
+    )
+
+
 def eval_resize(view: Json, image_size: tuple[int, int]) -> int:
     """The short side before a center crop, in proportion to the one in `view`, else 8/7 of the crop."""
     short = min(image_size)
