@@ -194,7 +194,7 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
 def _model(config: PlanConfig, num_classes: int) -> Config:
     """Returns the architecture: from the settings, from `variant`, or from init.weights."""
     refuse_without_labels(config, num_classes)
-    objectives.check(config)
+    objectives.check(config, num_classes)
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes)
     if config.variant:

@@ -18,8 +18,6 @@ from pipeline.data.loading.loader import Batch, eval_requests
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
 
-_TOP = 5
-
 
 @dataclass(frozen=True)
 class Predictions:
@@ -38,27 +36,31 @@ class Predictions:
 
 @dataclass(frozen=True)
 class ClassificationScores:
-    """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples."""
+    """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples.
+
+    top5: None for so few classes that it says nothing (`classification.has_top5`).
+    """
 
     top1: float
-    top5: float
+    top5: float | None
     loss: float
     num_samples: int
     num_unreadable: int
 
     def to_dict(self) -> dict[str, float]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
         bad = ""
         if self.num_unreadable:
             readable = self.num_samples - self.num_unreadable
             bad = f", {self.num_unreadable:,} unreadable (counted as wrong; the loss is that of the other {readable:,})"
-        return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}, loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
+        top5 = "" if self.top5 is None else f", top-5 {self.top5:.2%}"
+        return f"top-1 {self.top1:.2%}{top5}, loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
 
 
 def predict(
-    forward: Callable[[Tensor], Tensor], reader: SplitReader, loss_kind: str, num_top: int = _TOP
+    forward: Callable[[Tensor], Tensor], reader: SplitReader, loss_kind: str, num_top: int = classification.TOP
 ) -> Predictions:
     """Run `forward` (uint8 (B, H, W, 3) -> float32 logits (B, K)) over the whole split; see `each_sample`.
 
@@ -105,13 +107,14 @@ def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:
     return logits.softmax(1) if loss_kind == "softmax" else logits.sigmoid()
 
 
-def score(predictions: Predictions, split: Split) -> ClassificationScores:
-    """Accuracy and loss of the predictions."""
+def score(predictions: Predictions, split: Split, num_classes: int) -> ClassificationScores:
+    """Accuracy and loss of the predictions. num_classes: K."""
     n = len(split)
     hits = is_any(predictions.top, label_table(split)) & predictions.readable[:, None]
     readable = int(predictions.readable.sum())
     loss = float(predictions.loss[predictions.readable].mean()) if readable else float("nan")
-    return ClassificationScores(float(hits[:, 0].sum()) / n, float(hits.any(1).sum()) / n, loss, n, n - readable)
+    top5 = float(hits.any(1).sum()) / n if classification.has_top5(num_classes) else None
+    return ClassificationScores(float(hits[:, 0].sum()) / n, top5, loss, n, n - readable)
 
 
 def label_table(split: Split) -> np.ndarray:

@@ -24,7 +24,7 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each score in `scores`, as lines for the terminal."""
     rows = []
     if "top1" in scores:
-        rows += [(text, f"{scores[name]:.2%}") for name, text in SCORES.items()]
+        rows += [(text, f"{scores[name]:.2%}") for name, text in SCORES.items() if name in scores]
         over = f", of {counted(scores['num_samples'] - scores['num_unreadable'], 'image')}" * bool(
             scores["num_unreadable"]
         )

@@ -37,7 +37,7 @@ _PARAMETERS = ("weights", "step", "data", "split", "image_size", "eval_crop", "e
 def run(config: ScoreConfig) -> dict[str, Any]:
     """Score `config.weights` on `config.split`, write the report and print its table; returns the content of scores.json.
 
-    Its keys include, if scored: top1, top5, loss, num_samples, num_unreadable, images_per_second, macro_precision,
+    Its keys include, if scored: top1, top5 (of more than five classes), loss, num_samples, num_unreadable, images_per_second, macro_precision,
     macro_recall, macro_f1, per_class; fewshot (one row per number of shots and strength), knn. Accuracies are in [0, 1].
     Raises UserError before anything is written, such as for weights of other classes than the data.
     """
@@ -81,7 +81,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     if predictions is not None:
         true, predicted = outcomes(predictions, split)
         classes = per_class(true, predicted, dataset.num_classes)
-        scores |= {**asdict(score(predictions, split)), **classes.macro()}
+        scores |= {**score(predictions, split, dataset.num_classes).to_dict(), **classes.macro()}
         scores["confused"] = _most_confused(true, predicted, dataset.class_names)
         columns = zip(dataset.class_names, *(column.tolist() for column in asdict(classes).values()), strict=True)
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]

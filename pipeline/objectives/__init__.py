@@ -15,7 +15,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.model import Config, Model, build
-from pipeline.objectives import optimizers
+from pipeline.objectives import classification, optimizers
 from pipeline.objectives.objective import Objective
 from pipeline.settings import effect
 from pipeline.settings.changes import Fact, facts_of
@@ -32,9 +32,14 @@ def kind(loss: str) -> type[Objective]:
     return getattr(importlib.import_module(f"pipeline.objectives.{file}"), name)
 
 
-def metrics(config: RunConfig) -> dict[str, dict[str, Metric]]:
-    """What each evaluator of a run measures, the most telling first: evaluator -> name in metrics.jsonl -> metric."""
+def metrics(config: RunConfig, num_classes: int | None = None) -> dict[str, dict[str, Metric]]:
+    """What each evaluator of a run measures, the most telling first: evaluator -> name in metrics.jsonl -> metric.
+
+    num_classes: of the data set, which decides whether there is a top-5; None if it is not known.
+    """
     measured = kind(config.train.loss).metrics(config)
+    if num_classes is not None and not classification.has_top5(num_classes):
+        measured = {name: metric for name, metric in measured.items() if name != "top5"}
     counts = dict.fromkeys(("num_samples", "num_unreadable"), Metric("count")) if measured else {}
     of_split = {name: replace(metric, group="eval") for name, metric in (measured | counts).items()}
     return {
@@ -48,12 +53,12 @@ def measures_held_out(config: RunConfig) -> bool:
     return bool(kind(config.train.loss).metrics(config))
 
 
-def best_from(config: RunConfig) -> str:
-    """The evaluator that measures checkpoint.best, "" without one. Raises UserError if none does."""
+def best_from(config: RunConfig, num_classes: int | None = None) -> str:
+    """The evaluator that measures checkpoint.best, "" without one. num_classes: see `metrics`. Raises UserError if none does."""
     best = config.checkpoint.best
     rankable = {
         name: evaluator
-        for evaluator, measured in metrics(config).items()
+        for evaluator, measured in metrics(config, num_classes).items()
         for name, metric in measured.items()
         if metric.better
     }
@@ -65,10 +70,10 @@ def best_from(config: RunConfig) -> str:
     return rankable.get(best, "")
 
 
-def check(config: RunConfig) -> None:
-    """Raise UserError for settings that do not fit the run's objective."""
+def check(config: RunConfig, num_classes: int | None = None) -> None:
+    """Raise UserError for settings that do not fit the run's objective. num_classes: see `metrics`."""
     kind(config.train.loss).check(config)
-    best_from(config)
+    best_from(config, num_classes)
 
 
 def create(config: RunConfig, backbone: Model) -> Objective:
@@ -131,7 +136,7 @@ def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> C
     num_classes: of the data set. covered: whether patches must cover all pixels.
     """
     refuse_without_labels(config, num_classes)
-    check(config)
+    check(config, num_classes)
     return kind(config.train.loss).new_backbone(config, num_classes, covered)
 
 

@@ -18,6 +18,9 @@ from pipeline.objectives.objective import Inputs, Objective, mean_of_valid, norm
 from pipeline.settings.objective_checks import check_small_views
 from pipeline.settings.run import RunConfig
 
+# Number of classes that top-5 accuracy looks at.
+TOP = 5
+
 
 class Classification(Objective):
     """Softmax or sigmoid cross-entropy against class labels. kind: see `losses`. read: uint8 pixels -> model input."""
@@ -66,6 +69,11 @@ class Classification(Objective):
         logits = self.backbone(views[0], any_size=self.any_size)
         found = losses(logits, facts["labels"], self.kind, self.label_smoothing, facts.get("own"))
         return mean_of_valid(found, facts["valid"]), {}
+
+
+def has_top5(num_classes: int) -> bool:
+    """Whether top-5 accuracy says anything: of five classes or fewer, each is among the five most likely ones."""
+    return num_classes > TOP
 
 
 def targets(labels: Tensor, num_classes: int) -> Tensor:

@@ -76,7 +76,11 @@ def page(scores: Scores) -> list[Block]:
     """The blocks of the scores and of the classes."""
     names = list(scores)
     of_first = scores[names[0]]
-    sums = [(text, *(f"{100 * scores[name][key]:.2f}" for name in names)) for key, text in render.SCORES.items()]
+    sums = [
+        (text, *(f"{100 * scores[name][key]:.2f}" for name in names))
+        for key, text in render.SCORES.items()
+        if key in of_first
+    ]
     sums.append(("loss", *(f"{scores[name]['loss']:.4f}" for name in names)))
     first, second = names[:2]
     rows = sorted(class_rows(scores), key=lambda row: row[f"{first} f1"] - row[f"{second} f1"])

@@ -124,7 +124,7 @@ class SplitEvaluator(Evaluator):
         if not self.engine.objective.predicts_classes:
             return means(measure, reader), None
         predictions = predict(forward, reader, config.train.loss)
-        return score(predictions, split), predictions
+        return score(predictions, split, self.context.prepared.data.dataset.num_classes), predictions
 
 
 class ProbeEvaluator(Evaluator):

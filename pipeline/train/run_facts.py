@@ -88,7 +88,9 @@ def run_facts(
     datasets = list(_training_data(dataset, split))
     datasets += [_data_facts(one, its, "evaluation", {}) for one, its in data.evaluated.values()]
     of_steps = objectives.kind(config.train.loss).values(config)
-    measured = {name: metric for of in objectives.metrics(config).values() for name, metric in of.items()}
+    measured = {
+        name: metric for of in objectives.metrics(config, dataset.num_classes).values() for name, metric in of.items()
+    }
     measured |= {name: replace(metric, group="train") for name, metric in of_steps.items()}
     return RunFacts(
         config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent, origin),

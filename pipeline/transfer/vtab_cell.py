@@ -131,7 +131,9 @@ def finetune(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch
 
     model.eval()
     if not diverged:
-        scores = score(predict(logits, _reading(tested, size, augment, config, device), "softmax"), tested)
+        scores = score(
+            predict(logits, _reading(tested, size, augment, config, device), "softmax"), tested, dataset.num_classes
+        )
         if math.isfinite(scores.loss):
             return {**outcome, "accuracy": scores.top1, "loss": scores.loss}
         diverged = steps  # By the last update, after which no loss of the training is computed.

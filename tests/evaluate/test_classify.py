@@ -87,7 +87,7 @@ def test_scores_equal_scikit_learns(make_dataset, loss_kind: str) -> None:
     labels, logits = random_case(n)
     split = make_dataset({"val": [[int(c)] for c in labels]}, list("abcdefg"), {"val": bad}).split("val")
     (predictions,) = predict_on(1, split, logits, loss_kind, batch=32)
-    scores = score(predictions, split)
+    scores = score(predictions, split, K)
 
     ok = np.setdiff1d(np.arange(n), bad)
     assert scores.top1 == share_right(labels[ok], logits[ok], 1) / n
@@ -121,7 +121,7 @@ def test_every_number_of_ranks_gives_the_same(make_dataset, world_size: int, n: 
         assert np.array_equal(predictions.top[ok], np.argsort(-logits[ok], axis=1)[:, :5])
         assert np.array_equal(np.flatnonzero(~predictions.readable), bad)
         assert list(predictions.problems) == bad
-        scores = score(predictions, split)
+        scores = score(predictions, split, K)
         assert scores.top1 == share_right(labels[ok], logits[ok], 1) / n if n > 1 else scores.top1 in (0, 1)
         assert scores.num_samples == n
 
@@ -177,7 +177,7 @@ def test_any_of_several_labels_is_right(make_dataset) -> None:
     top = np.array([[4, 0], [1, 0], [2, 5], [0, 1], [2, 1], [6, 0]])
     readable = np.array([True, True, True, True, False, True])
     predictions = Predictions(top, np.ones(top.shape, np.float32), np.arange(6.0), readable, {4: "cut"})
-    scores = score(predictions, split)
+    scores = score(predictions, split, 7)
     assert (scores.top1, scores.top5) == (2 / 6, 3 / 6)
     assert scores.loss == (0 + 1 + 2 + 3 + 5) / 5
     true, predicted = outcomes(predictions, split)
@@ -186,6 +186,16 @@ def test_any_of_several_labels_is_right(make_dataset) -> None:
     report = per_class(true, predicted, 7)
     assert report.support.tolist() == [1, 1, 1, 0, 1, 0, 1]
     assert report.precision.tolist() == [0, 0, 0, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("num_classes", "top5"), [(4, None), (5, None), (6, 1.0)])
+def test_top5_of_five_classes_or_fewer_is_left_out(make_dataset, num_classes: int, top5: float | None) -> None:
+    """It was 100 % of four classes, whatever the model."""
+    split = make_dataset({"val": [[0], [1], [2]]}, list("abcdef")[:num_classes]).split("val")
+    (predictions,) = predict_on(1, split, np.eye(3, num_classes, dtype=np.float32))
+    scores = score(predictions, split, num_classes)
+    assert (scores.top1, scores.top5) == (1.0, top5)
+    assert ("top5" in scores.to_dict()) == ("top-5" in str(scores)) == (top5 is not None)
 
 
 def test_labels_of_a_second_split(make_dataset) -> None:
@@ -207,6 +217,6 @@ def test_fifty_thousand_images_of_imagenet_21k_are_scored() -> None:
     )  # fmt: skip
     top = np.stack([np.where(rng.random(n) < 0.5, labels, 0), *rng.integers(0, num_classes, (4, n))], 1)
     predictions = Predictions(top, np.ones(top.shape, np.float32), np.ones(n), np.ones(n, bool), {})
-    assert score(predictions, split).top1 == pytest.approx(0.5, abs=0.02)
+    assert score(predictions, split, num_classes).top1 == pytest.approx(0.5, abs=0.02)
     report = per_class(*outcomes(predictions, split), num_classes)
     assert report.support.sum() == n

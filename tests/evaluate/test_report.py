@@ -247,6 +247,14 @@ def test_weights_of_a_mixture_score_a_set_by_the_names_of_its_classes(
     assert other["per_class"][K]["support"] == 0
 
 
+def test_top5_of_four_classes_is_left_out(make_dataset, tmp_path: Path) -> None:
+    four = make_dataset({"val": [[c] for c in range(4)]}, CLASSES[:4])
+    scores = report.run(config(save(tmp_path / "four.pt", 4), four, "shots=0", f"out={tmp_path / 'out'}"))
+    assert "top1" in scores
+    assert "top5" not in scores
+    assert "top-5" not in (tmp_path / "out" / "report.md").read_text()
+
+
 def save_headless(path: Path) -> Path:
     models.save(models.create("ViT-mu/4", SIDE, 0), path)
     return path

@@ -58,7 +58,7 @@ def measurements(folder: Path) -> Iterator[tuple[str, float, float]]:
     predictions = Predictions(top, np.ones(top.shape, np.float32), ones, ones > 0, {})
 
     def scores() -> None:
-        score(predictions, split)
+        score(predictions, split, _IMAGENET_21K_CLASSES)
         per_class(*outcomes(predictions, split), _IMAGENET_21K_CLASSES)
 
     yield "scores: 50,000 images of 21,843 classes", cpu_seconds(scores), 2

@@ -197,7 +197,7 @@ def test_the_mean_of_the_weights_is_kept_resumed_scored_and_exported(matrix: Pat
     with torch.no_grad():
         alone, cpu = Ranks(0, 0, 1, torch.device("cpu")), torch.device("cpu")
         forward = lambda images: model(normalise(images, cpu, torch.float32))  # noqa: E731
-        scores = score(predict(forward, SplitReader(data, 16, AugmentConfig(), 37, 1, alone), "softmax"), data)
+        scores = score(predict(forward, SplitReader(data, 16, AugmentConfig(), 37, 1, alone), "softmax"), data, 4)
     assert json.loads((run / "scores.json").read_text())["loss"] == pytest.approx(scores.loss, rel=1e-5)
 
 
@@ -301,7 +301,7 @@ def test_its_weights_are_fine_tuned_on_images_that_are_not_square(dataset: Path,
     split = open_dataset(dataset).split("val")
     reader = SplitReader(split, loaded.image_size, loaded.view, 37, 1, Ranks(0, 0, 1, torch.device("cpu")))
     with torch.no_grad():
-        scores = score(predict(loaded.logits, reader, "softmax"), split)
+        scores = score(predict(loaded.logits, reader, "softmax"), split, 4)
     assert metrics(matrix / "wide", "val_loss")[STEPS] == pytest.approx(scores.loss, rel=1e-5)
     assert metrics(matrix / "wide", "val_top1")[STEPS] == scores.top1
 
@@ -331,7 +331,7 @@ def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -
                 SplitReader(split, 16, AugmentConfig(), 64, 1, Ranks(0, 0, 1, torch.device("cpu"))),
                 "softmax",
             )
-        assert score(predictions, split).loss == pytest.approx(metrics(run, "val_loss")[STEPS], rel=1e-5)
+        assert score(predictions, split, 4).loss == pytest.approx(metrics(run, "val_loss")[STEPS], rel=1e-5)
         assert metrics(run, "val_num_samples")[STEPS] == len(split) == 37
 
 

@@ -67,6 +67,14 @@ def test_the_error_lists_what_is_possible(settings: list[str], possible: str) ->
     assert str(error.value).endswith(f"must be one of {possible}")
 
 
+def test_five_classes_have_no_top5() -> None:
+    best = load("checkpoint.best=val_top5")
+    assert objectives.best_from(best, num_classes=6) == "scores"
+    with pytest.raises(UserError, match=r"must be one of val_top1, val_loss\.$"):
+        objectives.check(best, num_classes=5)
+    assert "val_top5" not in objectives.metrics(load(), num_classes=5)["scores"]
+
+
 def test_checkpoints_are_saved_where_the_chosen_evaluator_is_due() -> None:
     plan = make_plan(load("checkpoint.every=100%", "schedule.warmup=5%", *PROBE), 10_000, 1)
     for best_from, steps in (("", [100]), ("scores", [50, 100]), ("probe", [20, 40, 60, 80, 100])):

@@ -153,7 +153,7 @@ def open_study(config: StudyConfig) -> Study:
     cells.sort(key=lambda cell: (cell.flops, cell.data_size, cell.seed))
     _refuse_twins(cells)
     _check_comparable(cells)
-    _check_score(config, cells[0])
+    _check_score(config, cells[0], dataset.num_classes)
     if config.vtab:
         schema.load(VtabConfig, config.vtab, [*config.vtab_settings, "weights=any"])
     if config.cooldown:
@@ -351,9 +351,10 @@ def _check_comparable(cells: list[StudyCell]) -> None:
             raise UserError(f"{first} has {name} = {one}, {second} has {other}: their scores cannot be compared.")
 
 
-def score_names(config: StudyConfig, run: RunConfig) -> list[str]:
-    """Names of the scores that a cell will have."""
-    names = ["top1", "top5"] if objectives.kind(run.train.loss).predicts_classes and run.data.evaluated else []
+def score_names(config: StudyConfig, run: RunConfig, num_classes: int | None = None) -> list[str]:
+    """Names of the scores that a cell will have. num_classes: see `objectives.metrics`."""
+    measured = objectives.metrics(run, num_classes)["scores"]
+    names = [name for name in ("top1", "top5") if any(metric.endswith(f"_{name}") for metric in measured)]
     names += ["best_top1"] if run.checkpoint.best.endswith("top1") else []
     if run.probe.every.amount:
         found = run.probe.metrics("").items()
@@ -376,8 +377,8 @@ def scored_on(study: Study) -> str:
     return f"{Path(data).name}:{split}"
 
 
-def _check_score(config: StudyConfig, cell: StudyCell) -> None:
-    known = score_names(config, cell.run.config)
+def _check_score(config: StudyConfig, cell: StudyCell, num_classes: int) -> None:
+    known = score_names(config, cell.run.config, num_classes)
     if config.score not in known:
         raise UserError(
             f"score = {config.score}: these cells will not have it, but {', '.join(known) or 'none at all'}. 5shot and 20nn need probe.every, "

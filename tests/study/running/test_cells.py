@@ -217,7 +217,8 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
         ("models=[{name: a},{name: b,settings: [seed=3]}]", "model b sets seed=3, which this command sets"),
         ("settings=[train.length=3 steps]", "settings has train.length=3 steps, which this command sets"),
         ("settings=[data.path=nowhere]", "nowhere"),
-        ("score=5shot", "score = 5shot: these cells will not have it, but top1, top5"),
+        ("score=5shot", "score = 5shot: these cells will not have it, but top1\\."),
+        ("score=top5", "score = top5: these cells will not have it, but top1\\."),
         ("settings=[train.loss=masked_mean_color]", "score = top1: these cells will not have it, but none at all"),
         ("cooldown=0.5", "set lengths, budgets or minutes"),
         (
