@@ -16,7 +16,7 @@ from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON
-from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
+from pipeline.data.storage.bucket import AnyPath, is_utf8, locate, utf8_fault
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
 # source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the container.
@@ -253,7 +253,7 @@ class Collector:
         A sample whose name is not allowed in a tar is skipped; a leading slash of the key is removed, as by tar.
         """
         if not is_utf8(name):
-            self.skip(name, NOT_UTF8)
+            self.skip(name, f"its name {utf8_fault(name, '; rename it')}")
             return
         # In webdataset a key ends at the first dot of the file name. (This also excludes "..".)
         key = key.replace(".", "_")

@@ -5,6 +5,7 @@ import io
 import os
 import socket
 import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
 
+ROOT = Path(__file__).resolve().parents[3]
 GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
 LATIN = os.fsdecode("caf\u00e9".encode("latin-1"))
 
@@ -56,6 +58,20 @@ def test_a_path_that_is_not_utf8_is_refused_before_ray(command: str, tmp_path: P
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"^out = .* is not UTF-8"):
         shard.run(settings(write_folder(GOOD, tmp_path / "raw"), tmp_path / LATIN / "out"))
+
+
+@pytest.mark.parametrize(
+    ("folder", "what"), [("caf\u00e9", "the path {}/caf\\udcc3\\udca9"), ("raw", "caf\\udcc3\\udca9/1.jpg (its name")]
+)
+def test_names_in_utf8_that_the_locale_cannot_read_need_no_other_name(folder: str, what: str, tmp_path: Path) -> None:
+    """They were said not to be UTF-8, and to be renamed."""
+    source = write_folder({"caf\u00e9/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}, tmp_path / folder)
+    command = [sys.executable, "launch/shard.py", f"source={source}", f"out={tmp_path / 'out'}", "max_bad_share=0"]
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    said = f"{what.format(tmp_path)} is UTF-8, but Python reads names as ascii here: set PYTHONUTF8=1"
+    assert said in done.stderr.splitlines()[-1]
 
 
 def test_a_parquet_file_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
