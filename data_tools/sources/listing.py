@@ -362,7 +362,7 @@ class Collector:
         return any(folder == name or folder.startswith(name + "/") for _, folder in self._folders)
 
     def _check_folders(self) -> None:
-        tops = ", ".join(printable(name) for name in list(self._tops)[:8]) or "nothing"
+        tops = ", ".join(printable(name) for name in list(self._tops)[:8]) or str(self._no_images) or "nothing"
         for split, folder in self.splits.items():
             counts = {name: count for (of, name), count in self._counts.items() if of == split}
             where = f"{self.source}/{_clean(folder)}".rstrip("/")

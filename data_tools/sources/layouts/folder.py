@@ -8,6 +8,7 @@ from pathlib import Path
 from data_tools.sources.layouts import archive
 from data_tools.sources.listing import Collector
 from pipeline.base.json_record import shortened
+from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
 from pipeline.settings.commands.data import ShardConfig
 
@@ -65,8 +66,11 @@ def _size(entry: os.DirEntry) -> tuple[int, int, str]:
     try:
         found = entry.stat()
     except OSError as error:
-        # A broken link: listed, so that the job reports it as an unreadable image.
-        return 0, 0, str(error.strerror) if error.errno == errno.ELOOP else ""
+        if error.errno == errno.ELOOP:
+            return 0, 0, str(error.strerror)
+        # A broken link: one named as an image is listed, so that the job reports it as unreadable; another may be to a folder.
+        is_image = os.path.splitext(entry.name)[1].lower() in EXTENSIONS
+        return 0, 0, "" if is_image else "a link that leads nowhere"
     kind = _KINDS.get(stat.S_IFMT(found.st_mode))
     return found.st_size, 0, f"{kind}, not a regular file" if kind else ""
 
