@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ class RunFolder:
         self.ours = False
         self.is_owner = self.is_locked = False
         self._lock: FileLock | None = None
+        self._saying = threading.Lock()  # Training and the thread that hears of stops both write the status.
 
     def lock(self) -> UserError | None:
         """Lock the folder until this process ends. Returns an error naming the holder if another process has the lock.
@@ -93,7 +95,8 @@ class RunFolder:
     def say_status(self, status: Status) -> None:
         """Replace status.json. No-op unless this process holds the folder (rank 0)."""
         if self.is_owner:
-            write_text(self.path / "status.json", json.dumps(asdict(status)))
+            with self._saying:
+                write_text(self.path / "status.json", json.dumps(asdict(status)))
 
     def say_failure(self, error: str, lost_others: bool, trace: str = "") -> None:
         """Write this rank's failure record, and its traceback if there is one."""

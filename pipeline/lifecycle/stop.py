@@ -19,7 +19,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pipeline.base.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
 from pipeline.base.words import on_one_line
 from pipeline.lifecycle.launcher_process import find_launcher
+from pipeline.lifecycle.rank_store import RankStore
 from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, is_stop_asked, read_failures, stop_file
 from pipeline.settings.command import mistake_in_words
 from pipeline.settings.run import RunConfig
@@ -42,7 +42,7 @@ BY_LAUNCHER = "the end of its launcher"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _POLL_SECONDS = 1.0
 # Timeout of one store request: rank 0, which hosts the store, may hang.
-_STORE_TIMEOUT = timedelta(seconds=5)
+_STORE_SECONDS = 5.0
 # Before training, rank 0 waits this long before it exits, so that the others can read its message from the store.
 _SPREAD_SECONDS = 3.0
 # Prefix of the message that ends all ranks with one rank's UserError, and the timeout for it to arrive.
@@ -75,7 +75,7 @@ class Stop:
         self._agreed = False  # A rank may learn this before the reason.
         self._refused = False
         self._ranks: Ranks | None = None
-        self._store: Any = None
+        self._store: RankStore | None = None
         self._hosts: list[str] = []  # By rank.
         self._lock = threading.Lock()
         self._interrupted = self._terminated = float("inf")  # Times of the first SIGINT and SIGTERM.
@@ -143,8 +143,8 @@ class Stop:
             from torch.distributed import TCPStore
 
             # A connection of its own: the process group's is held while it waits.
-            self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-            self._store.set_timeout(_STORE_TIMEOUT)
+            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            self._store = RankStore(store, _STORE_SECONDS)
         ranks.barrier()
         self._hosts = ranks.gather(socket.gethostname())
         self._ranks, self.folder.ours = ranks, True
@@ -276,8 +276,8 @@ class Stop:
             if speaks and gone != [0]:
                 self._store.set(_key("told"), line)
             elif not speaks:
-                self._store.wait([_key("told")], timedelta(seconds=2 * _ROLL_CALL_SECONDS))
-                line = self._store.get(_key("told")).decode()
+                self._store.wait(_key("told"), 2 * _ROLL_CALL_SECONDS)
+                line = self._store.get(_key("told"))
                 with contextlib.suppress(OSError):
                     self.folder.say_status(Status("failed", self.step, 1, line))
         _exit(1)
@@ -290,7 +290,7 @@ class Stop:
         deadline = time.monotonic() + _ROLL_CALL_SECONDS
         while missing and time.monotonic() < deadline:
             time.sleep(0.2)
-            missing = {rank for rank in missing if not self._store.check([_key(f"here/{rank}")])}
+            missing = {rank for rank in missing if not self._store.check(_key(f"here/{rank}"))}
         return sorted(missing)
 
     def _loss(self, gone: list[int], error: str) -> str:
@@ -351,19 +351,19 @@ class Stop:
             if self.limit_seconds and time.monotonic() - self.begin > self.limit_seconds - reserve:
                 return BY_LIMIT
         with contextlib.suppress(RuntimeError):  # Rank 0, which hosts the store, has exited.
-            if self._is_any_asked():
-                return self._store.get(_key()).decode()
+            if self._store is not None and self._store.check(_key()):
+                return self._store.get(_key())
         return ""
 
     def _is_any_asked(self) -> bool:
         """Whether a rank has told the others of a request to leave."""
         with contextlib.suppress(RuntimeError):
-            return self._store is not None and self._store.check([_key()])
+            return self._store is not None and self._store.check(_key())
         return False
 
     def _answer_roll_call(self) -> None:
         with contextlib.suppress(RuntimeError):
-            if self._store is not None and self._store.check([_key("roll call")]):
+            if self._store is not None and self._store.check(_key("roll call")):
                 self._store.set(_key(f"here/{self.folder.rank}"), "")
 
     def _want(self, reason: str) -> None:

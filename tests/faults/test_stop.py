@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,33 @@ def test_a_rank_that_leaves_waits_for_no_other_for_ever(forge: Forge, data: Path
     assert run.wait() == [RESUME, -signal.SIGKILL], run.said(0) + run.said(1)
     assert "wants no more reads: True" in run.said(1), "it would wait for those that it has begun"
     assert read_status(tmp_path / "alone") == Status("stopped", 7, RESUME, "SIGTERM")
+
+
+def stand_still(overrides: list[str]) -> None:
+    """In a rank: rank 0, which hosts the ranks' store, stands still once all are connected; rank 2 is in training by then."""
+    stops = stop.Stop(schema.load(RunConfig, None, overrides))
+    torch.distributed.init_process_group("gloo")
+    ranks = distributed.from_environment()
+    stops.connect(ranks)
+    stops._training = ranks.rank == 2
+    print("connected", flush=True)
+    if ranks.is_main:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        signal.pause()
+
+
+def test_ranks_hear_signals_although_rank_0_stands_still(forge: Forge, data: Path, tmp_path: Path) -> None:
+    """Their requests to the store that it hosts waited for ever, and with them what listens to signals."""
+    run = forge.start_work(3, "test_stop:stand_still", settings(data, tmp_path, "still"))
+    until(lambda: all("connected" in run.said(rank) for rank in (1, 2)))
+    until(lambda: psutil.Process(run.pids[0]).status() == psutil.STATUS_STOPPED)
+    time.sleep(2)  # They ask the store once a second.
+    run.send(1, signal.SIGTERM)
+    until(lambda: run.has_left(1))
+    until(lambda: (run.send(2, signal.SIGINT), time.sleep(1.5), run.has_left(2))[2])
+    run.kill()
+    assert run.wait() == [-signal.SIGKILL, RESUME, 130]
 
 
 # Adds a day to the time of the day while a file exists; clocks that only measure are left alone, as by the kernel.

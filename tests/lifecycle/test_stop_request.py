@@ -93,7 +93,7 @@ def test_a_rank_that_loses_one_which_was_asked_to_leave_leaves_as_asked(tmp_path
         "with stop_of(Path(sys.argv[1])) as stop:\n"
         "    nothing = lambda *of: 1\n"
         "    stop._ranks = SimpleNamespace(is_main=False)\n"
-        "    stop._store = SimpleNamespace(check=lambda keys: keys[0].endswith('/stop/0'), get=lambda key: b'SIGTERM', set=nothing, add=nothing)\n"
+        "    stop._store = SimpleNamespace(check=lambda key: key.endswith('/stop/0'), get=lambda key: 'SIGTERM', set=nothing, add=nothing)\n"
         "    raise RuntimeError('gloo: connection closed by peer')\n"
     )
     environment = {**os.environ, "RANK": "1"}
