@@ -6,13 +6,13 @@ failures raise StorageError at once.
 
 import errno
 import functools
+import math
 import os
 import re
 import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -178,13 +178,32 @@ class ObjectReader:
                 written = os.pwrite(file, left, start)
                 left, start = left[written:], start + written
 
-        with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="download") as pool:
-            for done in [pool.submit(copy_piece, start) for start in range(0, size, _PIECE)]:
-                try:
-                    done.result()
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
+        starts, errors = iter(range(0, size, _PIECE)), list[BaseException]()
+
+        def copy_pieces() -> None:
+            try:
+                while not errors and (start := next(starts, None)) is not None:
+                    copy_piece(start)
+            except BaseException as error:
+                errors.append(error)
+
+        # Not an executor, all of whose work the interpreter waits for when it exits. Arrow waits for requests under way.
+        threads = [
+            threading.Thread(target=copy_pieces, name="download", daemon=True)
+            for _ in range(min(_CONNECTIONS, math.ceil(size / _PIECE)))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # Ctrl-C.
+            errors.append(error)
+            for thread in threads:  # The file's number may soon be another one's.
+                thread.join()
+            raise
+        if errors:
+            raise errors[0]
 
     def _open(self) -> pa.NativeFile:
         file = self._file
