@@ -130,8 +130,9 @@ def test_the_list_of_runs_as_our_link_opens_it(pages: tuple[Browser, str, dict[s
 
 def shown_runs(browser: Browser) -> list[str]:
     """Names in the list of runs, from top to bottom."""
-    links = browser.page.locator("a[href*='/runs/']")
-    return [link.inner_text() for link in sorted(links.all(), key=lambda link: link.bounding_box()["y"])]
+    # In one look: the page may draw the list anew at any time, and a link of the one before has no place.
+    look = "links => links.map(link => [link.getBoundingClientRect().y, link.innerText])"
+    return [name for _, name in sorted(browser.page.locator("a[href*='/runs/']").evaluate_all(look))]
 
 
 def test_charts_against_images_seen(pages: tuple[Browser, str, dict[str, str]]) -> None:
