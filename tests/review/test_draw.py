@@ -3,11 +3,12 @@
 import io
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import Forge
+from forked import Forge, train
 from PIL import Image
 from polling import until
 from ranks import settings
@@ -21,6 +22,8 @@ from pipeline.evaluate import report
 from pipeline.evaluate.classify import Predictions, label_table
 from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
+from pipeline.monitor import tracking
+from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.tracking import default_uri
@@ -30,6 +33,7 @@ from pipeline.review.reader import from_folder
 from pipeline.review.record import parse_predictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
+from pipeline.train import setup
 from pipeline.train.drawing import DrawingProcess
 
 OF_EVALUATION = {"confusion.png", "worst_classes.png", "predictions.png"}
@@ -46,13 +50,21 @@ def images_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 # ---------------------------------------------------------------------- a whole run
+def train_without_haste(runs: list[list[str]]) -> None:
+    """In a rank: `train`, whose end waits for MLflow and for the last figures longer than a user would, however slow the machine is."""
+    tracking.SenderTimeouts = partial(SenderTimeouts, finish=300)  # type: ignore[misc, assignment]
+    setup.DrawingProcess = partial(DrawingProcess, timeout=300)  # type: ignore[misc, assignment]
+    train(runs)
+
+
 @pytest.fixture(scope="module")
 def trained(forge: Forge, dataset: Path, database: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks, tracked, with figures."""
     out = tmp_path_factory.mktemp("figures")
     shutil.copy(database, out / "mlflow.db")
     more = ["track.enabled=true", "track.figures=true", "evaluate.batch=5"]
-    forge.start(2, settings(dataset, out, "small", *more)).finish()
+    run = forge.start_work(2, "test_draw:train_without_haste", [settings(dataset, out, "small", *more)])
+    assert run.wait(500) == [0, 0], run.said(0) + run.said(1)
     return out / "small"
 
 
