@@ -28,7 +28,7 @@ from pipeline.objectives.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.dino_head import DinoHead
 from pipeline.objectives.ibot import BlockMasks
 from pipeline.objectives.objective import Inputs, Objective, embedding_std, mean_of_valid
-from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views
+from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views, dino_compares_micro_batch
 from pipeline.settings.quantities import MAX_SIDE, Length
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -135,6 +135,10 @@ class Dino(Objective):
             _share(config, name)
         if config.model.name:
             check_backbone(config, cls.new_backbone(config, 0))
+
+    @classmethod
+    def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
+        return dino_compares_micro_batch(objective)
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:

@@ -104,6 +104,14 @@ class Objective(nn.Module):
             )
 
     @classmethod
+    def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
+        """Returns the setting with which `loss` compares the images of a micro-batch on all ranks, so that it depends on how a batch is cut.
+
+        "" for none. A resumed run then says that another micro-batch is another loss. objective: the section of that name.
+        """
+        return ""
+
+    @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:
         """What is measured on held-out images, the most telling first; {} for nothing. checkpoint.best may be any that is better higher or lower."""
         return {"loss": Metric("loss", "lower")}

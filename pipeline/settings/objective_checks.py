@@ -138,13 +138,8 @@ def _check_mae(model: Any) -> None:
         )
 
 
-def compares_micro_batch(loss: str, objective: Mapping[str, Any]) -> str:
-    """The setting with which a loss compares the images of a micro-batch on all ranks, so that it depends on how a batch is cut; "" for none.
-
-    objective: the section of that name.
-    """
-    if loss != "dino":
-        return ""
+def dino_compares_micro_batch(objective: Mapping[str, Any]) -> str:
+    """`Objective.compares_micro_batch` of DINO. objective: the section of that name."""
     if objective.get("centring") == "sinkhorn":
         return "objective.centring = sinkhorn"
     weight = objective.get("koleo_weight", 0)
@@ -152,7 +147,7 @@ def compares_micro_batch(loss: str, objective: Mapping[str, Any]) -> str:
 
 
 def _check_dino(config: "RunConfig") -> None:
-    name = compares_micro_batch("dino", config.objective)
+    name = dino_compares_micro_batch(config.objective)
     if name and min(config.train.micro_batch, config.train.global_batch) == 1:
         raise UserError(
             f"{name} compares the images of a micro-batch, and train.micro_batch = 1 has one. Use train.micro_batch=2 or more."

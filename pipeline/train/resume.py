@@ -28,7 +28,6 @@ from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.settings import changes
 from pipeline.settings.changes import Fact
-from pipeline.settings.objective_checks import compares_micro_batch
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import OnChange
 
@@ -123,7 +122,7 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
 def _other_comparison(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line if the loss compares the images of a micro-batch on all ranks, and compares another number of them than before."""
     section = {name.removeprefix("objective."): value for name, value in now.items() if name.startswith("objective.")}
-    name = compares_micro_batch(now.get("train.loss", ""), section)
+    name = objectives.kind(now["train.loss"]).compares_micro_batch(section) if "train.loss" in now else ""
     if not name or "ranks" not in then:
         return []
     before, after = (

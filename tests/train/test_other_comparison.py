@@ -1,10 +1,14 @@
 """A resumed run says when its loss compares another number of images than before."""
 
 import re
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from pipeline.objectives.objective import Objective
+from pipeline.settings.run_sections import OBJECTIVES
 from pipeline.train.resume import _other_comparison
 
 NOW = {
@@ -37,3 +41,21 @@ def test_another_number_of_compared_images_is_said(then: dict[str, Any], now: di
     else:
         (line,) = said
         assert re.search(expected, line), line
+
+
+class Contrast(Objective):
+    """An objective that the library does not have."""
+
+    @classmethod
+    def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
+        return f"objective.weight = {objective['weight']}" if objective["weight"] else ""
+
+
+@pytest.mark.parametrize("weight", [0, 2])
+def test_any_objective_may_compare_images(monkeypatch: pytest.MonkeyPatch, weight: int) -> None:
+    """It was said of dino only."""
+    monkeypatch.setitem(OBJECTIVES, "contrast", "contrast:Contrast")
+    monkeypatch.setitem(sys.modules, "pipeline.objectives.contrast", sys.modules[__name__])
+    now = {**NOW, "train.loss": "contrast", "objective.weight": weight}
+    said = _other_comparison({**now, "train.micro_batch": 128}, now)
+    assert [line.partition(" compares")[0] for line in said] == ["objective.weight = 2"] * (weight > 0)
