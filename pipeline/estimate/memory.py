@@ -101,8 +101,10 @@ def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
     others = [] if config.engine.activation_checkpointing else ["engine.activation_checkpointing=true"]
     if 0 < config.engine.zero_stage < config.zero_stages[-1]:
         others.append(f"engine.zero_stage={config.engine.zero_stage + 1}")
-    num_views = sum(group.count for group in kind(config.train.loss).views(config))
-    others += [f"fewer than {num_views} views (objective.local_views)"] * (num_views > 2)
+    objective = kind(config.train.loss)
+    num_views = sum(group.count for group in objective.views(config))
+    setting = " (objective.local_views)" * hasattr(objective.settings(config), "local_views")
+    others += [f"fewer than {num_views} views{setting}"] * (num_views > 2)
     others.append("more or larger GPUs")
     return f"{way_out}{', or ' if micro_batch else ' '}{', or '.join(others)}. launch/plan.py --cluster chooses."
 

@@ -14,6 +14,7 @@ from live_tensors import LiveTensors, operators_of_a_gpu
 
 from data_tools.bench.corpus import noise_views
 from pipeline import objectives
+from pipeline.data.loading.views import Views
 from pipeline.estimate import activations, memory
 from pipeline.estimate.plan import make_plan
 from pipeline.model import Config, build, training_flops_per_image
@@ -161,3 +162,11 @@ def test_what_takes_less_names_views_and_a_batch_that_is_not_divided() -> None:
         said,
     )
     assert "or fewer than 8 views (objective.local_views), or more or larger GPUs" in said
+
+
+def test_what_takes_less_names_no_setting_that_an_objective_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model = run_of("simclr")
+    three = tuple(Views(count, config.model.image_size, config.augment) for count in (2, 1))  # The loss reads the two.
+    monkeypatch.setattr(objectives.kind("simclr"), "views", classmethod(lambda cls, config: three))
+    said = memory.what_takes_less(config, make_plan(config, 1000, 1), model)
+    assert "or fewer than 3 views, or more or larger GPUs" in said
