@@ -29,7 +29,16 @@ from torch import Tensor, nn
 
 from pipeline.architecture.config import ViTConfig
 from pipeline.model import position, rope
-from pipeline.model.layers import Dense, attention, check_images, initialize_head, kernel_names, lecun_normal, run_block
+from pipeline.model.layers import (
+    Dense,
+    attention,
+    check_images,
+    initialize_head,
+    kernel_names,
+    lecun_normal,
+    run_block,
+    take_tokens,
+)
 from pipeline.model.parts import SwiGlu, gelu, new_output, new_query_key_value
 from pipeline.model.resnet import HybridStem, SmallStem
 from pipeline.model.rope import Rotation
@@ -281,6 +290,20 @@ class VisionTransformer(nn.Module):
         """
         x = self.add_positions(self.add_class_token(patches), block=0, grid=grid)
         return self.encode_tokens(self.add_registers(x), grid)
+
+    def encode_kept(self, images: Tensor, kept: Tensor) -> Tensor:
+        """(B, 3, height, width) -> (B, 1 + registers + K, D): as `encode`, but the blocks run on K of the patches only, at their places.
+
+        kept: int64 (B, K), the numbers of these patches in each image. The class token, if any, and registers come first. For models that
+        `check_encodes_kept` of settings/objective_checks.py accepts.
+        """
+        tokens = self.add_positions(self.add_class_token(self.embed(images)), block=0)
+        first = tokens.shape[1] - self.config.num_patches
+        x = self.add_registers(torch.cat([tokens[:, :first], take_tokens(tokens, first + kept)], dim=1))
+        rotation = self.rotation(x.device)
+        if rotation is not None:
+            rotation = rope.of_patches(rotation, kept, x.shape[1] - kept.shape[1])
+        return self.encode_tokens(x, rotation=rotation)
 
     def rotation(self, device: torch.device, grid: tuple[int, int] | None = None) -> Rotation | None:
         """RoPE's rotation of all tokens of an image, in training with the coordinates of the step; None without RoPE."""

@@ -23,7 +23,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
-from pipeline.model import Model, ViTConfig, build, read_weights, rope
+from pipeline.model import Model, ViTConfig, build, read_weights
 from pipeline.model.convert.mae import DECODER, DecoderFacts, decoder_depth, fold_pixels
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD
 from pipeline.model.layers import Dense, run_block, take_tokens
@@ -31,7 +31,7 @@ from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 from pipeline.model.weights import read_additions
 from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
-from pipeline.settings.objective_checks import MASK_SHARE, check_mae_backbone, num_kept
+from pipeline.settings.objective_checks import MASK_SHARE, check_encodes_kept, num_kept
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import build as build_settings
 from pipeline.settings.schema import setting
@@ -112,8 +112,8 @@ class Mae(Objective):
         self.normalise, self.seed, self.num_heads = settings.normalise, seed, settings.decoder_heads
         self.mean, self.std = _PIXELS[settings.pixels]
         vit = backbone.config
-        check_mae_backbone(vit)
-        assert isinstance(vit, ViTConfig), "check_mae_backbone refuses it"
+        check_encodes_kept(vit, "mae")
+        assert isinstance(vit, ViTConfig), "check_encodes_kept refuses it"
         self.num_patches = vit.num_patches
         self.num_kept = num_kept(self.num_patches, settings.mask_share)
         E = settings.decoder_width
@@ -251,14 +251,7 @@ class Mae(Objective):
 
     def encode(self, images: Tensor, kept: Tensor) -> Tensor:
         """-> (B, 1 + registers + K, D): the backbone's tokens of the kept patches, behind the class token if it has one."""
-        vit = cast(VisionTransformer, self.backbone)
-        tokens = vit.add_positions(vit.add_class_token(vit.embed(images)), block=0)
-        first = tokens.shape[1] - self.num_patches
-        x = vit.add_registers(torch.cat([tokens[:, :first], take_tokens(tokens, first + kept)], dim=1))
-        rotation = vit.rotation(x.device)
-        if rotation is not None:
-            rotation = rope.of_patches(rotation, kept, x.shape[1] - self.num_kept)
-        return vit.encode_tokens(x, rotation=rotation)
+        return cast(VisionTransformer, self.backbone).encode_kept(images, kept)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Tokens of `encode` -> predictions (B, N, 3 P P). Registers are left out."""

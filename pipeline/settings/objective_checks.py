@@ -57,8 +57,8 @@ def check_weights(config: "RunConfig", saved: Config) -> None:
 
 def _check_backbone(config: "RunConfig", backbone: Config) -> None:
     if config.train.loss == "mae":
-        check_mae_backbone(backbone)
-        assert isinstance(backbone, ViTConfig), "check_mae_backbone refuses it"
+        check_encodes_kept(backbone, "mae")
+        assert isinstance(backbone, ViTConfig), "check_encodes_kept refuses it"
         if 0 < (share := _number(config, "mask_share", MASK_SHARE)) < 1:
             num_kept(backbone.num_patches, share)
     elif _number(config, "local_views", 1) and 1 <= (size := _number(config, "local_size", LOCAL_SIZE)) <= MAX_SIDE:
@@ -70,8 +70,11 @@ def _number(config: "RunConfig", name: str, default: float = 0) -> float:
     return finite(config.objective.get(name, default)) or 0
 
 
-def check_mae_backbone(vit: Config) -> None:
-    """Raise UserError if MAE cannot encode a part of this backbone's patches."""
+def check_encodes_kept(vit: Config, loss: str) -> None:
+    """Raise UserError if this backbone cannot encode a part of its patches (`encode_kept` of vit.py), or has parameters that then get no gradient.
+
+    loss: value of train.loss.
+    """
     if isinstance(vit, ViTConfig) and not vit.has_stem:
         vit.check_covered()
     if (
@@ -83,7 +86,7 @@ def check_mae_backbone(vit: Config) -> None:
         or vit.pool_norm
     ):
         raise UserError(
-            "train.loss = mae trains a plain ViT with a class token or mean pooling, whose patches do not "
+            f"train.loss = {loss} trains a plain ViT with a class token or mean pooling, whose patches do not "
             "overlap, with positions at the stem and without representation layer; this backbone is another one."
         )
 

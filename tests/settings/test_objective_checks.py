@@ -1,11 +1,13 @@
 """What objectives need of weights that exist, before torch is imported."""
 
+from typing import Any
+
 import pytest
 
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
-from pipeline.settings.objective_checks import check_weights
+from pipeline.settings.objective_checks import check_encodes_kept, check_weights
 from pipeline.settings.run import RunConfig
 
 
@@ -33,3 +35,12 @@ def test_a_new_model_that_does_not_fit_is_refused_with_the_settings(loss: str, w
     given = ["name=a", "data.path=d", "train.length=1 epochs", "model.name=ViT-B/16", "augment.crop=random_resized"]
     with pytest.raises(UserError, match=message):
         schema.load(RunConfig, None, [*given, f"train.loss={loss}", wrong])
+
+
+@pytest.mark.parametrize("field", [{"positions": "relative"}, {"pool": "map"}, {"small_stem": (16,)}])
+def test_a_backbone_that_cannot_encode_kept_patches_is_refused_by_the_name_of_the_objective(
+    field: dict[str, Any],
+) -> None:
+    check_encodes_kept(configure("ViT-Ti/4", 32, representation=False), "ijepa")
+    with pytest.raises(UserError, match=r"train\.loss = ijepa trains a plain ViT"):
+        check_encodes_kept(configure("ViT-Ti/4", 32, representation=False, **field), "ijepa")
