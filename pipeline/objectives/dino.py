@@ -1,8 +1,8 @@
 """DINO (Caron et al., arXiv 2104.14294): small views of an image say what a teacher, their own average, says of large ones.
 
 Two global views and several local ones are cut from each image. The student sees all of them, the teacher the global ones. Both end
-in a softmax over prototypes (`dino_head.py`), and the loss is the cross-entropy of each view of the student to each other view of
-the teacher. The teacher's outputs are centred or balanced, or all images would soon have the same. With `ibot_weight` (`ibot.py`)
+in a softmax over prototypes (`parts/dino_head.py`), and the loss is the cross-entropy of each view of the student to each other view of
+the teacher. The teacher's outputs are centred or balanced, or all images would soon have the same. With `ibot_weight` (`parts/ibot.py`)
 and `koleo_weight` it is the recipe of DINOv2 (Oquab et al., arXiv 2304.07193).
 
 Shapes: B batch, V views, D width of the backbone, K prototypes, N patches, M masked patches of an image, R rows.
@@ -25,9 +25,9 @@ from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig
 from pipeline.objectives.across_ranks import gathered, largest, rank, summed
-from pipeline.objectives.dino_head import DinoHead
-from pipeline.objectives.ibot import BlockMasks
 from pipeline.objectives.objective import Inputs, Objective, embedding_std, mean_of_valid
+from pipeline.objectives.parts.dino_head import DinoHead
+from pipeline.objectives.parts.ibot import BlockMasks
 from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views, dino_compares_micro_batch
 from pipeline.settings.quantities import MAX_SIDE, Length
 from pipeline.settings.run import RunConfig

@@ -26,13 +26,13 @@ from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.objectives.across_ranks import summed, total
 from pipeline.objectives.objective import Objective, embedding_std, mean_of_valid
+from pipeline.objectives.parts.step_norm import StepNorm
 from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views
 from pipeline.settings.quantities import MAX_SIDE
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 _DIRECTIONS = Purpose.named("sigreg_directions")
-_EPS = 1e-5  # Of BatchNorm, as torch's.
 # The deviation of embeddings that is called a collapse.
 _SAME = 0.05
 
@@ -169,22 +169,6 @@ class Projector(nn.Module):
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = F.relu(norm(layer(x), counted))
         return self.last(x)
-
-
-class StepNorm(nn.Module):
-    """BatchNorm with the statistics of this step's rows on all ranks, and no running ones: the projector is only trained."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor, counted: Tensor) -> Tensor:
-        """(R, W), bool (R,): the rows that count -> (R, W). Computed in float32. Collective."""
-        rows, kept = x.float(), counted.float()
-        number = summed(kept.sum()).clamp(min=1)
-        centred = rows - total(kept @ rows) / number
-        variance = total(kept @ centred.square()) / number
-        return (centred * (variance + _EPS).rsqrt()).to(x.dtype) * self.weight + self.bias
 
 
 # ---------------------------------------------------------------------- the formulae, as functions of tensors (public: names and arguments stay)

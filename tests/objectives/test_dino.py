@@ -16,8 +16,8 @@ from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure, create, forward_macs, save
 from pipeline.objectives.dino import Dino, DinoSettings, cross_entropy, koleo, sinkhorn
-from pipeline.objectives.ibot import BlockMasks
 from pipeline.objectives.objective import embedding_std
+from pipeline.objectives.parts.ibot import BlockMasks
 from pipeline.settings import schema
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import RunConfig
