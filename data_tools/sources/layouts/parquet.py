@@ -4,6 +4,7 @@ An image in a Parquet file cannot be read by offset, and shards need samples in 
 into one file of concatenated images for each Parquet file. (Reading a row group of 100 images for each image costs more.)
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import shortened
+from pipeline.base.json_record import quoted, shortened
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
@@ -33,6 +34,7 @@ _IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every row of every *.parquet below source to the collector."""
     labels: LabelColumn | None = None
+    first, of_first = source, []
     column: str | None = None
     given = read_names(config.label_names, "label_names") if config.label_names else []
     for split, name, path in split_files(source, collector.splits, ".parquet"):
@@ -43,12 +45,12 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             column = label_column(schema.names, config, str(path), collector, column)
             wanted = {"image_column": config.image_column, "label_column": column}
             check_columns(schema.names, {setting: name for setting, name in wanted.items() if name}, str(path))
-            if column and labels is None:
-                where = f"{path}, its metadata `huggingface`"
-                known = given or _class_label_names(schema, column, where)
-                labels = LabelColumn(schema.field(column), str(path), known)
-            if labels is not None:
+            if column:
+                known = given or _class_label_names(schema, column, f"{path}, its metadata `huggingface`")
+                if labels is None:
+                    labels, first, of_first = LabelColumn(schema.field(column), str(path), known), path, known
                 labels.check(schema.field(column), str(path))
+                _refuse_other_names(path, known, first, of_first)
             images, sizes = _unpack(path, file, config.image_column, staging)
             container, offset, row = collector.add_container(images), 0, 0
             for values in _label_values(file, column, len(sizes)):
@@ -103,6 +105,18 @@ def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:
     if len(set(names)) != len(names):
         raise UserError(f"{where}: info.features.{column}.names has a name twice. Give other names: label_names=FILE.")
     return names
+
+
+def _refuse_other_names(path: AnyPath, names: list[str], first: AnyPath, of_first: list[str]) -> None:
+    """Raise UserError if a file's class names are not those of the source's first file: one number would be two classes."""
+    if names == of_first:
+        return
+    pairs = enumerate(itertools.zip_longest(of_first, names))
+    number, (was, now) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    raise UserError(
+        f"{path}: label {number} is {quoted(now)} by the metadata `huggingface`, but {quoted(was)} in {first}. If the labels of all "
+        "files are numbers of the same classes, name these: label_names=FILE; else make each file a data set of its own."
+    )
 
 
 def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) -> tuple[AnyPath, np.ndarray]:

@@ -544,6 +544,26 @@ def test_hugging_face_metadata_without_names(features: dict, tmp_path: Path) -> 
         assert listed(path).classes == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (["car", "plane", "bird"], "b.parquet: label 0 is 'car' by the metadata `huggingface`, but 'plane' in "),
+        (NAMES[:2], "b.parquet: label 2 is None by the metadata `huggingface`, but 'bird' in "),
+        (None, "b.parquet: label 0 is None by the metadata `huggingface`, but 'plane' in "),
+    ],
+)
+def test_parquet_files_whose_numbers_are_other_classes_are_refused(
+    others: list[str] | None, said: str, tmp_path: Path
+) -> None:
+    """The names of the first file would mislabel the images of the second."""
+    folder = hugging_face(tmp_path / "raw/a.parquet", pa.array([2, 0, 0, 1, 2]), NAMES).parent
+    hugging_face(folder / "b.parquet", pa.array([0, 1, 0, 1, 0]), others)
+    assert said in refused(folder)
+    assert "label_names=FILE" in refused(folder, splits={"train": "a", "val": "b"})
+    names = _text("\n".join(NAMES))(tmp_path)
+    assert samples(listed(folder, label_names=str(names)))["b/000001"][1] == ("car",)
+
+
 # --- Lists ------------------------------------------------------------------------------------------------------------
 
 FILES = {"cat/1.jpg": jpeg(1), "dog/2.jpg": jpeg(2), "3.png": jpeg(3)}
