@@ -201,17 +201,18 @@ def _run_jobs(
 
 
 def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig, num_read: int) -> None:
-    """Raises UserError when too many images are bad. num_read: images read so far."""
-    budget = BadBudget(config.max_bad_share).allowed(len(listing))
+    """Raises UserError when too many images are bad. num_read: images read so far, without items that could not be listed."""
+    num_items = len(listing) + len(listing.skipped)
+    budget = BadBudget(config.max_bad_share).allowed(num_items)
     if len(skipped) > budget:
         of = (
-            f"of the {counted(num_read, 'image')} read so far are bad"
+            f"of the {counted(num_read + len(listing.skipped), 'image')} read so far are bad"
             if num_read
             else "items of the source cannot be used"
         )
         raise UserError(
             f"{len(skipped):,} {of}, more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of "
-            f"{len(listing):,}: {reasons(skipped)}. To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
+            f"{num_items:,}: {reasons(skipped)}. To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
             "sizes change, choose another out=... too."
         )
 

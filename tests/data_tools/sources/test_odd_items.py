@@ -209,6 +209,23 @@ def test_skipped_items_count_as_bad_images_and_the_rest_is_the_same(ray_cluster:
         assert (made.path / name).read_bytes() == (plain.path / name).read_bytes(), name
 
 
+def test_skipped_items_are_a_share_of_all_items(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    """Of 3 images and 4 that were never listed as such, no share was enough: 1.0 allowed 3."""
+    files = {**GOOD, "dog/cut.jpg": jpeg(3)[:-200], **{f"cat/{i}.heic": b"?" for i in range(4)}}
+    source = write_folder(files, tmp_path / "raw")
+    with pytest.raises(
+        UserError, match=r"^4 items of the source cannot be used, .* max_bad_share = 0.5 allows of 7: cat/0.heic"
+    ):
+        shard.run(settings(source, tmp_path / "out", max_bad_share=0.5))
+    with pytest.raises(
+        UserError, match=r"^5 of the 7 images read so far are bad, more than the 4 that .* allows of 7: "
+    ):
+        shard.run(settings(source, tmp_path / "out", max_bad_share=0.6))
+    capfd.readouterr()
+    shard.run(settings(source, tmp_path / "out", max_bad_share=0.8))
+    assert "skipped 5 bad images (see skipped.csv)" in capfd.readouterr().out
+
+
 # ---------------------------------------------------------------- lists
 
 
