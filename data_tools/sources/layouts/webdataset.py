@@ -16,13 +16,15 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import INFO, open_dataset
-from pipeline.data.loading.decode import EXTENSIONS
+from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
 from pipeline.settings.commands.data import ShardConfig
 
 NO_LABEL = "no .cls and no .json"
 _LABEL_KEYS = ("labels", "label", "cls")
 _NO_LABEL_IN_JSON = f".json: no whole numbers under any of {', '.join(_LABEL_KEYS)}"
+_NO_IMAGE = "no image beside it; the files of a sample follow one another, as 1.jpg 1.cls 2.jpg 2.cls"
+_OTHER_NAME = "an extension begins at the first dot of a name; that of a sample's image is jpg, png, ... alone"
 _MEMBERS_TO_LOOK_AT = 16
 # Names that tools such as img2dataset give to shards: 00000.tar, train-000000.tar.
 _NUMBERED = re.compile(r"(.*[-_])?\d{5,}\.tar")
@@ -33,6 +35,8 @@ _MAX_LABEL_BYTES = 2**24
 @dataclass(frozen=True)
 class TarSample:
     """A sample of a tar: key, image (name, offset and size in the tar), and labels or the reason why there are none.
+
+    Without an image: the file that there is instead, and the reason why it cannot be used.
 
     labels: ascending and distinct. has_label_file: False without .cls and with a .json that names no labels, as of captions, or cannot be
     read.
@@ -135,7 +139,7 @@ def is_numbered(path: AnyPath) -> bool:
 
 
 def complete_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
-    """Yields every sample with an image, in tar order. Raises UserError when the tar is damaged."""
+    """Yields what `samples_of` does, in tar order. Raises UserError when the tar is damaged."""
     try:
         members = tar_members(file, 0, file_size(path))
         yield from samples_of((member for member in members if not member.is_folder), partial(_read, file))
@@ -144,7 +148,7 @@ def complete_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
 
 
 def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
-    """Yields every sample with an image. members: the files of a tar, in order.
+    """Yields every sample with an image, and those that should have one but do not. members: the files of a tar, in order.
 
     Consecutive files with one key are a sample, and hidden files (._1.jpg beside 1.jpg in a tar made on a Mac) belong to none, as in
     webdataset; a .cls takes precedence over a .json. read: returns bytes of the tar by offset and size.
@@ -153,10 +157,15 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
     parts = (part for part in named if part[0] and not part[0].endswith("/"))
     for key, group in itertools.groupby(parts, key=lambda part: part[0]):
         image: Member | None = None
+        instead: dict[str, Member] = {}  # Reason why there is no image -> the first file that it is said of.
         labels, fault, has_label_file = [], NO_LABEL, False
         for _, ext, member in group:
             if f".{ext}" in EXTENSIONS:
                 image = image or member
+            elif f".{ext}" in NOT_DECODED:
+                instead.setdefault(NOT_DECODED_REASON, member)
+            elif f".{ext.rpartition('.')[2]}" in EXTENSIONS:
+                instead.setdefault(_OTHER_NAME, member)
             elif ext in ("cls", "json") and (fault or ext == "cls"):
                 try:
                     found = _read_labels(ext, member, read)
@@ -166,9 +175,16 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
                     fault = f".{ext}: {error}"
                     # A .json that cannot be read names no label: among those of captions it is one bad sample.
                     has_label_file = has_label_file or not isinstance(error, UserError)
+                # Any program may leave a .json by itself in a tar, such as a list of names.
+                if ext == "cls" or not fault:
+                    instead.setdefault(_NO_IMAGE, member)
         if image is not None:
             fault = image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
             yield TarSample(key, image.name, image.offset, image.size, labels, fault, has_label_file)
+        elif instead:
+            fault = next(reason for reason in (NOT_DECODED_REASON, _OTHER_NAME, _NO_IMAGE) if reason in instead)
+            member = instead[fault]
+            yield TarSample(key, member.name, member.offset, member.size, [], fault, has_label_file)
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes:

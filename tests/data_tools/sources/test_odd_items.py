@@ -394,9 +394,14 @@ DEEP = b'{"label": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
 SHARD = [
     ("1.jpg", jpeg(1)), ("1.cls", b"0"), ("/tmp/ESC.jpg", jpeg(2)), ("/tmp/ESC.cls", b"1"), ("../up.jpg", jpeg(3)),
     ("../up.cls", b"0"), ("deep.jpg", jpeg(4)), ("deep.json", DEEP), (f"{LATIN}.jpg", jpeg(5)), (f"{LATIN}.cls", b"1"),
-    ("long.jpg", jpeg(6)), ("long.cls", b"9" * 5000),
+    ("long.jpg", jpeg(6)), ("long.cls", b"9" * 5000), ("phone.heic", b"?"), ("phone.cls", b"0"),
 ]  # fmt: skip
-BAD = {"deep.jpg": "nested too deeply", "caf\\udce9.jpg": "not UTF-8", "long.jpg": "no whole number"}
+BAD = {
+    "deep.jpg": "nested too deeply",
+    "caf\\udce9.jpg": "not UTF-8",
+    "long.jpg": "no whole number",
+    "phone.heic": "not read; convert it",
+}
 
 
 @pytest.fixture
@@ -412,7 +417,7 @@ def test_odd_samples_of_a_webdataset(odd_shard: Path, ray_cluster: int, tmp_path
     found = {where.removeprefix("a.tar: "): reason for where, reason in skipped(listing).items()}
     assert found.keys() == BAD.keys()
     assert all(BAD[name] in reason for name, reason in found.items())
-    made = shard.run(settings(odd_shard, tmp_path / "out", max_bad_share=1.0))
+    made = shard.run(settings(odd_shard, tmp_path / "out", max_bad_share=0.6))
     with tarfile.open(made.path / "train-000000.tar") as tar:
         names = tar.getnames()
     assert sorted(names) == sorted(f"{key}.{ext}" for key in ("1", "tmp/ESC", "__/up") for ext in ("jpg", "cls"))
@@ -432,8 +437,53 @@ def test_links_of_a_webdataset_are_skipped_and_named(tmp_path: Path) -> None:
     }
 
 
+NO_IMAGES = {
+    "two images of a sample": (
+        ["2.0.jpg", "2.1.jpg", "2.cls"],
+        "2.0.jpg",
+        "an extension begins at the first dot of a name",
+    ),
+    "dots in the names": (["v2.cls", "v2.5.png"], "v2.5.png", "an extension begins at the first dot of a name"),
+    "a photograph in HEIC": (["2.cls", "2.HEIC"], "2.HEIC", "this format is not read; convert it to JPEG or PNG"),
+    "a photograph beside its mask": (["2.cls", "2.seg.png", "2.avif"], "2.avif", "this format is not read"),
+    "files that are not side by side": (
+        ["2.cls", "1.png", "2.jpg"],
+        "2.cls",
+        "no image beside it; the files of a sample",
+    ),
+    "a label of a file that is no image": (["2.npy", "2.json"], "2.json", "no image beside it; the files of a sample"),
+}
+
+
+@pytest.mark.parametrize("what", NO_IMAGES)
+def test_a_sample_of_a_webdataset_without_an_image_is_skipped_and_named(what: str, tmp_path: Path) -> None:
+    """It was left out without a word, and is_labelled was False where all labels were in such samples."""
+    names, where, reason = NO_IMAGES[what]
+    data = {"cls": b"1", "json": b'{"labels": [1]}'}
+    odd = [(name, data.get(name.rpartition(".")[2], jpeg(2))) for name in names]
+    stray = [("names.json", b'{"labels": ["cat", "dog"]}'), ("about.txt", b"")]
+    write_tar([("0.jpg", jpeg(1)), ("0.cls", b"0"), *odd, *stray], tmp_path / "a.tar")
+    found = skipped(listed(tmp_path / "a.tar"))
+    assert found.keys() == {f"a.tar: {where}"}
+    assert found[f"a.tar: {where}"].startswith(reason)
+    write_tar(odd, tmp_path / "b.tar")
+    with pytest.raises(UserError, match=r"b.tar: split 'train' .* has no images; 1 cannot be used: b.tar: " + where):
+        listed(tmp_path / "b.tar", layout="webdataset")
+
+
+def test_labels_that_are_not_beside_their_images_are_not_taken_for_none(tmp_path: Path) -> None:
+    write_tar({"1.jpg": jpeg(1), "2.jpg": jpeg(2), "1.cls": b"0", "2.cls": b"1"}, tmp_path / "a.tar")
+    with pytest.raises(
+        UserError, match=r"has no images; 2 cannot be used: a.tar: 1.cls \(no image beside it; .* as 1.jpg 1.cls"
+    ):
+        listed(tmp_path / "a.tar")
+    # A list of names in a tar of images alone is no label.
+    write_tar({"1.jpg": jpeg(1), "names.json": b'{"labels": ["cat"]}'}, tmp_path / "a.tar")
+    assert not listed(tmp_path / "a.tar", layout="webdataset").is_labelled
+
+
 def test_index_and_verify_of_odd_tars(odd_shard: Path, ray_cluster: int, tmp_path: Path) -> None:
-    made: Dataset = index(IndexConfig(source=str(odd_shard), out=str(tmp_path / "out"), max_bad_share=0.6))
+    made: Dataset = index(IndexConfig(source=str(odd_shard), out=str(tmp_path / "out"), max_bad_share=0.7))
     with open(made.path / "skipped.csv", newline="") as file:
         found = {where.rpartition(": ")[2]: reason for _, where, reason in list(csv.reader(file))[1:]}
     assert found.keys() == BAD.keys()
