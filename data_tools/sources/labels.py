@@ -1,6 +1,7 @@
 """A table column of labels: names, numbers, or lists of either."""
 
 import re
+import shlex
 from typing import Any
 
 import pyarrow as pa
@@ -68,6 +69,12 @@ def label_column(there: list[str], config: ShardConfig, where: str, collector: C
     """
     column = config.label_column
     if column not in there and column == ShardConfig.label_column and not config.label_names:
+        near = [name for name in there if name.strip().lower() in (column, f"{column}s")]
+        if near and before is None:
+            raise UserError(
+                f"{where} has no column {column!r}, but {near[0]!r}. If it holds the labels: label_column={shlex.quote(near[0])} ; for "
+                "images without labels: label_column= ."
+            )
         column = ""
         others = shortened(", ".join(name for name in there if name not in (config.path_column, config.image_column)))
         way_out = f" If another column holds labels, name it: label_column=NAME (there: {others})." if others else ""

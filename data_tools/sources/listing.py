@@ -398,7 +398,7 @@ class Collector:
         if len(twice):
             first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
             more = f" ({counted(len(twice), 'such key')})" if len(twice) > 1 else ""
-            own = "class/name" if self.is_labelled else "path"
+            own = "class/name" if self.by_folders and self.is_labelled else "path"
             are = "tar/name up to its first dot" if self.prefixes else f"{own} without the extension"
             what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
             then = way_out(first, second, self.by_folders and self.source.is_dir())

@@ -14,6 +14,7 @@ from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import WHOLE_NUMBER, LabelColumn, check_columns, label_column
 from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted, shortened
 from pipeline.base.words import on_one_line
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
@@ -57,9 +58,11 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 row += 1
                 if not name:
                     raise UserError(f"{path}, row {row}: {config.path_column} is empty.")
-                names = labels.names(value, f"{path}, row {row}") if labels else []
-                if isinstance(name, bytes):
+                if isinstance(name, bytes):  # Of a CSV.
                     name = name.decode("utf-8", "surrogateescape")
+                    for text in (name, value or ""):
+                        _refuse_line_break(text, f"{path}, row {row}")
+                names = labels.names(value, f"{path}, row {row}") if labels else []
                 if "\0" in name or not is_utf8(name):
                     collector.skip(
                         f"{path.name}, row {row}: {name}", NOT_UTF8 if "\0" not in name else "a NUL in its path"
@@ -87,6 +90,8 @@ def _read(path: AnyPath, config: ShardConfig, there: list[str], column: str) -> 
     if config.path_column == column:
         raise UserError(f"path_column and label_column name the same column, {column!r}, of {path}.")
     wanted = {"path_column": config.path_column} | ({"label_column": column} if column else {})
+    if path.suffix != ".parquet" and config.path_column not in there:
+        _refuse_header(there, config.path_column, path)
     check_columns(there, wanted, str(path))
     columns = list(wanted.values())
     with _reading(path):
@@ -104,6 +109,23 @@ def _read(path: AnyPath, config: ShardConfig, there: list[str], column: str) -> 
     return table
 
 
+def _refuse_header(there: list[str], wanted: str, path: AnyPath) -> None:
+    """Raises UserError for the first line of a CSV that does not name the column of paths. there: names that it has."""
+    separator = next((mark for mark in (";", "\t", "|") if len(there) == 1 and mark in there[0]), "")
+    way_out = (
+        f"Its columns are separated by {separator!r}: separate them by commas, or in a .tsv by tabs."
+        if separator
+        else "The first line of a list names its columns."
+    )
+    raise UserError(f"{path} has no column {wanted!r} (path_column). It has: {shortened(', '.join(there))}. {way_out}")
+
+
+def _refuse_line_break(value: str, where: str) -> None:
+    """Raises UserError for a path or label of a CSV that goes on in the next line: the rows until its end would be lost."""
+    if "\n" in value or "\r" in value:
+        raise UserError(f"{where}: {quoted(value)} has a line break. Is a quotation mark missing, or one too many?")
+
+
 def _parse_options(path: AnyPath) -> pacsv.ParseOptions:
     return pacsv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
 
@@ -116,7 +138,8 @@ def _reading(path: AnyPath) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # A disk error; Arrow's errors for damaged data have no errno.
-        raise UserError(f"{path} cannot be read: {on_one_line(error)}") from None
+        way_out = ". Save it in UTF-8" * ("invalid UTF8" in str(error))
+        raise UserError(f"{path} cannot be read: {on_one_line(error)}{way_out}") from None
 
 
 def _are_numbers(labels: pa.ChunkedArray, separator: str, collector: Collector, path: AnyPath) -> bool:

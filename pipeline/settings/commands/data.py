@@ -75,7 +75,9 @@ class ShardConfig:
         needs="layout=auto,parquet",
     )
     path_column: str = setting(
-        "path", "list: column of paths, relative to the list's folder, or URLs.", needs="layout=auto,list"
+        "path",
+        "list: column of paths, relative to the list's folder, absolute, or URLs (s3://, gs://).",
+        needs="layout=auto,list",
     )
     label_column: str = setting(
         "label",

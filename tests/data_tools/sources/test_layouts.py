@@ -666,6 +666,38 @@ def test_bad_list(tmp_path: Path) -> None:
     assert "is no list of images (split 'train')" in refused(tmp_path, layout="list", splits={"train": "nowhere.csv"})
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            'path,label\n1.jpg,"cat\n2.jpg,dog\n',
+            "row 1: 'cat\\n2.jpg,dog\\n' has a line break. Is a quotation mark missing",
+        ),
+        ('path,label\n1.jpg,cat\n"2.jpg,dog\n3.jpg",dog\n', "row 2: '2.jpg,dog\\n3.jpg' has a line break"),
+        ("path;label\n1.jpg;cat\n", "It has: path;label. Its columns are separated by ';': separate them by commas"),
+        (
+            "path\tlabel\n1.jpg\tcat\n",
+            "Its columns are separated by '\\t': separate them by commas, or in a .tsv by tabs",
+        ),
+        ("1.jpg,cat\n2.jpg,dog\n", "It has: 1.jpg, cat. The first line of a list names its columns."),
+        ("path,label\n1.jpg,caf\xe9\n", "invalid UTF8 data. Save it in UTF-8"),
+        (
+            "path, label\n1.jpg, cat\n",
+            "has no column 'label', but ' label'. If it holds the labels: label_column=' label' ; for",
+        ),
+        (
+            "path,Labels\n1.jpg,cat\n",
+            "has no column 'label', but 'Labels'. If it holds the labels: label_column=Labels ; for",
+        ),
+        ("path,label\n1.jpg,cat\n1.jpg,dog\n", "1.jpg is in it twice, '1'. Keys are path without the extension"),
+    ],
+    ids=["quote", "quoted path", "semicolons", "tabs", "no header", "latin-1", "blank", "capital", "twice"],
+)
+def test_slips_in_a_list(text: str, said: str, tmp_path: Path) -> None:
+    (path := tmp_path / "list.csv").write_text(text, encoding="latin-1")
+    assert said in refused(path)
+
+
 @pytest.mark.parametrize("form", ["folder", "tar", "tiny"])
 def test_names_of_numbers_are_refused_where_folders_name_the_classes(form: str, tmp_path: Path) -> None:
     files = {name: data for name, data in FILES.items() if "/" in name}
