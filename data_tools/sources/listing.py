@@ -1,6 +1,7 @@
 """The sample table of a source: key, split, labels and location of every image."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from data_tools.sources.repeated_keys import repeated, sorted_by_key, way_out, w
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON
+from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import AnyPath, is_utf8, locate, utf8_fault
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
@@ -40,6 +41,7 @@ LISTED = "listed"
 Skipped = tuple[str, str, str]
 NOT_UTF8 = "its name is not UTF-8; rename it"
 _BATCH = 2**16
+_may_be_of_a_system = re.compile("|".join(map(re.escape, sorted(SYSTEM_FOLDERS)))).search
 _ARCHIVES = (".tar", ".zip", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 _NAMED = 3
 
@@ -439,7 +441,7 @@ def _clean(name: str) -> str:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name, or one that it lies in, is hidden, or in the folder that macOS adds to zips."""
-    if not ("/." in name or name.startswith(".") or "__MACOSX" in name):
+    """Whether a file or folder of this name, or one that it lies in, is hidden, or in a folder that a system adds (SYSTEM_FOLDERS)."""
+    if not ("/." in name or name.startswith(".") or _may_be_of_a_system(name)):
         return False
-    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+    return any(part.startswith(".") or part in SYSTEM_FOLDERS for part in name.split("/"))

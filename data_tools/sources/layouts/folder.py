@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from data_tools.sources.layouts import archive
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import Collector, is_hidden
 from pipeline.base.json_record import shortened
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
@@ -56,8 +56,8 @@ def _walk(source: Path, collector: Collector) -> None:
                     collector.skip(name, "a link to a folder that it lies in")
                 else:
                     collector.folder(name)
-                    # Hidden folders (.git) may be huge, and hold no samples.
-                    if not entry.name.startswith("."):
+                    # Hidden folders (.git) may be huge, those of a system unreadable, and both hold no samples.
+                    if not is_hidden(entry.name):
                         folders.append(f"{name}/")
 
 

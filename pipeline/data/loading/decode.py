@@ -23,6 +23,8 @@ EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp",
 # Suffixes of photographs that are not decoded: they belong to a data set, so each counts as a bad image.
 NOT_DECODED = {".heic", ".heif", ".avif", ".jxl"}
 NOT_DECODED_REASON = "this format is not read; convert it to JPEG or PNG"
+# Folders that macOS, Synology's NAS, Linux and Windows add to others: thumbnails and rescued or deleted files, which are no samples.
+SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 # How HEIC and AVIF begin, after four bytes of a size: phones and web sites also call such files .jpg.
 _NOT_DECODED_MAGIC = tuple(b"ftyp" + brand for brand in (b"hei", b"hev", b"mif1", b"msf1", b"avi"))
 _MAGIC = {

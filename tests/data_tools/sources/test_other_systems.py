@@ -6,6 +6,8 @@ import pytest
 from raw_images import jpeg, write_folder, write_tar, write_zip
 from test_layouts import listed, samples
 
+from pipeline.evaluate.adhoc_split import open_adhoc_split
+
 DOUBLE = b"\0\5\x16\7\0\2\0\0Mac OS X        "
 
 
@@ -59,3 +61,23 @@ def test_a_list_and_names_written_on_windows(tmp_path: Path) -> None:
     for name in ("L.CSV", "L.TSV"):
         listing = listed(tmp_path / "raw" / name, label_names=str(tmp_path / "names.txt"))
         assert samples(listing) == {"1": ("train", ("cat",), jpeg(1)), "2": ("train", ("dog",), jpeg(2))}
+
+
+def test_folders_that_systems_add_are_no_classes(tmp_path: Path) -> None:
+    """Synology's thumbnails became a class and samples of others; lost+found was a class folder without images."""
+    files = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
+    added = [
+        "@eaDir/1.jpg",
+        "cat/@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
+        "$RECYCLE.BIN/x/1.jpg",
+        "System Volume Information/1.jpg",
+    ]
+    everything = {**files, **dict.fromkeys(added, jpeg(3))}
+    source = write_folder(everything, tmp_path / "raw")
+    (source / "lost+found").mkdir()
+    for made in (source, write_zip(everything, tmp_path / "raw.zip"), write_tar(everything, tmp_path / "raw.tar")):
+        listing = listed(made)
+        assert listing.classes == ["cat", "dog"]
+        assert samples(listing).keys() == {"cat/1", "dog/1"}
+        assert made == source or "ignored 4 hidden files" in listing.notes[0]
+    assert len(open_adhoc_split([str(source)], "val", "none", []).split) == 2
