@@ -1,7 +1,6 @@
 """The sample table of a source: key, split, labels and location of every image."""
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
+from data_tools.sources.ignored import NAMED, Few, is_hidden, other_layout
 from data_tools.sources.repeated_keys import repeated, sorted_by_key, way_out, with_extensions, with_prefixes
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON, SYSTEM_FOLDERS
+from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON
 from pipeline.data.storage.bucket import AnyPath, is_utf8, locate, utf8_fault
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
@@ -41,9 +41,7 @@ LISTED = "listed"
 Skipped = tuple[str, str, str]
 NOT_UTF8 = "its name is not UTF-8; rename it"
 _BATCH = 2**16
-_may_be_of_a_system = re.compile("|".join(map(re.escape, sorted(SYSTEM_FOLDERS)))).search
 _ARCHIVES = (".tar", ".zip", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
-_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -174,10 +172,10 @@ class Collector:
     _classes: dict[str, int] = field(default_factory=dict)
     _counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (split, class folder) -> number of images.
     _tops: dict[str, None] = field(default_factory=dict)
-    _no_images: "_Few" = field(default_factory=lambda: _Few())
-    _hidden: "_Few" = field(default_factory=lambda: _Few())
-    _outside: "_Few" = field(default_factory=lambda: _Few())
-    _absolute: "_Few" = field(default_factory=lambda: _Few())
+    _no_images: Few = field(default_factory=Few)
+    _hidden: Few = field(default_factory=Few)
+    _outside: Few = field(default_factory=Few)
+    _absolute: Few = field(default_factory=Few)
     _flat: bool = False  # Whether some image is directly in its class folder.
 
     def __post_init__(self) -> None:
@@ -276,7 +274,7 @@ class Collector:
         """Forget all samples, containers and skipped items reported so far."""
         for reported in (self._parts, self._rows, self._labels, self.containers, self.prefixes, self.skipped):
             reported.clear()
-        self._ends, self._absolute = [0], _Few()
+        self._ends, self._absolute = [0], Few()
 
     def class_folders(self) -> set[str]:
         """Names of the class folders reported so far."""
@@ -320,10 +318,7 @@ class Collector:
                 f"{counted(len(twice), 'file')} named as another but for the extension: their keys have it, too"
             )
         self._check_keys(table)
-        if self._no_images.count:
-            notes.append(f"ignored {self._no_images.counted('file')} without an image extension: {self._no_images}")
-        if self._hidden.count:
-            notes.append(f"ignored {self._hidden.counted('hidden file')}: {self._hidden}")
+        notes += self._ignored()
         if self._outside.count:
             are_most = "" in self.splits.values() and self._outside.count > len(table)
             hint = "; layout=images reads them without labels" * (self.is_labelled and are_most)
@@ -364,7 +359,7 @@ class Collector:
         return any(folder == name or folder.startswith(name + "/") for _, folder in self._folders)
 
     def _check_folders(self) -> None:
-        tops = ", ".join(printable(name) for name in list(self._tops)[:8]) or str(self._no_images) or "nothing"
+        tops = ", ".join(printable(name) for name in list(self._tops)[:8]) or "neither folders nor images"
         for split, folder in self.splits.items():
             counts = {name: count for (of, name), count in self._counts.items() if of == split}
             where = f"{self.source}/{_clean(folder)}".rstrip("/")
@@ -372,7 +367,7 @@ class Collector:
                 raise UserError(
                     f"{where} has no class folders with images (split {split!r}{self._but_skipped()}). Images belong in "
                     f"<class>/<name>.jpg; splits.{split}=FOLDER names the folder that holds the classes. {self.advice}At the "
-                    f"top of source: {tops}."
+                    f"top of source: {tops}.{''.join(f' Also {note}.' for note in self._ignored())}{other_layout(self._no_images)}"
                 )
             for name, count in counts.items():
                 if not count:
@@ -392,6 +387,11 @@ class Collector:
                     f"splits.{split}={_clean(f'{folder}/{only}')} . {self.advice}".rstrip()
                 )
 
+    def _ignored(self) -> list[str]:
+        """Notes about the files that are no samples."""
+        kinds = [("file", " without an image extension", self._no_images), ("hidden file", "", self._hidden)]
+        return [f"ignored {few.counted(noun)}{more}: {few}" for noun, more, few in kinds if few.count]
+
     def _but_skipped(self) -> str:
         return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""
 
@@ -408,29 +408,10 @@ class Collector:
             raise UserError(f"{self.source}: {what}, {key!r}{more}. Keys are {are}, dots become _. {then}")
 
 
-@dataclass
-class _Few:
-    """A count of names, with the first few as examples."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, name: str) -> None:
-        self.count += 1
-        if len(self.first) < _NAMED:
-            self.first.append(printable(name))
-
-    def counted(self, noun: str) -> str:
-        return counted(self.count, noun)
-
-    def __str__(self) -> str:
-        return ", ".join(self.first) + ", ..." * (self.count > len(self.first))
-
-
 def reasons(skipped: list[Skipped]) -> str:
     """The first few items that cannot be used, each with its reason."""
-    few = "; ".join(f"{printable(where)} ({reason})" for _, where, reason in sorted(skipped)[:_NAMED])
-    return few + "; ..." * (len(skipped) > _NAMED)
+    few = "; ".join(f"{printable(where)} ({reason})" for _, where, reason in sorted(skipped)[:NAMED])
+    return few + "; ..." * (len(skipped) > NAMED)
 
 
 def _clean(name: str) -> str:
@@ -438,10 +419,3 @@ def _clean(name: str) -> str:
     if not ("//" in name or "./" in name or "/." in name or name.startswith("/") or name.endswith("/") or name == "."):
         return name
     return "/".join(part for part in name.split("/") if part not in ("", "."))
-
-
-def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name, or one that it lies in, is hidden, or in a folder that a system adds (SYSTEM_FOLDERS)."""
-    if not ("/." in name or name.startswith(".") or _may_be_of_a_system(name)):
-        return False
-    return any(part.startswith(".") or part in SYSTEM_FOLDERS for part in name.split("/"))

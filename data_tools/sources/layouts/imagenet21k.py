@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from data_tools.sources.ignored import is_hidden
 from data_tools.sources.layouts.archive import LIST, kind, resolved_members, staged_path, tar_members, walk_zip
-from data_tools.sources.listing import Collector, is_hidden
+from data_tools.sources.listing import Collector
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import printable

@@ -86,6 +86,14 @@ def _text(at: Path) -> Path:
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda at: at / "nowhere", "nowhere: no such file or folder"),
     "no images": (lambda at: write_folder({"cat/notes.txt": b""}, at / "raw"), "no class folders with images"),
+    "Parquet further down": (
+        lambda at: write_folder({"plain/train/0.parquet": b"PAR1"}, at / "raw"),
+        "At the top of source: plain. Also ignored 1 file without an image extension: plain/train/0.parquet. (layout=parquet reads",
+    ),
+    "an archive in an archive": (
+        lambda at: write_zip({"raw.zip": b"PK", "__MACOSX/._raw.zip": b"x"}, at / "raw.zip"),
+        "source: neither folders nor images. Also ignored 1 file without an image extension: raw.zip. Also ignored 1 hidden file: __MACOSX/._raw.zip.",
+    ),
     "images at the top": (lambda at: write_folder({"1.jpg": jpeg(1)}, at / "raw"), "no class folders with images"),
     "splits in capitals": (
         lambda at: write_folder({"Training/1.jpg": jpeg(1), "Testing/2.jpg": jpeg(2)}, at / "raw"),
