@@ -176,7 +176,9 @@ class Collector:
     _hidden: Few = field(default_factory=Few)
     _outside: Few = field(default_factory=Few)
     _absolute: Few = field(default_factory=Few)
-    _flat: bool = False  # Whether some image is directly in its class folder.
+    _flat: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # (split, class folder) with an image that is in no folder of it.
 
     def __post_init__(self) -> None:
         # The longest folder first: with {train: "", test: test} a file below test/ belongs to test.
@@ -233,7 +235,8 @@ class Collector:
         classes: tuple[str, ...] = ()
         if self.is_labelled:
             class_name, rest = inner.split("/", 1)
-            self._flat = self._flat or "/" not in rest
+            if "/" not in rest:
+                self._flat.add((split, class_name))
             self._counts[split, class_name] = self._counts.get((split, class_name), 0) + 1
             classes = (class_name,)
         if fault:
@@ -369,18 +372,20 @@ class Collector:
                     f"<class>/<name>.jpg; splits.{split}=FOLDER names the folder that holds the classes. {self.advice}At the "
                     f"top of source: {tops}.{''.join(f' Also {note}.' for note in self._ignored())}{other_layout(self._no_images)}"
                 )
+            like = sorted(name for name in counts if name.lower() in LIKE_SPLITS)
+            # Beside folders of other names (extra, annotations), train and val are splits if both hold nothing but folders.
+            if len(like) == len(counts) or len({(split, name) for name in like} - self._flat) > 1:
+                say = (f"splits.{LIKE_SPLITS[name.lower()]}={_clean(f'{folder}/{name}')}" for name in like)
+                raise UserError(
+                    f"{where}: {'the' if len(like) == len(counts) else 'some'} class folders are called {', '.join(like)}, like splits. "
+                    f"If they are, say so: {' '.join(say)}"
+                )
             for name, count in counts.items():
                 if not count:
                     raise UserError(
                         f"{where}/{printable(name)} is a class folder without images. Fill it, or remove it."
                     )
-            if all(name.lower() in LIKE_SPLITS for name in counts):
-                say = (f"splits.{LIKE_SPLITS[name.lower()]}={_clean(f'{folder}/{name}')}" for name in sorted(counts))
-                raise UserError(
-                    f"{where}: the class folders are called {', '.join(sorted(counts))}, like splits. "
-                    f"If they are, say so: {' '.join(say)}"
-                )
-            if len(counts) == 1 and not self._flat:
+            if len(counts) == 1 and not any(of == split for of, _ in self._flat):
                 only = next(iter(counts))
                 raise UserError(
                     f"{where} holds the one folder {only!r}, which holds folders. If those are the classes, say so: "

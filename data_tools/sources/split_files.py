@@ -4,9 +4,10 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.tables import INFO
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 
-# Names, in lower case, that are probably of splits -> the split.
+# Names, in lower case, that are probably of splits -> the split, as the recipes' data.eval_split calls it.
 LIKE_SPLITS = {
-    **{name: name for name in ("train", "val", "valid", "validation", "dev", "test")}, "training": "train", "testing": "test",
+    "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "dev", "test": "test",
+    "testing": "test",
 }  # fmt: skip
 _BEGINNINGS = ("train", "val", "test", "dev")
 # In the folder of a data set while launch/shard.py makes it, and after a kill.

@@ -125,6 +125,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda at: write_folder(_below("test", "train"), at / "raw"),
         "If they are, say so: splits.test=test splits.train=train",
     ),
+    "splits called as by others": (
+        lambda at: write_folder(_below("Training", "Validation"), at / "raw"),
+        "If they are, say so: splits.train=Training splits.val=Validation",
+    ),
+    "splits beside other folders": (
+        lambda at: write_folder(_below("train", "valid") | {"extra/1.jpg": jpeg(1), "notes/a.txt": b""}, at / "raw"),
+        "raw: some class folders are called train, valid, like splits. If they are, say so: splits.train=train splits.val=valid",
+    ),
     "one folder too deep": (
         lambda at: write_folder(_below("photos"), at / "raw"),
         "If those are the classes, say so: splits.train=photos . For images without labels, run: python launch/shard.py layout=images",
@@ -253,3 +261,9 @@ def test_a_folder_of_images_with_few_in_folders_below_is_read_by_another_layout(
     source = write_folder({"1.jpg": jpeg(1), "2.jpg": jpeg(2), "more/3.jpg": jpeg(3)}, tmp_path / "raw")
     listing = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
     assert any("2.jpg; layout=images reads them without labels" in note for note in listing.notes)
+
+
+def test_classes_called_like_splits(tmp_path: Path) -> None:
+    """Images of trains and of tests, each in its folder: with a class beside them these are classes."""
+    source = write_folder({"train/1.jpg": jpeg(1), "test/1.jpg": jpeg(2), "car/old/1.jpg": jpeg(3)}, tmp_path / "raw")
+    assert list_source(source, ShardConfig(source=str(source), out="out"), tmp_path).classes == ["car", "test", "train"]
