@@ -20,11 +20,19 @@ from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.words import counted, on_one_line
+from pipeline.data.loading.decode import LFS_POINTER, LFS_REASON
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove_if_empty, version
 
 COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"PK\x05\x06": "zip"}
+# Files that are not read -> what they are, and what to do.
+_NOT_READ = {
+    b"\x28\xb5\x2f\xfd": "packed by zstd, which is not read: unpack it (zstd -d)",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive, which is not read: unpack it, and give the folder",
+    b"Rar!": "a RAR archive, which is not read: unpack it, and give the folder",
+    LFS_POINTER: LFS_REASON,
+}
 # Errors that zipfile raises for a damaged zip.
 ZIP_ERRORS = (zipfile.BadZipFile, ValueError, KeyError, OverflowError, NotImplementedError, EOFError, OSError,
               struct.error, zlib.error)  # fmt: skip
@@ -61,8 +69,11 @@ def kind(source: AnyPath) -> str:
     try:
         tarfile.TarInfo.frombuf(start, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
+        if why := next((why for magic, why in _NOT_READ.items() if start.startswith(magic)), ""):
+            raise UserError(f"source = {source} is {why}.") from None
         raise UserError(
-            f"source = {source} is no .tar, .tar.gz, .tgz or .zip (it begins with {start[:12]!r}). Is it whole?"
+            f"source = {source} is no .tar, .tar.gz, .tgz or .zip (it begins with {start[:12]!r}), nor a list of images (.csv, .tsv, "
+            ".parquet). Is it whole?"
         ) from None
     return "tar"
 
@@ -93,6 +104,11 @@ def damage_named(source: AnyPath, *kinds: type[Exception]) -> Iterator[None]:
         # Storage errors have an errno; EINVAL results from a damaged offset.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
+        start = b""
+        with contextlib.suppress(OSError), source.open("rb") as file:
+            start = file.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            raise UserError(f"{source} is {LFS_REASON}.") from None
         raise UserError(f"{source} is damaged ({on_one_line(error)[:200]}). Fetch it again.") from None
 
 

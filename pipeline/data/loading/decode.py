@@ -23,6 +23,9 @@ EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp",
 # Suffixes of photographs that are not decoded: they belong to a data set, so each counts as a bad image.
 NOT_DECODED = {".heic", ".heif", ".avif", ".jxl"}
 NOT_DECODED_REASON = "this format is not read; convert it to JPEG or PNG"
+# How a file begins that Git LFS has not fetched yet, as after `git clone` of a data set without git-lfs.
+LFS_POINTER = b"version https://git-lfs"
+LFS_REASON = "a pointer of Git LFS instead of the file; run git lfs pull"
 # Folders that macOS, Synology's NAS, Linux and Windows add to others: thumbnails and rescued or deleted files, which are no samples.
 SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 # How HEIC and AVIF begin, after four bytes of a size: phones and web sites also call such files .jpg.
@@ -132,6 +135,8 @@ def _format(data: bytes) -> str:
         return "webp"
     if data.startswith(_NOT_DECODED_MAGIC, 4):
         raise DecodeError(NOT_DECODED_REASON)
+    if data.startswith(LFS_POINTER):
+        raise DecodeError(LFS_REASON)
     raise DecodeError(f"no image: begins with {data[:12]!r}" if data else "empty file")
 
 

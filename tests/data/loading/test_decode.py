@@ -232,6 +232,11 @@ def test_the_end_of_a_thumbnail_is_not_that_of_the_picture(encode: Encode) -> No
             check_end(data[:-cut], "jpg")
 
 
+def test_a_file_that_git_lfs_has_not_fetched_is_named_as_such() -> None:
+    with pytest.raises(DecodeError, match="a pointer of Git LFS instead of the file; run git lfs pull"):
+        decode(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+
+
 @pytest.mark.parametrize("brand", [b"heic", b"heix", b"hevc", b"mif1", b"avif", b"avis"])
 def test_a_phone_s_heic_is_named_as_such_whatever_its_extension(brand: bytes) -> None:
     with pytest.raises(DecodeError, match="this format is not read; convert it to JPEG or PNG"):

@@ -82,6 +82,13 @@ def _text(at: Path) -> Path:
     return at / "raw.tar"
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def _begins_with(start: bytes, name: str) -> Callable[[Path], Path]:
+    return lambda at: write_folder({name: start + bytes(600)}, at) / name
+
+
 # What is wrong -> (makes the source, what the line says)
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda at: at / "nowhere", "nowhere: no such file or folder"),
@@ -121,6 +128,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "cut class tars": (_cut_class_tars, "raw has 2 damaged tars: cat.tar (cut off at byte"),
     "damaged tar in a tar": (_damaged_tar_in_a_tar, "raw.tar has 1 damaged tar: cat.tar (bad checksum at byte"),
     "no archive": (_text, "is no .tar, .tar.gz, .tgz or .zip"),
+    "zstd": (_begins_with(b"\x28\xb5\x2f\xfd", "raw.tar.zst"), "raw.tar.zst is packed by zstd, which is not read: unpack it (zstd -d)."),
+    "7z": (_begins_with(b"7z\xbc\xaf\x27\x1c", "raw.7z"), "raw.7z is a 7z archive, which is not read: unpack it"),
+    "JSON": (_begins_with(b'{"path": "1.jpg"}', "raw.jsonl"), "no .tar, .tar.gz, .tgz or .zip (it begins with b'{\"path\": \"1.'), nor a list"),
+    "not fetched": (_begins_with(LFS, "raw.tar"), "raw.tar is a pointer of Git LFS instead of the file; run git lfs pull."),
+    "table not fetched": (_begins_with(LFS, "raw.parquet"), "raw.parquet is a pointer of Git LFS instead"),
+    "folder not fetched": (lambda at: _begins_with(LFS, "raw/train-0.parquet")(at).parent, "train-0.parquet is a pointer of Git LFS"),
     "splits as classes": (
         lambda at: write_folder(_below("test", "train"), at / "raw"),
         "If they are, say so: splits.test=test splits.train=train",
