@@ -3,7 +3,10 @@
 import itertools
 from collections.abc import Collection
 
+import pyarrow as pa
+
 from data_tools.sources.layouts import archive, cifar, flat, imagenet1k, imagenet21k, tiny_imagenet, webdataset
+from data_tools.sources.layouts.parquet import holds_images
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO
 from pipeline.data.storage.bucket import AnyPath, file_size
@@ -18,8 +21,9 @@ def detect_layout(source: AnyPath, config: ShardConfig) -> str:
     if source.is_dir():
         return _detect_in_folder(source, config.splits)
     if is_table(source):
-        is_list = source.suffix != ".parquet" or config.path_column in open_parquet(source).schema_arrow.names
-        return "list" if is_list else "parquet"
+        return (
+            "list" if source.suffix != ".parquet" or _is_list(open_parquet(source).schema_arrow, config) else "parquet"
+        )
     if archive.kind(source) == "zip":
         return _detect_in_members([member.filename for member in archive.zip_members(source)], config.splits)
     if webdataset.is_shard(source):
@@ -30,6 +34,14 @@ def detect_layout(source: AnyPath, config: ShardConfig) -> str:
     if cifar.is_cifar({name.rpartition("/")[2] for name in names}):
         return "cifar"
     return "imagenet21k" if imagenet21k.is_tar_of_tars(source) else _detect_in_members(names, config.splits)
+
+
+def _is_list(schema: pa.Schema, config: ShardConfig) -> bool:
+    """Whether a table has paths but no images. Beside images, paths are often those that the files once had."""
+    names = schema.names
+    return config.path_column in names and not (
+        config.image_column in names and holds_images(schema.field(names.index(config.image_column)).type)
+    )
 
 
 def _detect_in_members(names: list[str], splits: dict[str, str]) -> str:

@@ -119,12 +119,18 @@ def _refuse_other_names(path: AnyPath, names: list[str], first: AnyPath, of_firs
     )
 
 
+def holds_images(kind: pa.DataType) -> bool:
+    """Whether a column of this type can hold encoded images: binary, or struct<bytes, path>."""
+    if types.is_struct(kind):
+        kind = kind.field("bytes").type if kind.get_field_index("bytes") >= 0 else kind
+    return types.is_binary(kind) or types.is_large_binary(kind)
+
+
 def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) -> tuple[AnyPath, np.ndarray]:
     """Returns (file of the column's concatenated images, their (rows,) int64 sizes). Unpacked once."""
     kind = file.schema_arrow.field(column).type
-    is_struct = types.is_struct(kind) and kind.get_field_index("bytes") >= 0
-    of_bytes = kind.field("bytes").type if is_struct else kind
-    if not (types.is_binary(of_bytes) or types.is_large_binary(of_bytes)):
+    is_struct = types.is_struct(kind)
+    if not holds_images(kind):
         raise UserError(
             f"{path}: column {column!r} holds {shortened(str(kind))}, not encoded images (binary, or struct<bytes, path>)."
         )

@@ -426,6 +426,17 @@ def test_a_parquet_column_with_a_slash_in_its_name(tmp_path: Path) -> None:
     assert [data for _, _, data in samples(listed(path, image_column="image/encoded")).values()] == IMAGES
 
 
+def test_a_table_of_images_and_of_the_paths_that_they_had(tmp_path: Path) -> None:
+    """Alone it was a list, none of whose files is there; in a folder it was read."""
+    path = hugging_face(tmp_path / "raw/a.parquet", pa.array(list("ababa")))
+    images = pq.read_table(path)
+    pq.write_table(images.append_column("path", pa.array([f"old/{row}.jpg" for row in range(5)])), path)
+    assert samples(listed(path)) == samples(listed(path.parent))
+    numbers = images.drop_columns("image").append_column("image", pa.array(range(5)))
+    pq.write_table(numbers.append_column("path", pa.array([f"old/{row}.jpg" for row in range(5)])), path)
+    assert listed(path).table["name"].to_pylist() == [f"old/{row}.jpg" for row in range(5)]
+
+
 def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
     hugging_face(tmp_path / "raw/data/train-0.parquet", pa.array(list("ababa")))
     pq.write_table(pa.table({"image": IMAGES, "label": list("aabbb")}), tmp_path / "raw/data/validation-0.parquet")
