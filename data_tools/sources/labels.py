@@ -108,9 +108,13 @@ def _are_numbers(field: pa.Field, where: str) -> bool:
     if types.is_dictionary(kind):
         kind = kind.value_type
     if not (types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)):
-        none = " For images without labels: label_column= ." if types.is_null(kind) else ""
+        way_out = " For images without labels: label_column= ." if types.is_null(kind) else ""
+        if types.is_floating(kind):  # A column of whole numbers of which some are missing.
+            way_out = (
+                f" If pandas wrote whole numbers so: table[{field.name!r}] = table[{field.name!r}].astype('Int64')."
+            )
         raise UserError(
             f"{where}: column {field.name!r} holds {shortened(str(field.type))}, but labels are text, whole numbers or lists "
-            f"of them.{none}"
+            f"of them.{way_out}"
         )
     return types.is_integer(kind)

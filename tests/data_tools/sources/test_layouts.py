@@ -486,7 +486,7 @@ def test_bad_parquet(tmp_path: Path) -> None:
     [
         (pa.array([[0], [0, None], [], None, [1]]), "row 1: [0, None] has a missing label (null)"),
         (pa.array([["a"], None, [None], [], ["b"]]), "row 2: [None] has a missing label"),
-        (pa.array([1.5, 2, 3, 4, 5]), "column 'label' holds double, but labels are text"),
+        (pa.array([1.5, 2, 3, 4, 5]), "column 'label' holds double, but labels are text, whole numbers or lists of them. If pandas wrote"),
         (pa.array([True, False, True, True, True]), "column 'label' holds bool, but labels are text"),
         (pa.array([[[0]], [[1]], [], [], []]), "column 'label' holds list<element: list<"),
         (pa.array([2**64 - 1, 0, 0, 0, 0], pa.uint64()), "row 0: label 18446744073709551615 is out of range"),
