@@ -333,6 +333,9 @@ class Collector:
             notes.append(f"removed the leading / of {self._absolute.counted('key')}: {self._absolute}")
         if self.skipped:
             notes.append(f"cannot use {len(self.skipped):,} of the items listed: {reasons(self.skipped)}")
+        if self.by_folders and self.is_labelled and len(classes) == 1:
+            hint = other_layout(self._no_images) or " (Without labels: layout=images.)"
+            notes.append(f"all images are of one class, {printable(classes[0])!r}, the folder that they lie in.{hint}")
         num_bare = int((pc.list_value_length(table["labels"]).to_numpy() == 0).sum())
         if num_bare and self.is_labelled:
             notes.append(f"{counted(num_bare, 'image')} without any label")

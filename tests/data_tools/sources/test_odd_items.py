@@ -192,6 +192,16 @@ def test_what_is_ignored_is_named(tmp_path: Path) -> None:
     assert said["ignored 1 image outside the class folders of splits = {'train'"] == {"top.jpg"}
 
 
+def test_one_class_alone_is_named_with_the_table_that_may_have_the_labels(tmp_path: Path) -> None:
+    """All images of images/ became the class images, and labels.csv was a file without an image extension."""
+    source = write_folder({"images/1.jpg": jpeg(1), "images/2.jpg": jpeg(2)}, tmp_path / "raw")
+    said = "all images are of one class, 'images', the folder that they lie in. ("
+    assert listed(source).notes == [f"{said}Without labels: layout=images.)"]
+    write_folder({"labels.csv": b"path,label\nimages/1.jpg,cat\nimages/2.jpg,dog\n"}, source)
+    assert f"{said}a list of images is given as source=FILE.csv.)" in listed(source).notes
+    assert listed(source / "labels.csv").classes == ["cat", "dog"]
+
+
 def test_skipped_items_count_as_bad_images_and_the_rest_is_the_same(ray_cluster: int, tmp_path: Path, capfd) -> None:
     files = {f"{name}/{i}.jpg": jpeg(i) for name in ("cat", "dog") for i in range(5)}
     plain = shard.run(settings(write_folder(files, tmp_path / "plain"), tmp_path / "a"))
