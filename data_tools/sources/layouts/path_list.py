@@ -69,7 +69,11 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     )
                     continue
                 place = name if name.startswith("/") or "://" in name else inside + name
-                collector.sample(split, _key(name), names, place, -1, 0, _size(locate(folder, name), listed))
+                try:
+                    file = locate(folder, name)
+                except UserError as error:  # A URL of another kind than a bucket's.
+                    raise UserError(f"{path}, row {row}: {error}") from None
+                collector.sample(split, _key(name), names, place, -1, 0, _size(file, listed))
     collector.classes = labels.classes() if labels else []
 
 

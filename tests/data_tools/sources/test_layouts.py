@@ -681,6 +681,10 @@ def test_bad_list(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (
+            "path,label\n1.jpg,cat\nhttps://a.org/2.jpg,dog\n",
+            "list.csv, row 2: https://a.org/2.jpg: https:// is not supported",
+        ),
+        (
             'path,label\n1.jpg,"cat\n2.jpg,dog\n',
             "row 1: 'cat\\n2.jpg,dog\\n' has a line break. Is a quotation mark missing",
         ),
@@ -702,7 +706,7 @@ def test_bad_list(tmp_path: Path) -> None:
         ),
         ("path,label\n1.jpg,cat\n1.jpg,dog\n", "1.jpg is in it twice, '1'. Keys are path without the extension"),
     ],
-    ids=["quote", "quoted path", "semicolons", "tabs", "no header", "latin-1", "blank", "capital", "twice"],
+    ids=["URL", "quote", "quoted path", "semicolons", "tabs", "no header", "latin-1", "blank", "capital", "twice"],
 )
 def test_slips_in_a_list(text: str, said: str, tmp_path: Path) -> None:
     (path := tmp_path / "list.csv").write_text(text, encoding="latin-1")
