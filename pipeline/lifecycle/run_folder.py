@@ -83,7 +83,7 @@ class RunFolder:
             lock.close()
             return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
         self._lock, self.is_owner = lock, True
-        lock.write_owner(f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        lock.write_owner(this_process())
         shutil.rmtree(self.path / "failures", ignore_errors=True)
         return None
 
@@ -118,6 +118,11 @@ class RunFolder:
 
     def _failure_file(self) -> Path:
         return self.path / "failures" / f"rank-{self.rank:05d}.json"
+
+
+def this_process() -> str:
+    """Host, pid and time of locking, as written into a lock's file."""
+    return f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
 
 
 def holder(path: Path) -> str | None:

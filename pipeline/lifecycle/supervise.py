@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.base.errors import UserError
+from pipeline.base.locks import FileLock
 from pipeline.base.words import counted
 from pipeline.estimate.plan import cut_batch
 from pipeline.lifecycle.hosts import Hosts, largest_fitting, read_hostfile, to_blame, unreachable, write_hostfile
@@ -30,6 +31,7 @@ from pipeline.lifecycle.run_folder import (
     read_end,
     read_failures,
     stop_file,
+    this_process,
 )
 from pipeline.lifecycle.stop import BY_FILE, BY_LAUNCHER, BY_LIMIT
 from pipeline.monitor.run_page import hide_passwords
@@ -44,6 +46,8 @@ Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]
 
 # What starts a run: files of the repository, or modules of an installed library.
 _SCRIPTS = ("pretrain.py", "finetune.py", "launch.pretrain", "launch.finetune")
+# Locked by the supervisor while it lives.
+_LOCK_FILE = "supervise.lock"
 _DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's default.
 _POLL_SECONDS = 0.2
 _LONGEST_PAUSE = 600.0
@@ -60,7 +64,7 @@ _SET_CHILD_SUBREAPER = 36  # prctl(2)
 def supervise(command: list[str], config: SuperviseConfig) -> None:
     """Restart `command` until its run is finished. Exits with 0, 75 (resume later), 2 (refused) or 1 (gave up).
 
-    Raises UserError if the command does not start a run, or the run is already running.
+    Raises UserError if the command does not start a run, or the run is running or supervised already.
     """
     sys.exit(Supervisor(command, config).loop())
 
@@ -77,11 +81,11 @@ class Supervisor:
         self.host_failures = dict.fromkeys(self.hosts, 0)
         self.needed_hosts: list[str] = []  # Failed too often, and the run cannot train without them.
         self.signals: list[int] = []
-        if who := holder(self.folder):
-            raise UserError(f"{self.folder} is in use by {who}. Stop that one first.")
+        self._refuse_another_run()
         check_program(command[0])
         try_outputs(self.run)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = _only_supervisor(self.folder)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.signals.append(number))
         # The end of the terminal. Under nohup, ranks are to ignore it, too.
@@ -94,6 +98,8 @@ class Supervisor:
         """Start the run, judge the outcome, wait, repeat. Returns the exit code."""
         starts, idle, committed = 0, 0, -1
         while True:
+            # Once more at a restart: its ranks would count as those of this start, and be asked to stop.
+            self._refuse_another_run()
             starts += 1
             self.say("start", f"start {starts}: {' '.join(self.command)}", number=starts)
             forget_last_start(self.folder)
@@ -127,6 +133,11 @@ class Supervisor:
                 self.say("stopped", "asked to stop: not started again")
                 return RESUME
             self._leave_out_hosts()
+
+    def _refuse_another_run(self) -> None:
+        """Raise UserError if a run that this supervisor did not start has the folder."""
+        if who := holder(self.folder):
+            raise UserError(f"{self.folder} is in use by {who}. Stop that one first.")
 
     def _judge(self, status: Status | None, launch: "Launch") -> tuple[Outcome, str]:
         """Return the outcome of a start and its reason."""
@@ -280,6 +291,24 @@ class Launch:
             self._sent.append(number)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
+
+
+def _only_supervisor(folder: Path) -> FileLock:
+    """Lock the folder against a second supervisor until this process ends, as `RunFolder.lock` does. Raises UserError.
+
+    A start needs seconds until its rank 0 has the run's own lock, and between starts nobody has it. A second supervisor would start
+    the run meanwhile, and take the ranks of the first one for its own, and stop them.
+    """
+    lock = FileLock(folder / _LOCK_FILE, by_record=True)
+    is_free = True
+    with contextlib.suppress(OSError):  # Raised by file systems without locks.
+        is_free = lock.acquire(wait=False)
+    if not is_free:
+        who = lock.read_owner()
+        lock.close()
+        raise UserError(f"{folder} is supervised by {who or 'another process'}. Stop that one first.")
+    lock.write_owner(this_process())
+    return lock
 
 
 def _settings_of(command: list[str]) -> RunConfig:

@@ -14,7 +14,7 @@ from polling import until
 
 from pipeline.base.errors import UserError
 from pipeline.lifecycle.hosts import largest_fitting, read_hostfile, to_blame
-from pipeline.lifecycle.run_folder import Failure
+from pipeline.lifecycle.run_folder import Failure, RunFolder
 from pipeline.lifecycle.supervise import Supervisor, _hostfile_of, _option, _settings_of, _with_options
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SuperviseConfig
@@ -76,11 +76,22 @@ class Case:
         launcher = [option for option in options if option.startswith("-")]
         run = ["launch/pretrain.py", *run, "name=x", f"out={folder / 'runs'}", "data.path=d", "train.length=9 steps",
                "train.global_batch=24", "train.micro_batch=6", "data.streams=4", "model.name=ViT-S/16"]  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, "launch/supervise.py", *settings, "--", str(folder / "deepspeed"), *launcher, *run],
-            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
-        )  # fmt: skip
+        self._command = [
+            sys.executable,
+            "launch/supervise.py",
+            *settings,
+            "--",
+            str(folder / "deepspeed"),
+            *launcher,
+            *run,
+        ]
+        self._environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen:
+        return subprocess.Popen(
+            self._command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self._environment
+        )
 
     def end(self) -> tuple[int, str]:
         output = self.process.communicate(timeout=500)[0]
@@ -169,6 +180,42 @@ def test_sigterm_goes_through_and_is_not_answered_by_a_start(tmp_path: Path) -> 
     code, output = case.end()
     assert code == 75, output
     assert case.events() == ["start", "stop", "stopped"]
+    assert not (case.run / "stop").exists()
+
+
+def test_a_second_supervisor_is_refused_and_a_killed_one_holds_nobody(tmp_path: Path) -> None:
+    """Even before the run has its lock, which takes a start some seconds. The fake one never locks it."""
+    case = Case(tmp_path, [{**FINISHED, "until_stop": True}, FINISHED])
+    until(lambda: (case.run / "commands").exists())
+    second = case.start()
+    said = second.communicate(timeout=500)[0]
+    assert second.returncode == 2, said
+    assert f"{case.run} is supervised by host" in said
+    assert f"pid {case.process.pid}, since" in said
+    assert len(case.commands()) == 1
+    case.process.kill()
+    case.process.wait()
+    # Its start goes on without it, and its pipe.
+    (case.run / "stop").touch()
+    case.process.communicate()
+    (case.run / "stop").unlink()
+    third = case.start()
+    assert "start 1 finished" in third.communicate(timeout=500)[0]
+    assert third.returncode == 0
+
+
+def test_a_run_that_was_started_by_hand_between_two_starts_is_not_stopped(tmp_path: Path) -> None:
+    case = Case(tmp_path, [KILLED, FINISHED], "pause_seconds=3")
+    until(lambda: "wait" in case.events() if (case.run / "supervise.jsonl").exists() else False)
+    folder = RunFolder(case.run, 0)
+    assert folder.lock() is None
+    try:
+        code, output = case.end()
+    finally:
+        folder.unlock()
+    assert code == 2, output
+    assert f"{case.run} is in use by host" in output
+    assert case.events() == ["start", "failed", "wait"]
     assert not (case.run / "stop").exists()
 
 
