@@ -224,10 +224,15 @@ class Supervisor:
         except OSError:
             # Its reader or its terminal is gone. The run, which has a session of its own, goes on without it.
             silence_broken_output()
-        with open(self.folder / "supervise.log", "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{moment} {line}\n")
-        with open(self.folder / "supervise.jsonl", "a") as file:
-            file.write(json.dumps({"time": moment, "event": event, "line": line, **facts}) + "\n")
+        try:
+            with open(self.folder / "supervise.log", "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{moment} {line}\n")
+            with open(self.folder / "supervise.jsonl", "a") as file:
+                file.write(json.dumps({"time": moment, "event": event, "line": line, **facts}) + "\n")
+        except OSError as error:
+            # A full disk, say. The run is more than its log, and nobody would stop it or start it again.
+            with contextlib.suppress(OSError):
+                print(f"supervise: the line above is not in {self.folder}: {error.strerror}", flush=True)
 
 
 class Launch:
@@ -276,8 +281,12 @@ class Launch:
 
     def _ask(self, line: str) -> None:
         self.say("stop", line)
-        stop_file(self.folder).touch()
         self._asked_at = running_time()
+        try:
+            stop_file(self.folder).touch()
+        except OSError as error:
+            self.say("stop", f"no stop file ({error.strerror}): the launcher and its ranks here get SIGTERM")
+            self._send(signal.SIGTERM)
 
     def _insist(self, seconds: float) -> None:
         if seconds > _TERMINATE_SECONDS:

@@ -204,6 +204,22 @@ def test_a_second_supervisor_is_refused_and_a_killed_one_holds_nobody(tmp_path: 
     assert third.returncode == 0
 
 
+def test_a_full_disk_does_not_end_it(tmp_path: Path) -> None:
+    """Its run would be alone then: not stopped when that is asked for, and not started again."""
+    case = Case(tmp_path, [{**FINISHED, "until_stop": True}])
+    until(lambda: (case.run / "commands").exists())
+    for name in ("supervise.log", "supervise.jsonl"):
+        (case.run / name).unlink()
+        (case.run / name).symlink_to("/dev/full")
+    (case.run / "stop").symlink_to(case.run / "missing" / "stop")  # touch() fails.
+    case.process.send_signal(signal.SIGTERM)
+    code, output = case.end()
+    assert code == 75, output
+    assert "supervise: SIGTERM: asking the run to commit and stop\n" in output
+    assert f"supervise: the line above is not in {case.run}: No space left on device\n" in output
+    assert "no stop file (No such file or directory): the launcher and its ranks here get SIGTERM" in output
+
+
 def test_a_run_that_was_started_by_hand_between_two_starts_is_not_stopped(tmp_path: Path) -> None:
     case = Case(tmp_path, [KILLED, FINISHED], "pause_seconds=3")
     until(lambda: "wait" in case.events() if (case.run / "supervise.jsonl").exists() else False)
