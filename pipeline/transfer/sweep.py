@@ -171,9 +171,11 @@ class Sweep:
             raise UserError(
                 f"out = {self.folder} is not empty (it holds {found[0]}), and holds no sweep. Choose another folder."
             )
-        (self.folder / CELLS).mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         if now != then:
             write_text(file, json.dumps(now, indent=1) + "\n")
+        # After sweep.json, without which a folder that is not empty is refused: a kill or a full disk may come between them.
+        (self.folder / CELLS).mkdir(exist_ok=True)
 
     def file_of(self, cell: VtabCell) -> Path:
         """The file of a cell's outcome."""

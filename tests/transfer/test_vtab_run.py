@@ -1,6 +1,8 @@
 """What a sweep runs, stores, refuses and reports; the cells run one after another in this process."""
 
+import errno
 import json
+import os
 import random
 import re
 import runpy
@@ -20,6 +22,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer import report, vtab
+from pipeline.transfer import sweep as sweep_module
 from pipeline.transfer.sweep import cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.track.sweep_page import _facts
 from pipeline.transfer.vtab_cell import SweepJob, VtabCell
@@ -59,6 +62,24 @@ def finished(tmp_path_factory: pytest.TempPathFactory, prepared: list[str]) -> P
 
 def run_nowhere(*_: object) -> Iterable[tuple[int, dict[str, Any]]]:
     raise AssertionError("a cell that is done is run again")
+
+
+def test_a_start_that_ends_before_its_first_file_is_no_other_sweep(
+    prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or a kill, while the folder is made: the same command can be run again."""
+    opened = open_sweep(schema.load(VtabConfig, None, prepared), tmp_path / "out")
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sweep_module, "write_text", full)
+        with pytest.raises(OSError, match=r"sweep\.json"):
+            opened.claim()
+    opened.claim()
+    opened.claim()
+    assert sorted(path.name for path in opened.folder.iterdir()) == ["cells", "sweep.json"]
 
 
 def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
