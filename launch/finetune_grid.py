@@ -7,7 +7,7 @@ train with it on the whole split, once per seed. The score is the mean and stand
   python launch/finetune_grid.py name=photos run=configs/finetune/pets_384px.yaml lr=[0.003,0.01,0.03] \\
       settings=[data.path=datasets/photos,data.eval_split=val,init.weights=runs/vit_l16]
 
-Each run is a folder in <out>/<name>. After an interruption, run the same command again: finished runs are kept.
+Each run is a folder in <out>/<name>. After an interruption, run the same command again: finished runs are kept, others continue.
 """
 
 import sys
@@ -22,5 +22,14 @@ guard(__name__)
 from pipeline.settings.command import main
 from pipeline.settings.commands.reports import GridConfig
 
+
+def finetune_grid(config: GridConfig) -> None:
+    from data_tools.driver import only_driver  # Late: --help and mistakes in the settings need no pyarrow.
+    from pipeline.transfer.grid import run
+
+    with only_driver(Path(config.out) / config.name):
+        run(config)
+
+
 if __name__ == "__main__":
-    main(GridConfig, "pipeline.transfer.grid", __doc__)
+    main(GridConfig, finetune_grid, __doc__)

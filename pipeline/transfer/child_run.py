@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +14,16 @@ from typing import IO, Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.lifecycle.run_folder import Status, read_settings
+from pipeline.lifecycle.run_folder import Status, holder, read_settings
+from pipeline.process import waits
 from pipeline.process.start import check_program, dying_with_parent
 from pipeline.settings import changes, schema
 from pipeline.settings.run import RunConfig, TrackConfig
 
 _COMMANDS = Path(__file__).resolve().parents[2] / "launch"
 _SCORES, _PROBE = "scores.json", "probe.json"
+# Most seconds that ranks whose driver was killed may take to commit and end.
+_COMMIT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,19 @@ def start_command(
         # A command whose driver or Ray worker is killed commits its state and ends, so that another can continue it.
         preexec_fn=dying_with_parent(signal.SIGTERM),
     ).returncode
+
+
+def wait_until_free(folder: Path) -> str:
+    """Wait for the ranks of a start whose driver or worker was killed: they commit a checkpoint before they end.
+
+    Returns who has the folder after that time; "" if nobody has.
+    """
+    if (who := holder(folder)) is None:
+        return ""
+    with waits.waiting(f"{who} to leave {folder}", _COMMIT_SECONDS) as wait:
+        while (who := holder(folder)) is not None and wait.left > 0:
+            time.sleep(0.5)
+    return who or ""
 
 
 def how_ended(run: ChildRun) -> Status | None:

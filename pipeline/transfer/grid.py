@@ -36,6 +36,7 @@ from pipeline.transfer.child_run import (
     read_outcome,
     remove_unreadable_scores,
     start_command,
+    wait_until_free,
     why_unusable,
     with_track,
 )
@@ -227,6 +228,8 @@ def run_to_end(grid_run: ChildRun, config: GridConfig, start: Start, page: "Grid
             print(f"{problem} The run is started again.")
             remove_unreadable_scores(grid_run)
         print(f"{config.name}: {grid_run.name}", flush=True)
+        if who := wait_until_free(grid_run.folder):
+            raise UserError(f"{grid_run.folder} is in use by {who}. Stop that one first.")
         code = start(with_track(grid_run, page.tracking(grid_run.config.track)) if page else grid_run, config)
         if code == RESUME:
             print(f"{config.name}: {grid_run.name} was asked to stop: the same command continues (exit code {RESUME})")

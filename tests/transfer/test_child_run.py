@@ -9,6 +9,7 @@ import pytest
 from polling import until
 
 from pipeline.base.errors import UserError
+from pipeline.process import waits
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.commands.study import StudyConfig
@@ -49,6 +50,22 @@ def test_a_command_is_asked_to_stop_when_its_parent_is_killed(tmp_path: Path) ->
     assert heard.read_text() == str(int(signal.SIGTERM))
     parent.wait()
     parent.stdout.close()
+
+
+def test_a_folder_in_use_is_waited_for_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    users = iter(["pid 7", "pid 7", None])
+    said = list[str]()
+
+    def holder(folder: Path) -> str | None:
+        said.extend(str(wait) for wait in waits.in_progress())
+        return next(users)
+
+    monkeypatch.setattr(child_run, "holder", holder)
+    assert child_run.wait_until_free(tmp_path) == ""
+    assert set(said) == {f"pid 7 to leave {tmp_path}, at most 2 min"}
+    monkeypatch.setattr(child_run, "holder", lambda folder: "pid 8")
+    monkeypatch.setattr(child_run, "_COMMIT_SECONDS", 0.0)
+    assert child_run.wait_until_free(tmp_path) == "pid 8"
 
 
 def test_a_machine_without_the_command_says_how_to_bring_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """The fine-tuning protocol: rates chosen on a dev split, final runs on all data, resuming; comparison of its runs."""
 
+import contextlib
 import csv
 import json
 import random
+import runpy
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from forked import Forge
 from ranks import metrics
 from tiny import make_dataset
 
+from data_tools.driver import only_driver
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
@@ -30,6 +35,7 @@ from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun, read_outcome
 from pipeline.transfer.track.data_names import data_names
 
+ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 name: x
 model: {image_size: 16}
@@ -43,6 +49,30 @@ evaluate: {every: 100%}
 checkpoint: {every: 100%}
 track: {enabled: false, figures: false}
 """
+
+
+# A rank of a start whose grid was killed: it has its folder until it has saved.
+RANK = """
+import sys, time
+from pathlib import Path
+sys.path[:] = {path!r}
+from pipeline.lifecycle.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]), 0)
+assert folder.lock() is None
+print("locked", flush=True)
+time.sleep(2)
+"""
+
+
+@contextlib.contextmanager
+def run_that_ends(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK.format(path=sys.path), str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    with rank:
+        assert rank.stdout
+        assert rank.stdout.readline() == "locked\n"
+        yield rank
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +358,34 @@ def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_p
     (cell.folder / "config.json").write_text(written)
     (cell.folder / "scores.json").write_text('{"step": 12, "top1": 0.0, "loss": null, "num_samples": 37}')
     assert "no finite loss" in str(read_outcome(cell)), "it counts as diverged, instead of being run again without end"
+
+
+def test_a_run_that_a_killed_grid_left_is_waited_for(data: Path, tmp_path: Path) -> None:
+    """Its ranks save and end when the grid is killed. The same command, given at once, was refused because of them."""
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.replace("DATA", str(data)))
+    config = schema.load(
+        GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "settings=[init.weights=x]", "lr=[0.1]"]
+    )
+    cell = grid.make_run(config, "final", 0.1, 0, 0.0)
+    with run_that_ends(cell.folder) as left:
+
+        def start(cell: ChildRun, config: GridConfig) -> int:
+            assert left.poll() == 0
+            return leave_behind(cell, "finetune", 0.5)
+
+        assert grid.run_to_end(cell, config, start)["top1"] == 0.5
+
+
+def test_a_second_grid_in_a_folder_is_refused(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.replace("DATA", str(data)))
+    config = schema.load(
+        GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "settings=[init.weights=x]", "lr=[0.1]"]
+    )
+    command = runpy.run_path(str(ROOT / "launch" / "finetune_grid.py"))["finetune_grid"]
+    with only_driver(tmp_path / "tiny"), pytest.raises(UserError, match=rf"^{tmp_path}/tiny is being written by "):
+        command(config)
 
 
 def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(

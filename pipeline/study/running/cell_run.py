@@ -17,9 +17,8 @@ from pipeline.base.files import write_text
 from pipeline.base.metric import metric_of
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder, step_of
 from pipeline.evaluate.probes.probe import probe_metrics
-from pipeline.lifecycle.run_folder import RESUME, holder, read_failures, read_status
+from pipeline.lifecycle.run_folder import RESUME, read_failures, read_status
 from pipeline.monitor.mlflow.state import run_id_of
-from pipeline.process import waits
 from pipeline.ray_tasks import LostError
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import TrackConfig
@@ -33,6 +32,7 @@ from pipeline.transfer.child_run import (
     read_outcome,
     remove_unreadable_scores,
     start_command,
+    wait_until_free,
     why_unusable,
     with_track,
 )
@@ -41,8 +41,6 @@ from pipeline.transfer.score_table import RESULTS_FILE, read_results
 OUTPUT, HOURS, FAILED = "output", "hours", "failed"
 # Exit code of a command that refused its settings or its data: another try would end in the same way.
 _REFUSED = 2
-# Most seconds for which a cell waits for such ranks.
-_COMMIT_SECONDS = 120.0
 # Variables of a Ray worker. A command inside of a cell that starts Ray gets a cluster of its own on the cell's machine.
 _OF_RAY = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
@@ -114,7 +112,8 @@ def _run(run: ChildRun, command: str, job: StudyJob, output: IO[bytes]) -> None:
     """Run one command to its end, unless it has ended."""
     ended = how_ended(run)
     if ended is None or why_unusable(run):
-        _wait_until_free(run.folder)
+        if who := wait_until_free(run.folder):
+            raise LostError(f"{run.folder} is in use by {who}.")
         remove_unreadable_scores(run)
         if job.track is not None:
             own = run.config.track
@@ -128,20 +127,6 @@ def _run(run: ChildRun, command: str, job: StudyJob, output: IO[bytes]) -> None:
     assert ended is not None
     if ended.status == "diverged":
         raise DivergedError(ended.reason or f"{run.name} diverged")
-
-
-def _wait_until_free(folder: Path) -> None:
-    """Wait for the ranks of a start whose driver or worker was killed: they commit a checkpoint before they end.
-
-    Raises LostError if they do not end.
-    """
-    if (who := holder(folder)) is None:
-        return
-    with waits.waiting(f"{who} to leave {folder}", _COMMIT_SECONDS) as wait:
-        while (who := holder(folder)) is not None:
-            if wait.left <= 0:
-                raise LostError(f"{folder} is in use by {who}.")
-            time.sleep(0.5)
 
 
 def _raise_unless_done(code: int, is_done: bool, what: str, output: str, folder: Path | None = None) -> None:

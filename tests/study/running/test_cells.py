@@ -14,8 +14,6 @@ from pipeline.base import files
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.model import create, save, save_safetensors
-from pipeline.process import waits
-from pipeline.ray_tasks import LostError
 from pipeline.settings import schema
 from pipeline.settings.command import read_settings
 from pipeline.settings.commands.study import StudyConfig
@@ -491,23 +489,6 @@ def test_the_score_is_said_with_the_images_that_it_is_of(base: Path) -> None:
     assert where("settings=[data.dev_share=0.1]") == "tiny:dev"
     probe = ["probe.every=100%", "probe.shots=[5]", "probe.split=train", "probe.train_split=val"]
     assert where("score=5shot", f"settings={json.dumps(probe)}") == "tiny:train"
-
-
-def test_a_folder_in_use_is_waited_for_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    users = iter(["pid 7", "pid 7", None])
-    said = list[str]()
-
-    def holder(folder: Path) -> str | None:
-        said.extend(str(wait) for wait in waits.in_progress())
-        return next(users)
-
-    monkeypatch.setattr(cell_run, "holder", holder)
-    cell_run._wait_until_free(tmp_path)
-    assert set(said) == {f"pid 7 to leave {tmp_path}, at most 2 min"}
-    monkeypatch.setattr(cell_run, "holder", lambda folder: "pid 8")
-    monkeypatch.setattr(cell_run, "_COMMIT_SECONDS", 0.0)
-    with pytest.raises(LostError, match=r"is in use by pid 8\."):
-        cell_run._wait_until_free(tmp_path)
 
 
 def test_what_diverged_is_no_work_that_is_left(base: Path) -> None:
