@@ -282,7 +282,7 @@ def _write_report(result: dict[str, Any], config: GridConfig) -> None:
         "report.md": markdown(title, page(result)),
         "results.json": json.dumps(result, indent=1, ensure_ascii=False),
     }
-    write_files(folder, files)
+    write_files(folder, files, mark="results.json")
     spread = "" if result["std"] is None else f"standard deviation {100 * result['std']:.2f} over "
     print(f"{title}, {spread}{counted(len(result['runs']), 'seed')}; report: {folder / 'report.md'}")
 

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import os
 import random
 import runpy
 import shutil
@@ -386,6 +387,29 @@ def test_a_second_grid_in_a_folder_is_refused(data: Path, tmp_path: Path) -> Non
     command = runpy.run_path(str(ROOT / "launch" / "finetune_grid.py"))["finetune_grid"]
     with only_driver(tmp_path / "tiny"), pytest.raises(UserError, match=rf"^{tmp_path}/tiny is being written by "):
         command(config)
+
+
+def test_what_a_kill_leaves_of_two_reports_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report of more seeds stood beside the results of fewer, if a grid was killed in between."""
+    config = schema.load(GridConfig, None, ["run=x.yaml", "name=tiny", f"out={tmp_path}", "lr=[0.1]"])
+    score = {"top1": 0.5, "std": None, "num_samples": 9}
+    trials = [{"lr": 0.1, "top1": 0.5, "loss": 1.0, "num_samples": 9}]
+    runs = [{"seed": 0, "top1": 0.5, "num_samples": 9}]
+    about = {"run": "x.yaml", "settings": [], "weights": "w", "data": "d", "split": "val", "lr": 0.1, "dev_share": 0.1}
+    results = {**about, **score, "trials": trials, "runs": runs, "also": {}}
+    grid._write_report(results, config)
+    replace_file = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        replace_file(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        grid._write_report(results, config)
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["report.md"]
 
 
 def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(

@@ -51,7 +51,7 @@ def write_report(results: StudyResults, folder: Path) -> tuple[list[str], list[P
         if results.cells
         else None,
     }
-    write_files(folder, files)
+    write_files(folder, files, mark="report.html")
     return sentences(answers), [folder / name for name, content in files.items() if content]
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -272,6 +273,24 @@ def test_a_second_report_removes_figures_that_no_longer_exist(tmp_path: Path) ->
     write_report(made_up.data_size(seeds=1), tmp_path)
     assert (tmp_path / "score.png").exists()
     written(_lose(made_up.data_size(seeds=1), lambda *_: True), tmp_path)
+
+
+def test_what_a_kill_leaves_of_two_reports_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_drawn: None
+) -> None:
+    """An older page named figures and a table of newer results, if a study was killed while its report was replaced."""
+    write_report(made_up.data_size(), tmp_path)
+    replace_file = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        replace_file(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_report(made_up.data_size(seeds=1), tmp_path)
+    (left,) = tmp_path.iterdir()
+    assert left.name != "report.html"
 
 
 def test_many_models_have_laws_in_panels_of_their_own() -> None:
