@@ -163,18 +163,24 @@ def _plant(cell: StudyCell) -> None:
     target = _checkpoints(cell.run)
     path = target.begin(cell.trunk_steps, "planted")
     assert isinstance(path, Path), "cells.py refuses checkpoints in a bucket"
-    shutil.rmtree(path)  # Of a plant that was killed.
-    shutil.copytree(str(source), path, copy_function=_link_or_copy)
+    for old in path.iterdir():  # Of a plant that was killed.
+        old.unlink()
+    for file in Path(str(source)).iterdir():
+        _link_or_copy(file, path / file.name)
     final = path.parent / source.name
     path.rename(final)
     target.point_at(final)
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        shutil.copy2(source, target)
+        try:
+            shutil.copy2(source, target)
+        except OSError as error:
+            error.filename, error.filename2 = str(target), None  # It names the source, which is no help on a full disk.
+            raise
 
 
 # -------------------------------------------------------------------- what became of a cell

@@ -1,8 +1,11 @@
 """The cells of a study: which runs it consists of, what they cost, and what is refused before anything starts."""
 
+import errno
 import json
+import os
 import re
 import shlex
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -368,6 +371,38 @@ def test_a_trunk_that_has_gone_on_does_not_stop_a_shorter_cell_that_is_added(
     for cell in job.cells:
         cell_run.run_cell(cell, job)
     assert (run, planted) == ([short.name, long.name], [long.name])
+
+
+def test_a_full_disk_while_steps_are_shared_is_an_error_of_the_system(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the study with a traceback: shutil's own error has neither number nor file. Afterwards the cell goes on."""
+    text = SCALING.replace("budgets: [1.0e-9, 2.0e-9]", "lengths: [10 steps, 20 steps]\ncooldown: 0.2")
+    cell, _ = open_study(make(base, text, "models=[{name: slim}]")).cells
+    assert cell.trunk
+    shared = cell.trunk.folder / "checkpoints" / "step-00000008"
+    shared.mkdir(parents=True)
+    for name in ("model.safetensors", "checksums.json"):
+        (shared / name).write_text(name)
+
+    def full(source: Path, target: Path) -> None:
+        Path(target).touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", full)
+        patched.setattr(shutil, "copy2", full)
+        with pytest.raises(OSError, match="No space left") as error:
+            cell_run._plant(cell)
+    assert error.value.errno == errno.ENOSPC
+    assert str(error.value.filename).startswith(str(cell.run.folder))
+    assert not cell_run._is_planted(cell)
+    cell_run._plant(cell)
+    planted = cell.run.folder / "checkpoints" / "step-00000008"
+    assert {file.name: file.read_text() for file in planted.iterdir()} == {
+        "model.safetensors": "model.safetensors",
+        "checksums.json": "checksums.json",
+    }
 
 
 @pytest.mark.parametrize(
