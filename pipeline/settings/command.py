@@ -30,6 +30,8 @@ _WRONG_PATH = {
     errno.ENAMETOOLONG: "the name is too long. Choose a shorter one",
     errno.ELOOP: "its links lead in a circle. Choose another path",
     errno.EROFS: "the file system is read-only. Choose another folder for the output",
+    errno.EIO: "its disk, or the server that has it, failed (input/output error). See the system's log, or choose another folder",
+    errno.ESTALE: "its server has removed or replaced it meanwhile. Run the same command again",
     errno.EFBIG: "the file is larger than the system allows (ulimit -f, or the file system)",
     errno.EMFILE: "too many files are open. Raise the limit: ulimit -n",
     errno.ENFILE: "too many files are open on this machine",

@@ -161,6 +161,8 @@ def test_a_forbidden_folder_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
         (errno.ELOOP, "its links lead in a circle"),
         (errno.EROFS, "the file system is read-only"),
         (errno.EMFILE, "too many files are open"),
+        (errno.EIO, "its disk, or the server that has it, failed"),
+        (errno.ESTALE, "its server has removed or replaced it"),
     ],
 )
 def test_a_path_that_the_system_refuses_is_one_line(
