@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import platform
-import secrets
 import select
 import shlex
 import shutil
@@ -26,7 +25,7 @@ from typing import Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import replacing
+from pipeline.base.files import hidden_folder, remove_unfinished, replacing
 from pipeline.base.words import aligned, counted
 from pipeline.lifecycle.hosts import read_hostfile, ssh_options
 from pipeline.settings import schema
@@ -34,6 +33,8 @@ from pipeline.settings.commands.operate import HostsConfig
 from pipeline.settings.run import LaunchConfig, RunConfig
 
 _ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher reads it from its working directory.
+# Begins the name of a hidden folder in the output folder, by which hosts show that they share it.
+_TOKEN = "hosts"
 _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
 _START_SECONDS = 60.0
 # Timeout of a host's answer: one whose disks hang accepts the connection and says nothing.
@@ -67,16 +68,11 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     print(f"{_ENVIRONMENT_FILE}: {', '.join(carried) or 'nothing'} will reach every host")
     out = Path(of_run.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    token = out / f".hosts-{secrets.token_hex(8)}"
-    token.touch()
-    paths = [str(token)]
-    data = [of_run.data.path, *(entry.path for entry in of_run.data.mix)]
-    paths += [str(Path(path).resolve()) for path in data if "://" not in path]
-    try:
-        with ThreadPoolExecutor(len(slots)) as pool:
-            answers = ask_all(lambda: list(pool.map(lambda host: ask(host, paths, str(out)), slots)))
-    finally:
-        token.unlink()
+    remove_unfinished(out, [_TOKEN])
+    with hidden_folder(out / _TOKEN) as token, ThreadPoolExecutor(len(slots)) as pool:
+        data = [of_run.data.path, *(entry.path for entry in of_run.data.mix)]
+        paths = [str(token), *(str(Path(path).resolve()) for path in data if "://" not in path)]
+        answers = ask_all(lambda: list(pool.map(lambda host: ask(host, paths, str(out)), slots)))
     print(table(slots, answers))
     found = problems(slots, answers, config, str(token))
     for line in found:
@@ -105,6 +101,7 @@ def write_environment(launch: LaunchConfig) -> list[str]:
     if bad := [name for name, value in chosen.items() if "\n" in value]:
         raise UserError(f"launch.env: {bad[0]} holds a line break, which DeepSpeed's file of variables cannot.")
     lines = [f"{name}={shlex.quote(value).replace('%', '%%')}\n" for name, value in sorted(chosen.items())]
+    remove_unfinished(_ENVIRONMENT_FILE.parent, [_ENVIRONMENT_FILE.name])  # It may hold credentials, too.
     with replacing(_ENVIRONMENT_FILE, mode=0o600) as file:
         file.write("".join(lines).encode())
     return sorted(chosen)

@@ -1,9 +1,15 @@
 """A host with a slow network is told from one that was busy for a moment, and one that hangs is no wait without an end."""
 
+import json
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.base.errors import UserError
 from pipeline.lifecycle import host_check
 from pipeline.lifecycle.host_check import ask_all, problems
 from pipeline.settings.commands.operate import HostsConfig
@@ -58,3 +64,40 @@ def test_what_is_installed_on_no_host_is_missing_on_all() -> None:
     answers = [{**ANSWER, "versions": {"python": "3.12", "deepspeed": "missing"}, "gbit_per_second": 8.0}] * 3
     lines = problems(SLOTS, answers, HostsConfig(hostfile="hosts", run="run.yaml"), "token")
     assert lines == [f"{host}: deepspeed is not installed" for host in SLOTS]
+
+
+def test_what_a_killed_check_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hosts").write_text("node1 slots=1\n")
+    run = {
+        "name": "x",
+        "out": str(tmp_path / "runs"),
+        "data": {"path": "d"},
+        "train": {"length": "9 steps"},
+        "model": {"name": "ViT-S/16"},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    config = HostsConfig(hostfile=str(tmp_path / "hosts"), run=str(tmp_path / "run.yaml"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "..deepspeed_env.0123abcd.tmp").write_text("SECRET=1")
+
+    def killed(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    monkeypatch.setattr(host_check, "ask", killed)
+    if (pid := os.fork()) == 0:
+        host_check.run(config)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert list((tmp_path / "runs").iterdir())
+
+    def answers(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
+        assert Path(paths[0]).parent == tmp_path / "runs"
+        assert Path(paths[0]).exists(), "each host looks whether it sees this"
+        return {"error": "it does not answer"}
+
+    monkeypatch.setattr(host_check, "ask", answers)
+    with pytest.raises(UserError, match="1 problem on 1 host"):
+        host_check.run(config)
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"hosts", "run.yaml", "runs", ".deepspeed_env"}
