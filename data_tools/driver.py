@@ -73,5 +73,10 @@ def _lock(path: Path, folder: AnyPath) -> FileLock:
         lock.close()
     command = os.path.basename(sys.argv[0]) or "python"
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    lock.write_owner(f"{command} on {socket.gethostname()} (process {os.getpid()}, since {since})")
+    try:
+        lock.write_owner(f"{command} on {socket.gethostname()} (process {os.getpid()}, since {since})")
+    except OSError:
+        path.unlink(missing_ok=True)
+        lock.close()
+        raise
     return lock

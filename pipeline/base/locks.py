@@ -47,8 +47,13 @@ class FileLock:
         return os.pread(self.file, 1000, 0).decode(errors="replace")
 
     def write_owner(self, owner: str) -> None:
-        os.ftruncate(self.file, 0)
-        os.pwrite(self.file, owner.encode(), 0)
+        """Replace that text. Raises OSError."""
+        try:
+            os.ftruncate(self.file, 0)
+            os.pwrite(self.file, owner.encode(), 0)
+        except OSError as error:
+            error.filename = str(self.path)  # "No space left" is of little use without it.
+            raise
 
 
 @contextmanager

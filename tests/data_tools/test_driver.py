@@ -121,3 +121,14 @@ def test_one_that_ends_while_another_begins(tmp_path: Path, monkeypatch: pytest.
     with only_driver(out), pytest.raises(UserError, match="is being written by"), only_driver(out):
         pass
     assert not out.exists()
+
+
+def test_a_full_disk_is_named_and_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left") as error, only_driver(tmp_path / "out"):
+        pass
+    assert error.value.filename == str(tmp_path / "out" / ".lock")
+    assert not (tmp_path / "out").exists()
