@@ -101,8 +101,8 @@ class Supervisor:
             # Once more at a restart: its ranks would count as those of this start, and be asked to stop.
             self._refuse_another_run()
             starts += 1
+            forget_last_start(self.folder)  # First: whoever reads of a start is not to find the status of the last one.
             self.say("start", f"start {starts}: {' '.join(self.command)}", number=starts)
-            forget_last_start(self.folder)
             launch = Launch(self.command, self.folder, self.signals, self.say)
             launch.wait()
             status = read_end(self.folder)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -63,9 +63,17 @@ KILLED = {"status": {"status": "running", "step": 0, "code": -1, "reason": ""}, 
 class Case:
     """A run folder, a launcher that plays `plan` in it, and the supervisor over both."""
 
-    def __init__(self, folder: Path, plan: list[dict], *options: str, run: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plan: list[dict],
+        *options: str,
+        run: Sequence[str] = (),
+        prepare: Callable[[Path], None] = lambda run: None,
+    ) -> None:
         self.run = folder / "runs" / "x"
         self.run.mkdir(parents=True)
+        prepare(self.run)
         (self.run / "plan").write_text("\n".join(map(json.dumps, plan)))
         for name, text in {"deepspeed": _DEEPSPEED, "ssh": '#!/bin/sh\necho "$@" | grep -qv gone\n'}.items():
             (folder / name).write_text(
@@ -115,6 +123,21 @@ def test_crashes_and_preemption_are_followed_by_a_start_until_it_is_finished(tmp
     assert "start 1 failed at step 0: killed; the launcher ended with 247" in output
     assert "start 3 failed at step 5: RuntimeError: no" in output
     assert "start 4 finished at step 99" in (case.run / "supervise.log").read_text()
+
+
+def test_whoever_reads_of_a_start_finds_no_status_of_the_last_one(tmp_path: Path) -> None:
+    """Its log is a FIFO here, so it stands still right after it printed the line, until somebody reads it."""
+    os.mkfifo(tmp_path / "log")
+    case = Case(tmp_path, [KILLED, FINISHED], prepare=lambda run: (run / "supervise.log").symlink_to(tmp_path / "log"))
+    assert case.process.stdout
+    try:
+        for printed in case.process.stdout:
+            if "start 2: " in printed:
+                assert not (case.run / "status.json").exists()
+            (tmp_path / "log").read_text()
+    finally:
+        case.process.kill()
+    assert case.events().count("start") == 2
 
 
 def test_it_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
