@@ -1,6 +1,8 @@
 """Class rules of a sharding job: which classes it keeps, their order, merged classes, readable names."""
 
 import difflib
+import unicodedata
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -55,10 +57,11 @@ def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
         unknown = [name for name, is_new in zip(listing.classes, there & ~trained, strict=True) if is_new]
         if unknown:
             tiny = " (Tiny-ImageNet: layout=tiny_imagenet.)" if unknown == ["images"] else ""
+            notes = "".join(f" {note}." for note in _alike_classes(listing))
             raise UserError(
                 f"{listing.source}: 'train' has no image of {len(unknown):,} of the {counted(int(there.sum()), 'class')} of {split!r}, such "
                 f"as {printable(unknown[0])!r}. Are its folders or labels those of the same classes?{tiny} If they are, name the "
-                "classes to keep: class_list=FILE."
+                f"classes to keep: class_list=FILE.{notes}"
             )
 
 
@@ -140,18 +143,33 @@ def _count(listing: Listing, split: int) -> np.ndarray:
     return np.bincount(labels[in_split], minlength=len(listing.classes))
 
 
-def small_classes(listing: Listing) -> list[str]:
-    """Messages about classes with no or one training image, which are usually a mistake."""
+def odd_classes(listing: Listing) -> list[str]:
+    """Messages about classes whose names look the same, or with no or one training image: usually a mistake."""
+    notes = _alike_classes(listing)
     if "train" not in listing.splits:
-        return []
+        return notes
     counts = _count(listing, listing.splits.index("train"))
-    notes = []
     for count, what in ((0, "no image"), (1, "one image only")):
         few = [name for name, images in zip(listing.classes, counts, strict=True) if images == count]
         if few:
             some = ", ".join(few[:5]) + (", ..." if len(few) > 5 else "")
             notes.append(f"{counted(len(few), 'class')} with {what} in train: {some}")
     return notes
+
+
+def _alike_classes(listing: Listing) -> list[str]:
+    """Messages about classes whose names look the same, as of one that was copied from macOS, or typed by two people."""
+    groups = defaultdict(list)
+    for name in listing.classes:
+        groups[" ".join(unicodedata.normalize("NFKC", name).casefold().replace("_", " ").split())].append(name)
+    alike = [names for names in groups.values() if len(names) > 1]
+    if not alike:
+        return []
+    some = ", ".join(" and ".join(map(ascii, names)) for names in alike[:5]) + (", ..." if len(alike) > 5 else "")
+    return [
+        f"{some}: these names differ in case, spaces or the form of their Unicode characters only, and are different classes "
+        "here. If they are not, merge them: class_map=FILE, with a line 'old,new' for each"
+    ]
 
 
 def _refuse_unknown(names: list[str], known: list[str], what: str) -> None:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from data_tools.driver import only_driver, remove_leftovers
 from data_tools.progress import data_size
-from data_tools.sharding.classes import apply_rules, readable_names, refuse_untrained, renamed, small_classes
+from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained, renamed
 from data_tools.sharding.copies import Copies, merge_copies
 from data_tools.sharding.holdout import hash_keys, hold_out
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
@@ -109,7 +109,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         _refuse_other_names(out, names, bool(config.synset_names))
         _print_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
-        for note in small_classes(split):
+        for note in odd_classes(split):
             print(note)
 
         finished = open_dataset(out) if (out / INFO).exists() else None

@@ -8,7 +8,7 @@ import pytest
 from raw_images import jpeg, settings, write_folder, write_tar
 from test_layouts import TINY
 
-from data_tools.sharding.classes import apply_rules, readable_names, refuse_untrained, small_classes
+from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
 from data_tools.sharding.holdout import hold_out
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
@@ -112,7 +112,28 @@ def test_labels_that_become_one_count_once(tmp_path: Path) -> None:
 
 
 def test_a_class_with_one_image_is_named(zoo: Path) -> None:
-    assert "1 class with one image only in train: ant" in small_classes(ruled(zoo))
+    assert "1 class with one image only in train: ant" in odd_classes(ruled(zoo))
+
+
+def test_names_that_look_the_same_are_named(tmp_path: Path) -> None:
+    """An accent in one character or two (macOS), case, and spaces."""
+    files = [
+        "train/caf\u00e9/1.jpg",
+        "train/Sea lion/2.jpg",
+        "train/sea_lion/3.jpg",
+        "train/owl/4.jpg",
+        "val/owl/5.jpg",
+    ]
+    source, splits = write_folder(dict.fromkeys(files, b"x"), tmp_path / "raw"), {"train": "train", "val": "val"}
+    assert odd_classes(ruled(source, splits=splits))[0].startswith(
+        "'Sea lion' and 'sea_lion': these names differ in case"
+    )
+    write_folder({"val/cafe\u0301/6.jpg": b"x"}, source)
+    with pytest.raises(UserError, match=r"no image of 1 of .* class_list=FILE\. .*'caf\\xe9'.* class_map=FILE"):
+        ruled(source, splits=splits)
+    merged = ruled(source, splits=splits, class_map=text(tmp_path, "cafe\u0301,caf\u00e9\nSea lion,sea_lion"))
+    assert counts(merged) == {"caf\u00e9": 1, "owl": 1, "sea_lion": 2}
+    assert not any("differ" in note for note in odd_classes(merged))
 
 
 def test_readable_names(tmp_path: Path) -> None:
