@@ -19,7 +19,7 @@ from data_tools.progress import Reading
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.base.words import counted, on_one_line
+from pipeline.base.words import counted, on_one_line, printable
 from pipeline.data.loading.decode import LFS_POINTER, LFS_REASON
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove_if_empty, version
@@ -33,6 +33,10 @@ _NOT_READ = {
     b"Rar!": "a RAR archive, which is not read: unpack it, and give the folder",
     LFS_POINTER: LFS_REASON,
 }
+_UNICODE_NAME, _CODE_PAGE = (
+    0x800,
+    "cp437",
+)  # The flag of a member whose name is in UTF-8; what its name is in without it.
 # Errors that zipfile raises for a damaged zip.
 ZIP_ERRORS = (zipfile.BadZipFile, ValueError, KeyError, OverflowError, NotImplementedError, EOFError, OSError,
               struct.error, zlib.error)  # fmt: skip
@@ -143,6 +147,11 @@ def walk_zip(source: AnyPath, collector: Collector) -> None:
     """Report every folder and file of a zip to the collector. Raises UserError for a damaged one."""
     members = zip_members(source)
     container, num_bytes = collector.add_container(source), file_size(source)
+    if odd := [member.filename for member in members if not _is_named_by_unicode(member)]:
+        collector.notes.append(
+            f"{counted(len(odd), 'name')} in {source} in an encoding that the zip does not tell, read as code page 437, such as "
+            f"{printable(odd[0])}. If that is wrong, unpack it (unzip -O ENCODING, or unar), and shard the folder"
+        )
     for member in members:
         if member.is_dir():
             collector.folder(member.filename)
@@ -162,7 +171,18 @@ def walk_zip(source: AnyPath, collector: Collector) -> None:
 def zip_members(source: AnyPath) -> list[zipfile.ZipInfo]:
     """The members of a zip. Raises UserError for a damaged one."""
     with damage_named(source, *ZIP_ERRORS), source.open("rb") as file, zipfile.ZipFile(file) as opened:
-        return opened.infolist()
+        members = opened.infolist()
+    for member in members:
+        if not _is_named_by_unicode(member):
+            # macOS packs names in UTF-8 and does not say so; zipfile then reads them as the format's first code page.
+            with contextlib.suppress(UnicodeError):
+                member.filename = member.filename.encode(_CODE_PAGE).decode()
+                member.flag_bits |= _UNICODE_NAME
+    return members
+
+
+def _is_named_by_unicode(member: zipfile.ZipInfo) -> bool:
+    return bool(member.flag_bits & _UNICODE_NAME) or member.filename.isascii()
 
 
 def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:

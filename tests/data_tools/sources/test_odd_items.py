@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from raw_images import jpeg, settings, write_folder, write_tar
+from raw_images import jpeg, settings, write_folder, write_tar, write_zip
 
 from data_tools.check import stats, verify
 from data_tools.check.contact_sheet import draw_sheet
@@ -388,6 +388,19 @@ def test_odd_members_of_a_zip(tmp_path: Path) -> None:
     assert [(where, reason.split(";")[0]) for _, where, reason in listing.skipped] == [
         ("cat/locked.jpg", "it is encrypted"), ("cat/rare.jpg", "it is packed by a rare method")
     ]  # fmt: skip
+
+
+def test_names_in_a_zip_that_does_not_tell_their_encoding(tmp_path: Path) -> None:
+    """macOS does not say that its names are UTF-8; Windows packs them in its own code page."""
+    names = {b"mac__": "caf\u00e9".encode(), b"gbk": b"\xb9\xb7k", b"old": "\u00e9t".encode("cp437") + b"t"}
+    content = write_zip({f"{name.decode()}/1.jpg": jpeg(1) for name in names}, tmp_path / "raw.zip").read_bytes()
+    for name, other in names.items():
+        content = content.replace(name, other)
+    (tmp_path / "raw.zip").write_bytes(content)
+    listing = listed(tmp_path / "raw.zip")
+    assert listing.classes == sorted(["caf\u00e9", b"\xb9\xb7k".decode("cp437"), "\u00e9tt"])
+    (note,) = [note for note in listing.notes if "code page" in note]
+    assert note.startswith(f"2 names in {tmp_path / 'raw.zip'} in an encoding that the zip does not tell")
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
