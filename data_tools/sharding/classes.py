@@ -15,6 +15,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.settings.commands.data import ShardConfig
 
+# Folders beside each other in data sets for segmentation or detection. An image and its mask would become samples of two classes.
+_PARTS_OF_DATA = {"images", "image", "imgs", "img", "jpegimages", "masks", "mask", "labels", "annotations", "segmentation",
+                  "segmentationclass", "segmentationobject", "groundtruth", "ground_truth", "gt", "depth"}  # fmt: skip
+
 
 def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
     """Merge (class_map), then choose and order (class_list), then drop small classes (min_images).
@@ -144,8 +148,13 @@ def _count(listing: Listing, split: int) -> np.ndarray:
 
 
 def odd_classes(listing: Listing) -> list[str]:
-    """Messages about classes whose names look the same, or with no or one training image: usually a mistake."""
+    """Messages about classes that are usually a mistake: by their names, or with no or one training image."""
     notes = _alike_classes(listing)
+    if len(listing.classes) > 1 and all(name.lower() in _PARTS_OF_DATA for name in listing.classes):
+        notes.append(
+            f"the classes are called {', '.join(listing.classes)}, like parts of one data set. If they are, give the folder of "
+            "the images alone, source=.../images, and layout=images if they have no labels"
+        )
     if "train" not in listing.splits:
         return notes
     counts = _count(listing, listing.splits.index("train"))

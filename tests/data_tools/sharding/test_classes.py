@@ -136,6 +136,18 @@ def test_names_that_look_the_same_are_named(tmp_path: Path) -> None:
     assert not any("differ" in note for note in odd_classes(merged))
 
 
+def test_images_beside_their_masks_are_named(tmp_path: Path) -> None:
+    source = write_folder(
+        {f"{folder}/{i}.png": b"x" for folder in ("images", "masks") for i in range(3)}, tmp_path / "raw"
+    )
+    assert odd_classes(ruled(source)) == [
+        "the classes are called images, masks, like parts of one data set. If they are, give the folder of the images alone, "
+        "source=.../images, and layout=images if they have no labels"
+    ]
+    write_folder({"owl/1.png": b"x", "owl/2.png": b"x"}, source)
+    assert odd_classes(ruled(source)) == []
+
+
 def test_readable_names(tmp_path: Path) -> None:
     path = text(tmp_path, "n02 tench, Tinca tinca\nn01\tgold fish\n")
     assert readable_names(["n01", "n02", "n03"], path, {}) == ["gold fish", "tench, Tinca tinca", "n03"]
