@@ -95,10 +95,10 @@ class Sweep:
         return [VtabCell(task, "search", setting, self.config.seeds[0], fingerprint) for setting in settings]
 
     def finals(self, task: Task, setting: Setting) -> list[VtabCell]:
-        """The cells that score a task with a setting, one per seed; a single one for a probe, which is deterministic."""
+        """The cells that score a task with a setting, one per seed; a single one, of seed 0, for a probe, which draws nothing."""
         fingerprint = self.datasets[task.name].fingerprint
         if self.config.method != "finetune":
-            return [VtabCell(task, "probe", None, self.config.seeds[0], fingerprint)]
+            return [VtabCell(task, "probe", None, 0, fingerprint)]
         return [VtabCell(task, "final", setting, seed, fingerprint) for seed in self.config.seeds]
 
     def chosen(self, task: Task, outcomes: dict[VtabCell, Outcome]) -> tuple[Setting | None, float | None]:

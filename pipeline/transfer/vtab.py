@@ -180,8 +180,10 @@ def _with_earlier(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str,
     """The results, with the earlier scores that are not among them: of tasks and seeds that this start left out."""
     if not earlier:
         return results
-    known = {(row["task"], row["seed"]) for row in results["scores"]}
-    kept = [row for row in earlier["scores"] if (row["task"], row["seed"]) not in known]
+    # Earlier versions gave a probe, which draws nothing, the first of the seeds: it is the same score.
+    draws = results["method"] == "finetune"
+    known = {(row["task"], draws and row["seed"]) for row in results["scores"]}
+    kept = [row for row in earlier["scores"] if (row["task"], draws and row["seed"]) not in known]
     tasks = {row["task"] for row in kept}
     if kept:
         print(
