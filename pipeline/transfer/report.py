@@ -105,7 +105,7 @@ def score_table(table: Sequence[Column]) -> Table:
     common = common_tasks(table)
     if 0 < len(common) < len(TASKS):
         bold.add(len(rows))
-        means = (f"{100 * mean_of(column, common):.2f}" for column in table)
+        means = (f"{100 * mean_of(column, common):.2f}{column.mark(*common)}" for column in table)
         rows.append([f"mean of the {counted(len(common), 'task')} that all have", *means])
     return Table(["task", *(column.name for column in table)], rows, frozenset(bold))
 

@@ -106,9 +106,10 @@ class Column:
         """Names of the scored tasks whose images are not those of the published files."""
         return [name for name in self.facts.get("unpublished", []) if name in self.tasks]
 
-    def mark(self, name: str) -> str:
-        """Stands beside the score of a task or a mean (a key of MEMBERS): † if it is not VTAB's."""
-        return "†" if set(MEMBERS.get(name, [name])) & set(self.unpublished) else ""
+    def mark(self, *names: str) -> str:
+        """Stands beside the score of a task or a mean (a key of MEMBERS), or a mean of tasks: † if it is not VTAB's."""
+        members = [task for name in names for task in MEMBERS.get(name, [name])]
+        return "†" if set(members) & set(self.unpublished) else ""
 
 
 def unpublished_warning(tasks: Sequence[str]) -> list[str]:

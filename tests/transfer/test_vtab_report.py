@@ -202,6 +202,13 @@ def test_scores_of_other_files_than_the_published_ones_are_marked_everywhere(
     assert "natural 53.00† %; " in on_mlflow
     assert "| SVHN | 56.00† | lr 0.01" in on_mlflow
     assert on_mlflow.count("†") == 3
+    # The mean of the tasks that all have contains it too.
+    write(tmp_path / "few", results(dtd=[0.5], svhn=[0.6]))
+    report.run(VtabReportConfig(sweeps=[str(part), str(tmp_path / "few")]))
+    assert (
+        "| **mean of the 2 tasks that all have** | **54.00†** | **55.00** |"
+        in (part / "report" / "report.md").read_text()
+    )
     record = from_folder(part)
     assert str(record.last_score and record.last_score.name) == f"{OVERALL}, not all of the published files"
     run_page = markdown("", list(run_report._scores(record)))
