@@ -75,6 +75,10 @@ def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]
     protocols = {(column.facts["protocol"]["sha256"], column.facts["method"]) for column in ours}
     if len(protocols) > 1:
         yield Paragraph("These sweeps were made by different protocols: their numbers are not of one kind.")
+    if differing := _of_other_data(ours):
+        yield Paragraph(
+            f"The data of the sweeps differ (their fingerprints are below), so these scores cannot be compared: {', '.join(differing)}."
+        )
     yield score_table(table)
     yield Paragraph(
         f"Top-1 accuracy in per cent, on all images of each test split; means are unweighted over tasks. {_intervals(ours)}"
@@ -108,6 +112,14 @@ def score_table(table: Sequence[Column]) -> Table:
         means = (f"{100 * mean_of(column, common):.2f}{column.mark(*common)}" for column in table)
         rows.append([f"mean of the {counted(len(common), 'task')} that all have", *means])
     return Table(["task", *(column.name for column in table)], rows, frozenset(bold))
+
+
+def _of_other_data(ours: Sequence[Column]) -> list[str]:
+    """Titles of the tasks that two sweeps scored on different data sets."""
+    data = {
+        task: {column.facts["data"].get(task.name) for column in ours if task.name in column.tasks} for task in TASKS
+    }
+    return [task.title for task, fingerprints in data.items() if len(fingerprints - {None}) > 1]
 
 
 def caveats(column: Column) -> Iterator[str]:

@@ -132,6 +132,17 @@ def test_what_was_chosen_is_told_whatever_the_method(tmp_path: Path) -> None:
         assert line in page
 
 
+def test_scores_on_different_data_are_named(tmp_path: Path) -> None:
+    old, new = results(dtd=[0.5], pets=[0.5]), results(dtd=[0.5], pets=[0.5], svhn=[0.5])
+    new["data"]["pets"] = "made-again"
+    sweeps = [str(write(tmp_path / name, content)) for name, content in (("old", old), ("new", new))]
+    report.run(VtabReportConfig(sweeps=sweeps, out=str(tmp_path / "both")))
+    said = "The data of the sweeps differ (their fingerprints are below), so these scores cannot be compared: Pets."
+    assert said in (tmp_path / "both" / "report.md").read_text()
+    report.run(VtabReportConfig(sweeps=[sweeps[0], sweeps[0]], out=str(tmp_path / "one")))
+    assert "The data of the sweeps" not in (tmp_path / "one" / "report.md").read_text()
+
+
 def test_a_deviation_is_of_a_sample_and_there_is_none_of_one() -> None:
     assert intervals.sample_deviation([0.9, 0.92, 0.94]) == pytest.approx(0.02)
     assert intervals.sample_deviation([0.9]) is None
