@@ -5,6 +5,7 @@ number of ranks are in `pipeline/estimate/plan.py`, those of an objective with t
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.effect import refuse_without_effect
 from pipeline.settings.objective_checks import check_objective
-from pipeline.settings.quantities import MAX_SEED
+from pipeline.settings.quantities import MAX_SEED, ImageSize
 from pipeline.settings.run_execution import (
     CheckpointConfig,
     EngineConfig,
@@ -39,8 +40,8 @@ from pipeline.settings.run_sections import (
 from pipeline.settings.schema import setting
 from pipeline.settings.shared import result_name
 
-# Settings of each training crop; they are ignored, and so refused, with another one.
-_CROP_SETTINGS = {
+# Settings of each training crop; they are ignored with another one.
+CROP_SETTINGS = {
     **dict.fromkeys(("area_min", "area_max", "aspect_min", "aspect_max"), ("inception", "random_resized")),
     **dict.fromkeys(("resize_to", "padding"), ("resize_crop", "resize_small_crop")),
 }
@@ -101,41 +102,15 @@ class RunConfig:
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
-        self._check_augment()
+        check_augment(self.augment, "augment.", "model.image_size", self.model.image_size)
+        for line in of_another_crop(self.augment, "augment."):
+            raise UserError(line)
         self._check_model_source()
         self._check_training()
         self._check_probes()
         self._check_health_and_time()
         self._check_engine()
         check_objective(self)
-
-    def _check_augment(self) -> None:
-        augment, side = self.augment, min(self.model.image_size)
-        for smaller, larger in (("area_min", "area_max"), ("aspect_min", "aspect_max")):
-            if getattr(augment, smaller) > getattr(augment, larger):
-                raise UserError(
-                    f"augment.{smaller} = {getattr(augment, smaller)} must not be above augment.{larger} = "
-                    f"{getattr(augment, larger)}."
-                )
-        for name, crops in _CROP_SETTINGS.items():
-            value, default = getattr(augment, name), getattr(AugmentConfig(), name)
-            if value != default and augment.crop not in crops:
-                raise UserError(
-                    f"augment.{name} = {value} belongs to augment.crop = {' or '.join(crops)} and has no effect with "
-                    f"{augment.crop}. Leave it at {default}."
-                )
-        if augment.eval_resize and augment.eval_crop == "resize":
-            raise UserError("augment.eval_resize has no effect with augment.eval_crop = resize. Leave it at 0.")
-        for name in ("resize_to", "eval_resize"):
-            if 0 < getattr(augment, name) < side:
-                raise UserError(
-                    f"augment.{name} = {getattr(augment, name)} is smaller than model.image_size = {self.model.image_size}."
-                )
-
-        if augment.padding >= (augment.resize_to or side):
-            raise UserError(
-                f"augment.padding = {augment.padding} is a reflection, so it must be below the side of the image."
-            )
 
     def _check_model_source(self) -> None:
         if self.model.name is None and self.init.weights is None:
@@ -249,3 +224,33 @@ class RunConfig:
             raise UserError(
                 "engine.offload needs engine.zero_stage=1, 2 or 3: stage 0 does not separate the optimizer's state."
             )
+
+
+def check_augment(augment: AugmentConfig, prefix: str, size_name: str, image_size: ImageSize | int) -> None:
+    """Raise UserError for an empty range, and sizes that do not fit the image's. prefix, size_name: names in the message."""
+    side = min(ImageSize.parse(image_size))
+    for smaller, larger in (("area_min", "area_max"), ("aspect_min", "aspect_max")):
+        if getattr(augment, smaller) > getattr(augment, larger):
+            raise UserError(
+                f"{prefix}{smaller} = {getattr(augment, smaller)} must not be above {prefix}{larger} = {getattr(augment, larger)}."
+            )
+    for name in ("resize_to", "eval_resize"):
+        if 0 < getattr(augment, name) < side:
+            raise UserError(f"{prefix}{name} = {getattr(augment, name)} is smaller than {size_name} = {image_size}.")
+    if augment.padding >= (augment.resize_to or side):
+        raise UserError(
+            f"{prefix}padding = {augment.padding} is a reflection, so it must be below the side of the image."
+        )
+
+
+def of_another_crop(augment: AugmentConfig, prefix: str) -> Iterator[str]:
+    """A line for each setting that belongs to another crop than the one chosen. prefix: of the settings' names."""
+    for name, crops in CROP_SETTINGS.items():
+        value, default = getattr(augment, name), getattr(AugmentConfig(), name)
+        if value != default and augment.crop not in crops:
+            yield (
+                f"{prefix}{name} = {value} belongs to {prefix}crop = {' or '.join(crops)} and has no effect with {augment.crop}. "
+                f"Leave it at {default}."
+            )
+    if augment.eval_resize and augment.eval_crop == "resize":
+        yield f"{prefix}eval_resize has no effect with {prefix}eval_crop = resize. Leave it at 0."

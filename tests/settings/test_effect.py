@@ -99,6 +99,56 @@ def test_a_run_says_what_has_no_effect(given: list[str], said: str) -> None:
     assert "; ".join(objectives.without_effect(schema.load(RunConfig, None, [*RUN, *given]))) == said
 
 
+PROTOCOLS = [path for path in sorted((ROOT / "configs" / "vtab").glob("*.yaml")) if path.stem != "prepare"]
+
+
+@pytest.mark.parametrize("path", PROTOCOLS, ids=lambda path: path.stem)
+def test_no_shipped_protocol_has_a_setting_without_effect(path: Path) -> None:
+    assert schema.load(transfer.VtabConfig, path, ["weights=w"]).without_effect() == []
+
+
+_RESIZED = "resize_crop or resize_small_crop"
+_NO_SMALL = (
+    f"protocol.small_resize_to = 160 has no effect without method = finetune and protocol.augment.crop = {_RESIZED}"
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["method=linear"], _NO_SMALL),
+        (["method=knn"], _NO_SMALL),
+        (["protocol.augment.crop=none"], _NO_SMALL),
+        (
+            ["protocol.augment.area_min=0.3"],
+            "protocol.augment.area_min = 0.3 belongs to protocol.augment.crop = inception or random_resized and has no effect with "
+            "resize_crop. Leave it at 0.05.",
+        ),
+        (
+            ["protocol.augment.eval_resize=448", "method=linear"],
+            "protocol.augment.eval_resize has no effect with protocol.augment.eval_crop = resize. Leave it at 0.",
+        ),
+    ],
+)
+def test_a_sweep_says_what_has_no_effect(given: list[str], said: str) -> None:
+    config = schema.load(transfer.VtabConfig, ROOT / "configs" / "vtab" / "bit_hyperrule.yaml", ["weights=w", *given])
+    assert said in config.without_effect()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["area_min=0.5", "area_max=0.4"], "protocol.augment.area_min = 0.5 must not be above protocol.augment.area_max = 0.4."),
+        (["resize_to=100"], "protocol.augment.resize_to = 100 is smaller than protocol.image_size = 384."),
+        (["padding=384"], "protocol.augment.padding = 384 is a reflection, so it must be below the side of the image."),
+    ],
+)  # fmt: skip
+def test_a_protocol_refuses_what_a_run_refuses(given: list[str], said: str) -> None:
+    overrides = ["weights=w", *(f"protocol.augment.{text}" for text in given)]
+    with pytest.raises(UserError, match=said):
+        schema.load(transfer.VtabConfig, ROOT / "configs" / "vtab" / "bit_hyperrule.yaml", overrides)
+
+
 def test_the_plan_says_it_too() -> None:
     given = [
         *RUN,

@@ -8,7 +8,9 @@ from typing import Literal
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
+from pipeline.settings import effect
 from pipeline.settings.quantities import MAX_TASKS, Length
+from pipeline.settings.run import CROP_SETTINGS, check_augment, of_another_crop
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
 from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.shared import batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels, seeds
@@ -86,13 +88,11 @@ class ProtocolConfig:
             raise UserError(
                 f"protocol.length = {', '.join(shares)} must be in steps, epochs or samples: a share needs another length."
             )
-        for name, side, size in (
-            ("augment.resize_to", self.augment.resize_to, self.image_size),
-            ("augment.eval_resize", self.augment.eval_resize, self.image_size),
-            ("small_resize_to", self.small_resize_to, self.small_image_size),
-        ):
-            if 0 < side < size:
-                raise UserError(f"protocol.{name} = {side} is smaller than the image of {size} pixels.")
+        check_augment(self.augment, "protocol.augment.", "protocol.image_size", self.image_size)
+        if 0 < self.small_resize_to < self.small_image_size:
+            raise UserError(
+                f"protocol.small_resize_to = {self.small_resize_to} is smaller than protocol.small_image_size = {self.small_image_size}."
+            )
         if self.augment.scaled_decoding:
             raise UserError("protocol.augment.scaled_decoding has no effect: each image is decoded once, whole.")
         self.schedule.check("protocol.schedule.")
@@ -158,6 +158,18 @@ class VtabConfig:
         "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs)."
     )
     plan: bool = setting(False, "Only list the cells and their cost.")
+
+    def without_effect(self) -> list[str]:
+        """A line for each reason for which settings have no effect."""
+        protocol, crops = self.protocol, CROP_SETTINGS["resize_to"]
+        lines = [*effect.without_effect(self), *of_another_crop(protocol.augment, "protocol.augment.")]
+        is_used = self.method == "finetune" and protocol.augment.crop in crops
+        if protocol.small_image_size and protocol.small_resize_to and not is_used:
+            lines.append(
+                f"protocol.small_resize_to = {protocol.small_resize_to} has no effect without method = finetune and "
+                f"protocol.augment.crop = {' or '.join(crops)}"
+            )
+        return lines
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --plan only prints."""
