@@ -277,7 +277,10 @@ def view_of(protocol: ProtocolConfig, task: Task) -> tuple[int, AugmentConfig]:
     if not task.crop:
         augment = replace(augment, crop="none")
     if task.small and protocol.small_image_size:
-        return protocol.small_image_size, replace(augment, resize_to=protocol.small_resize_to)
+        small = protocol.small_image_size
+        # As in an evaluation at another size, so that the same part of the image is seen.
+        eval_resize = round(augment.eval_resize * small / protocol.image_size)
+        return small, replace(augment, resize_to=protocol.small_resize_to, eval_resize=eval_resize)
     return protocol.image_size, augment
 
 

@@ -152,6 +152,10 @@ def test_mirror_and_crop_stay_away_where_they_would_change_the_question(data: Da
     }  # fmt: skip
     assert views["cifar100"][1].resize_to == 160
     assert views["dtd"] == (384, protocol.augment)
+    # The same part of a test image at both sizes: 384 of 438 pixels, 128 of 146.
+    cropped = replace(protocol, augment=replace(protocol.augment, eval_crop="center", eval_resize=438))
+    found = [view_of(cropped, task)[1].eval_resize for task in TASKS if task.name in ("cifar100", "dtd")]
+    assert found == [146, 438]
     still = view_of(replace(protocol, augment=replace(protocol.augment, flip=False, crop="none")), TASK)[1]
     assert (still.flip, still.crop) == (False, "none")
 

@@ -25,7 +25,8 @@ class ProtocolConfig:
     )
     image_size: int = pixels(REQUIRED, "Side of the square input images in pixels", 1)
     small_image_size: int = pixels(
-        0, "image_size for tasks whose images have fewer than 96 x 96 pixels (BiT); 0 is image_size."
+        0,
+        "image_size for tasks whose images have fewer than 96 x 96 pixels (BiT), for which augment.eval_resize is scaled with it; 0 is image_size.",
     )
     small_resize_to: int = pixels(0, "augment.resize_to for these tasks.", needs="small_image_size")
     pixels: Literal["weights", "imagenet"] = setting(
