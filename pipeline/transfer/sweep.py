@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipeline import model as models
 from pipeline.architecture.config import Kernel
 from pipeline.base import json_record
@@ -78,9 +80,9 @@ class Sweep:
 
     @property
     def unpublished(self) -> list[str]:
-        """Names of the tasks whose images are not all of the published files: their scores are not VTAB's."""
-        origins = {name: dataset.info["source"].get("vtab", {}) for name, dataset in self.datasets.items()}
-        return [name for name, origin in origins.items() if not origin.get("published", True)]
+        """Names of the tasks that launch/vtab_prepare.py did not make of all published files: their scores are not VTAB's."""
+        made = {name: dataset.info["source"].get("vtab", {}) for name, dataset in self.datasets.items()}
+        return [name for name, of in made.items() if (of.get("task"), of.get("published")) != (name, True)]
 
     @property
     def tasks(self) -> list[Task]:
@@ -253,6 +255,14 @@ def _check_dataset(sweep: Sweep, task: Task) -> None:
     dataset.refuse_without_labels("data", "Make it with launch/vtab_prepare.py.")
     if missing := {TRAIN, VAL, ALL, TEST} - set(dataset.splits):
         raise UserError(f"{dataset.path} has no split {min(missing)!r}. Make it with launch/vtab_prepare.py.")
+    for name in (TRAIN, VAL, ALL, TEST):
+        num_labels = np.diff(dataset.split(name, "none").label_offsets)
+        # A probe would take no label, -1, for the last class, and no method learns the second of two.
+        if others := int((num_labels != 1).sum()):
+            raise UserError(
+                f"{dataset.path}: {others:,} of {counted(len(num_labels), 'image')} of {name} have no label, or several, but a task of "
+                "VTAB-1k has one for each. Make it with launch/vtab_prepare.py."
+            )
     for setting in settings_of(protocol) if sweep.config.method == "finetune" else ():
         for split in (TRAIN, ALL):
             warmup_steps(protocol, setting, dataset.info["samples"][split])
