@@ -1,5 +1,6 @@
 """Benchmarks: what is timed is what ran, in turns; what is missing or fails costs its own line only."""
 
+import json
 import os
 import subprocess
 import sys
@@ -187,7 +188,7 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     scratch.mkdir()
     command = [sys.executable, ROOT / "launch" / "bench.py", "shard", f"source={source}", "images=8"]
     done = subprocess.run(
-        [*command, "rounds=1", f"folder={scratch}"],
+        [*command, "rounds=1", f"folder={scratch}", f"json={tmp_path}/found.json"],
         capture_output=True,
         text=True,
         timeout=200,
@@ -199,6 +200,9 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert len(rows) == 8
     assert "not measured" not in "".join(rows)
     assert not list(scratch.iterdir())
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["command"].startswith(f"python {ROOT}/launch/bench.py shard source=")
+    assert found["machine"]["cores"] == 1
     config = BenchConfig(what="shard", source=f"{tmp_path}/none")
     with pytest.raises(UserError, match=r"^source = .*/none: no such file or folder\."):
         shards.run(config, BenchRecord("shard", config), scratch)

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,6 @@ import forked
 import pytest
 import torch
 from forked import Forge
-from polling import until
 
 from data_tools.bench import apart
 from data_tools.bench.apart import rows_apart
@@ -203,30 +200,6 @@ def test_predicted_micro_batch() -> None:
     needs = [rank_memory(bench.cases[0].config, run, size, 1, 1).total for size in (found, found + 1)]
     assert needs[0] <= 80e9 < needs[1]
     assert gpu._grown(96, (0.7, 1.0, 1.01)) == [64, 96]
-
-
-@pytest.mark.slow
-def test_results_survive_a_kill(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    command = [
-        sys.executable,
-        "launch/bench.py",
-        "gpu",
-        "device=cpu",
-        f"json={file}",
-        "only=[step]",
-        "candidate_seconds=0.05",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    try:
-        until(lambda: process.poll() is not None or (file.exists() and json.loads(file.read_text())["rows"]))
-    finally:
-        process.kill()
-        process.wait()
-    found = json.loads(file.read_text())
-    assert found["rows"][0]["name"] == "step ViT-mu/16@32, batch 4, eager"
-    assert found["machine"]["cores"] >= 1
-    assert found["command"].startswith("python launch/bench.py gpu device=cpu")
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
