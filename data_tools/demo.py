@@ -14,10 +14,12 @@ import numpy as np
 Points = list[tuple[float, float]]
 # Shapes are drawn larger and then reduced, for smooth edges.
 _OVERSAMPLING = 4
+_SIZE = 32  # Side of an image in pixels.
+_TEST_SHARE = 0.2
 
 
-def make_shapes(folder: Path, num_per_class: int, seed: int = 0, size: int = 32) -> None:
-    """Write `<folder>/<shape>/<number>.png`, num_per_class RGB images (size x size) for each of SHAPES.
+def make_shapes(folder: Path, num_per_class: int, seed: int = 0) -> None:
+    """Write `<folder>/<shape>/<number>.png`, num_per_class RGB images of 32 px for each of SHAPES.
 
     Only the outline depends on the class: colours (light on dark), background, position, size, angle and noise are random.
     An image is a function of (seed, class, number), so a larger num_per_class does not change the first ones.
@@ -25,33 +27,33 @@ def make_shapes(folder: Path, num_per_class: int, seed: int = 0, size: int = 32)
     for label, (name, draw) in enumerate(SHAPES.items()):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(num_per_class):
-            picture = _picture(draw, np.random.default_rng([seed, label, number]), size)
+            picture = _picture(draw, np.random.default_rng([seed, label, number]))
             _write(folder / name / f"{number:05d}.png", picture)
 
 
-def make_digits(folder: Path, size: int = 32, test_share: float = 0.2) -> None:
+def make_digits(folder: Path) -> None:
     """Write scikit-learn's 1,797 scans of handwritten digits as `<folder>/{train,test}/<digit>/<number>.png`, RGB.
 
-    They are 8x8 with 17 grey levels (UCI ML repository, Optical Recognition of Handwritten Digits), resized to size x size.
-    About test_share of them, chosen by a hash of their number, go to test/.
+    They are 8x8 with 17 grey levels (UCI ML repository, Optical Recognition of Handwritten Digits), resized to 32 px.
+    About a fifth of them, chosen by a hash of their number, go to test/.
     """
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     for number, (scan, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        is_test = hashlib.sha256(str(number).encode()).digest()[0] < 256 * test_share
+        is_test = hashlib.sha256(str(number).encode()).digest()[0] < 256 * _TEST_SHARE
         target = folder / ("test" if is_test else "train") / str(label)
         target.mkdir(parents=True, exist_ok=True)
         grey = (scan * (255 / 16)).round().astype(np.uint8)
-        large = cv2.resize(grey, (size, size), interpolation=cv2.INTER_CUBIC)
+        large = cv2.resize(grey, (_SIZE, _SIZE), interpolation=cv2.INTER_CUBIC)
         _write(target / f"{number:04d}.png", cv2.cvtColor(large, cv2.COLOR_GRAY2BGR))
 
 
-def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator, size: int) -> np.ndarray:
-    """(size, size, 3) uint8: one shape on a shaded background, with noise."""
-    side = size * _OVERSAMPLING
+def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator) -> np.ndarray:
+    """(32, 32, 3) uint8: one shape on a shaded background, with noise."""
+    side = _SIZE * _OVERSAMPLING
     back, fore = rng.uniform(0, 110, 3), rng.uniform(150, 255, 3)  # Light on dark, like the digits.
-    shade = np.linspace(-1, 1, size) * rng.uniform(0, 30)
+    shade = np.linspace(-1, 1, _SIZE) * rng.uniform(0, 30)
     canvas = back + (shade[:, None] if rng.random() < 0.5 else shade[None, :])[..., None]
 
     radius = side * rng.uniform(0.28, 0.45)
@@ -62,9 +64,9 @@ def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator, size: i
     contours = [np.rint(np.array(points) @ turn.T + middle).astype(np.int32) for points in draw()]
     mask = np.zeros((side, side), np.uint8)
     cv2.fillPoly(mask, contours, 255)
-    cover = cv2.resize(mask, (size, size), interpolation=cv2.INTER_AREA)[..., None] / 255
+    cover = cv2.resize(mask, (_SIZE, _SIZE), interpolation=cv2.INTER_AREA)[..., None] / 255
 
-    picture = canvas * (1 - cover) + fore * cover + rng.normal(0, rng.uniform(0, 12), (size, size, 3))
+    picture = canvas * (1 - cover) + fore * cover + rng.normal(0, rng.uniform(0, 12), (_SIZE, _SIZE, 3))
     return picture.clip(0, 255).astype(np.uint8)
 
 

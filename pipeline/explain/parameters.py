@@ -11,6 +11,8 @@ from pipeline.base.errors import UserError
 from pipeline.model import Model, ResNet, VisionTransformer, ViTConfig, attention_macs, forward_macs, rope
 from pipeline.model.position import per_token
 
+_MOST_FILTERS = 28  # As in Figure 7 of the ViT paper.
+
 
 def position_similarity(model: VisionTransformer) -> Tensor | None:
     """Cosine similarity of the position embeddings of each two patches, float32 (T, h, w, h, w); None if there are none.
@@ -42,11 +44,8 @@ class Filters:
     num_filters: int
 
 
-def principal_filters(model: Model, most: int = 28) -> Filters:
-    """Principal components of the patch embedding's filters, or of the root's in a ResNet or hybrid.
-
-    most: largest number of components; the default is the paper's.
-    """
+def principal_filters(model: Model) -> Filters:
+    """Principal components of the patch embedding's filters, or of the root's in a ResNet or hybrid; at most 28."""
     stem = model if isinstance(model, ResNet) else model.stem
     first = cast(nn.Conv2d, model.patch_embedding if stem is None else stem.root)
     kernel = first.weight.detach().double().cpu()
@@ -55,10 +54,10 @@ def principal_filters(model: Model, most: int = 28) -> Filters:
         kernel = (kernel - mean) / deviation
     filters = kernel.flatten(1)
     _, spread, directions = torch.linalg.svd(filters - filters.mean(0), full_matrices=False)
-    directions = directions[:most]
+    directions = directions[:_MOST_FILTERS]
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     components = (directions * largest.sign()).unflatten(1, kernel.shape[1:])
-    return Filters(components.float(), (spread**2 / (spread**2).sum())[:most].float(), len(filters))
+    return Filters(components.float(), (spread**2 / (spread**2).sum())[:_MOST_FILTERS].float(), len(filters))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, Table, report
+from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.atomic import write_files
@@ -148,8 +149,8 @@ def _measured(record: RunRecord) -> Table:
             f"{100 * mfu:{'.1f' if mfu >= 0.001 else '.2g'}} %" if mfu else "–",
         )
     )
-    planned_time = _duration(steps * batch / planned_speed) if planned_speed and steps else "–"
-    rows.append(("time of training steps", planned_time, _duration(seconds) if seconds else "–"))
+    planned_time = duration(steps * batch / planned_speed) if planned_speed and steps else "–"
+    rows.append(("time of training steps", planned_time, duration(seconds) if seconds else "–"))
     if record.ranks:
         device = record.tags.get("device", "")
         rows.append(("ranks", f"{record.ranks}", f"{record.ranks}{f' ({device})' if device else ''}"))
@@ -168,12 +169,6 @@ def _predicted_speed(record: RunRecord) -> float:
 def _median(series: Series | None) -> float:
     finite = series.values[np.isfinite(series.values)] if series else np.empty(0)
     return float(np.median(finite)) if len(finite) else 0.0
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 # ---------------------------------------------------------------------- scores
