@@ -90,7 +90,7 @@ def run(config: ExportConfig) -> LogitDifference:
             if config.format == "onnx":
                 raise UserError("onnxruntime is needed to verify the output: pip install onnxruntime.")
             print(f"{name} is not installed: the output is verified by this project's own reader only")
-            name, forward = "our own reader", models.load(unfinished).eval()
+            name, forward = _our_reader(unfinished, model.config)
         difference = _compare(name, model, forward, config.tolerance)
     print(f"written: {out}")
     return difference
@@ -204,12 +204,17 @@ def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward | N
     if form == "torch_export":
         return f"torch.export {torch.__version__}", torch.export.load(path).module()
     if form not in _PROGRAMS:
-        return "our own reader", models.load(path).eval()
+        return _our_reader(path, config)
     program, build = _PROGRAMS[form]
     if importlib.util.find_spec(program) is None:
         return program, None
     module = importlib.import_module(program)
     return f"{program} {module.__version__}", build(module, path, config)
+
+
+def _our_reader(path: Path, config: Config) -> tuple[str, Forward]:
+    # An .npz does not say the image size: 224 for a BiT, else the pixels that the patches cover.
+    return "our own reader", models.load(path, image_size=config.image_size).eval()
 
 
 def _transformers(library: Any, folder: Path, config: Config) -> Forward:

@@ -145,6 +145,13 @@ def test_another_size_and_no_head(weights, tmp_path, capsys):
     assert "26 x 26: patches of 4 pixels leave the last 2 rows and 2 columns unseen" in printed
 
 
+@pytest.mark.parametrize("changes", [{}, {"pool": "gap"}, {"name": "BiT-R50x1", "units": (1,), "width": 32}])
+def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
+    """As ViT-H/14 at 384 px, whose patches leave pixels unseen, and a BiT at another size than 224."""
+    random_weights(tmp_path / "model.pt", **changes)
+    assert run(tmp_path / "model.pt", "npz", tmp_path / "a.npz", image_size=18).largest == 0
+
+
 def test_layer_scale_is_folded_if_asked_for(tmp_path):
     model = random_weights(tmp_path / "model.pt", layer_scale=0.5)
     run(tmp_path / "model.pt", "safetensors", tmp_path / "a.safetensors")
