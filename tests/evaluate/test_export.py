@@ -185,6 +185,10 @@ def test_of_hugging_face_into_ours_asks_transformers_first(weights, tmp_path, ca
         ({"positions": "relative"}, "huggingface", "hf", "cannot hold relative positions"),
         ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "Use format=torch_export"),
         ({"size": (16, 24)}, "npz", "a.npz", "square grids of patches, and this one is 4 x 6"),
+        # transformers ends in a RuntimeError for the first, and in a TypeError for the second.
+        ({"size": (16, 24), "registers": 2, "classes": 0}, "huggingface", "hf", "cannot hold images of 16 x 24 px"),
+        ({"size": (16, 24), "pool": "map", "classes": 0}, "huggingface", "hf", "cannot hold images of 16 x 24 px"),
+        ({"rope_base": 100.0, "classes": 0}, "huggingface", "hf", "cannot hold positions = learned beside RoPE"),
         ({}, "onnx", "a.bin", r"out = .*a\.bin of format = onnx must end in \.onnx"),
         ({}, "timm", "", "is an existing folder"),
     ],

@@ -40,13 +40,16 @@ class _Kind(NamedTuple):
     activation: str = "gelu"
     pools: tuple[Pool, ...] = ("token",)
     holds: frozenset[str] = frozenset()  # fields of ViTConfig
+    any_aspect: bool = False  # whether its images need not be square
 
 
 _KINDS = {
-    "huggingface": _Kind(1e-12, pools=("token", "gap")),
+    "huggingface": _Kind(1e-12, pools=("token", "gap"), any_aspect=True),
     "dinov2": _Kind(1e-6, pools=("token", "both"), holds=frozenset({"layer_scale", "registers", "swiglu"})),
     "dinov3": _Kind(
-        1e-5, holds=frozenset({"layer_scale", "registers", "swiglu", "rope_base", "qkv_bias", "out_bias", "mlp_bias"})
+        1e-5,
+        holds=frozenset({"layer_scale", "registers", "swiglu", "rope_base", "qkv_bias", "out_bias", "mlp_bias"}),
+        any_aspect=True,
     ),
     "siglip": _Kind(1e-6, "gelu_pytorch_tanh", pools=("map",)),
     "clip": _Kind(1e-5, "quick_gelu", holds=frozenset({"embedding_norm"})),
@@ -148,6 +151,13 @@ def to_huggingface(
     reads = {"huggingface": ("token", "gap"), "dinov2": ("both",)}.get(kind, ())
     if has_head and model.config.pool not in reads:
         raise UserError(f"Hugging Face's {cls} has no head that reads what ours does. Leave it out: head=false.")
+    height, width = model.config.image_size
+    cannot = {
+        f"images of {height} x {width} px, which are not square": height != width and not _KINDS[kind].any_aspect,
+        f"positions = {model.config.positions} beside RoPE": kind == "dinov3" and model.config.positions != "none",
+    }
+    for feature in (feature for feature, is_present in cannot.items() if is_present):
+        raise UserError(f"Hugging Face's {cls} cannot hold {feature}; format = safetensors, onnx or torch_export can.")
     config, state = as_plain(
         model, f"Hugging Face's {cls}", _KINDS[kind].pools, hybrids=False,
         representation=kind == "huggingface" and not has_head and model.config.pool == "token", holds=_KINDS[kind].holds,
@@ -159,7 +169,6 @@ def to_huggingface(
         key if key.startswith("classifier.") else f"{prefix}{key}": tensor
         for key, tensor in vit_entries(config, NAMES[kind]).write(state).items()
     }
-    height, width = config.image_size
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
         "hidden_size": config.width, "num_hidden_layers": config.depth, "num_attention_heads": config.num_heads,
