@@ -151,8 +151,9 @@ def to_huggingface(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
     if view.get("eval_crop", "center") == "resize":
         return {"image_processor_type": "ViTImageProcessor", "size": height_width, **common}
     side = eval_resize(view, image_size)
-    squash = view.get("eval_crop") == "resize_center"
-    size = {"height": side, "width": side} if squash else {"shortest_edge": side}
+    size = {"shortest_edge": side}
+    if view.get("eval_crop") == "resize_center":
+        size = {name: round(pixels * side / min(image_size)) for name, pixels in height_width.items()}
     crop = {"do_center_crop": True, "crop_size": height_width}
     return {"image_processor_type": "BitImageProcessor", "size": size, **crop, **common}
 
