@@ -127,7 +127,7 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
         tensors, config = models.to_timm(model, classes, view)
         files.write_folder(path, tensors, {"config.json": config})
     elif form == "huggingface":
-        tensors, config, processor = models.to_huggingface(model, classes, view)
+        tensors, config, processor = models.to_huggingface(model, classes, view, extra.get("loss"))
         files.write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
     else:
         _write_graph(model, form, path)

@@ -15,7 +15,7 @@ from model_parts import ALL_PARTS
 
 from pipeline.base.errors import UserError
 from pipeline.evaluate import export
-from pipeline.model import create, load, resample_positions, safetensors_metadata, save
+from pipeline.model import create, load, read_weights, resample_positions, safetensors_metadata, save
 from pipeline.model.files import find_file, write_safetensors
 from pipeline.objectives.mae import Mae, MaeSettings
 from pipeline.objectives.objective import stored_name
@@ -150,6 +150,15 @@ def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
     """As ViT-H/14 at 384 px, whose patches leave pixels unseen, and a BiT at another size than 224."""
     random_weights(tmp_path / "model.pt", **changes)
     assert run(tmp_path / "model.pt", "npz", tmp_path / "a.npz", image_size=18).largest == 0
+
+
+@pytest.mark.parametrize(("loss", "problem_type"), [("softmax", None), ("sigmoid", "multi_label_classification")])
+def test_hugging_face_is_told_of_sigmoids(tmp_path, loss, problem_type):
+    """Its image-classification pipeline divides by the sum over all classes otherwise, and so would predict.py of the folder."""
+    save(create("ViT-mu/4", 16, 5), tmp_path / "model.pt", {"loss": loss})
+    run(tmp_path / "model.pt", "huggingface", tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()).get("problem_type") == problem_type
+    assert read_weights(tmp_path / "hf")[2].get("loss", "softmax") == loss
 
 
 def test_layer_scale_is_folded_if_asked_for(tmp_path):

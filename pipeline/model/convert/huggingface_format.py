@@ -26,6 +26,9 @@ _NEW_NAMES = [
 ]  # fmt: skip
 _NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dense.")]  # ViT, but not DINOv2
 
+# `problem_type` in config.json of a head whose probabilities transformers computes by sigmoids.
+_OF_SIGMOID = "multi_label_classification"
+
 # Model types of config.json that are read, or whose tower for images is.
 MODEL_TYPES = (
     "vit", "vit_mae", "vit_msn", "ijepa", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", "siglip_vision_model", "clip",
@@ -67,6 +70,7 @@ class _HuggingFaceConfig:
     image_size: int | list[int] | None = None
     layerscale_value: float | None = None
     rope_theta: float | None = None
+    problem_type: str | None = None
 
 
 def from_huggingface(tensors: dict[str, Tensor], kind: str, config_files: ConfigFiles, notes: list[str]) -> Weights:
@@ -95,7 +99,10 @@ def from_huggingface(tensors: dict[str, Tensor], kind: str, config_files: Config
         pool="both" if kind == "dinov2" and "classifier.weight" in tensors else "token",
     )  # fmt: skip
     images = preprocessing.from_huggingface(config_files.processor) if config_files.processor else None
-    return read_vit(tensors, NAMES[kind], hints, images, {"classes": classes} if classes else {}, notes)
+    extra: dict[str, Any] = {"classes": classes} if classes else {}
+    if config.problem_type == _OF_SIGMOID:
+        extra["loss"] = "sigmoid"
+    return read_vit(tensors, NAMES[kind], hints, images, extra, notes)
 
 
 def _in_file(tensors: dict[str, Tensor], kind: str) -> tuple[str, dict[str, Tensor]]:
@@ -136,12 +143,13 @@ def _class_names(labels: dict[str, str]) -> list[str] | None:
 
 
 def to_huggingface(
-    model: VisionTransformer | ResNet, classes: list[str] | None, view: Json
+    model: VisionTransformer | ResNet, classes: list[str] | None, view: Json, loss: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """(state dict, config.json, preprocessor_config.json) of the family of transformers that has the parts of the model.
 
     RoPE: DINOv3; a norm before the blocks: CLIP's model for images; attention pooling: SigLIP's; LayerScale, SwiGLU or registers:
     DINOv2; the mean of patches: I-JEPA; else ViT, where the representation layer of a model without a head is its pooler.
+    loss: with sigmoid, config.json says that probabilities are those of each class by itself.
     Raises UserError for a model that these cannot hold.
     """
     if isinstance(model, ResNet):
@@ -179,6 +187,8 @@ def to_huggingface(
     if has_head:
         names = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
         found |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+        if loss == "sigmoid":
+            found["problem_type"] = _OF_SIGMOID
     return tensors, found, preprocessing.to_huggingface(view, config.image_size)
 
 
