@@ -194,6 +194,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(path: Path) -> None:
+    """Flush a file, or a folder and all that is in it, to the disk."""
+    for part in (path, *path.rglob("*")):
+        sync_folder(part)
+
+
 def _hidden(path: Path) -> Path:
     """A name that no other process uses."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")

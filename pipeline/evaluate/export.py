@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
-from pipeline.base.files import hidden_folder
+from pipeline.base.files import hidden_folder, remove_unfinished, sync_folder, sync_tree
 from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, files
@@ -167,12 +167,15 @@ def _unfinished(out: Path, form: str) -> Iterator[Path]:
             f"{out} is an existing {'folder' if out.is_dir() else 'file'}. Remove it, or choose another path."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(out.parent, [out.name])  # It may have gigabytes.
     try:
         with hidden_folder(out) as folder:
             yield folder / out.name
             if form in _FOLDERS and out.exists():
                 raise UserError(f"{out} was made by another process meanwhile. Choose another path.")
+            sync_tree(folder / out.name)  # Not all of the libraries that write it do so.
             os.replace(folder / out.name, out)
+            sync_folder(out.parent)
     except OSError as error:
         if error.errno is not None:
             error.filename, error.filename2 = str(out), None  # The error names the hidden path, or none.

@@ -1,6 +1,7 @@
 """Export: the files, the other program's outputs for them, and errors that leave nothing behind."""
 
 import json
+import os
 import re
 import resource
 import runpy
@@ -226,6 +227,41 @@ def test_a_full_disk_is_named_and_nothing_stays(tmp_path, form, name):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert full.value.filename == str(out)
     assert not any(out.parent.iterdir())
+
+
+@pytest.mark.parametrize(("form", "name"), [("npz", "a.npz"), ("timm", "timm")])
+def test_all_of_it_is_on_the_disk_before_it_has_its_name(weights, tmp_path, monkeypatch, form, name):
+    """Else a file of the right name and size may be zeros after a power failure."""
+    out, done, flush, rename = tmp_path / "out" / name, [], os.fsync, os.replace
+
+    def flushed(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        flush(descriptor)
+
+    def renamed(source, target):
+        done.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    run(weights, form, out)
+    before = {path.name for path in done[: done.index(out)]}
+    assert before >= {name, *os.listdir(out if out.is_dir() else out.parent)}
+    assert done[-1] == out.parent
+
+
+def test_what_a_killed_export_left_is_removed(weights, tmp_path):
+    out = tmp_path / "out" / "timm"
+    out.parent.mkdir()
+    if (pid := os.fork()) == 0:
+        with export._unfinished(out, "timm") as unfinished:
+            unfinished.mkdir()
+            os._exit(9)
+    os.waitpid(pid, 0)
+    assert not out.exists()
+    assert any(out.parent.iterdir())
+    run(weights, "timm", out)
+    assert os.listdir(out.parent) == ["timm"]
 
 
 def test_the_second_of_two_at_once_is_refused(weights, tmp_path, monkeypatch):
