@@ -159,6 +159,7 @@ class DataConfig:
         "In a mixture: the samples of data.path in a batch are in this proportion to those of each set of data.mix.",
         above=0,
         on_change="comparison",
+        needs="mix",
     )
     mix: list[MixedSet] = setting(
         list,

@@ -69,6 +69,7 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
             ["probe.every=5%", "probe.rankme_images=9", "probe.shots=0", "probe.train_split=val"],
             "probe.train_split = val has no effect without probe.shots or probe.neighbours",
         ),
+        (["data.weight=2"], "data.weight = 2.0 has no effect without data.mix"),
         (["data.cache_gb=5"], "data.cache_gb = 5.0 has no effect without data.cache"),
         (["augment.hue=0.1", "augment.color_jitter_probability=0.8"], ""),
         (
