@@ -23,7 +23,7 @@ from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, files
 from pipeline.model.convert.plain import without_layer_scale
-from pipeline.model.convert.preprocessing import written_filter
+from pipeline.model.convert.preprocessing import written_crop, written_filter
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ExportConfig
 
@@ -78,8 +78,11 @@ def run(config: ExportConfig) -> LogitDifference:
         model = without_layer_scale(model)
     for note in models.resizing_notes(trained, model.config):
         print(note)
-    if config.format in _FOLDERS and (note := written_filter(extra.get("preprocessing", {}))):
-        print(f"{config.format}: {note}")
+    if config.format in _FOLDERS:
+        view = extra.get("preprocessing", {})
+        crop = written_crop(view, model.config.image_size) if config.format == "huggingface" else ""
+        for note in filter(None, (written_filter(view), crop)):
+            print(f"{config.format}: {note}")
 
     # ------------------------------------------------------------------ written, and compared with the target program
     out = Path(config.out)

@@ -153,6 +153,15 @@ def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
     assert run(tmp_path / "model.pt", "npz", tmp_path / "a.npz", image_size=18).largest == 0
 
 
+@pytest.mark.parametrize(("size", "crop", "is_said"), [
+    (16, "center", False), ((16, 24), "resize", False), ((16, 24), "center", True),
+])  # fmt: skip
+def test_a_crop_that_transformers_does_not_have_is_said(tmp_path, capsys, size, crop, is_said):
+    save(create("ViT-mu/4", size, 5), tmp_path / "model.pt", {"preprocessing": {"eval_crop": crop}})
+    run(tmp_path / "model.pt", "huggingface", tmp_path / "hf")
+    assert ("fills with black what is then missing of 16 x 24 px" in capsys.readouterr().out) == is_said
+
+
 @pytest.mark.parametrize(("loss", "problem_type"), [("softmax", None), ("sigmoid", "multi_label_classification")])
 def test_hugging_face_is_told_of_sigmoids(tmp_path, loss, problem_type):
     """Its image-classification pipeline divides by the sum over all classes otherwise, and so would predict.py of the folder."""

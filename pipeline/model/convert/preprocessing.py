@@ -186,6 +186,17 @@ def written_filter(view: Json) -> str:
     )
 
 
+def written_crop(view: Json, image_size: tuple[int, int]) -> str:
+    """Says what `to_huggingface` cannot write of a central crop that is not square; "" if it can. image_size: (height, width)."""
+    height, width = image_size
+    if height == width or view.get("eval_crop", "center") != "center":
+        return ""
+    return (
+        f"it makes the short side of an image {eval_resize(view, image_size)} px and fills with black what is then missing of {height} x "
+        f"{width} px, where evaluation here makes the image cover it: resize images yourself, or train with augment.eval_crop=resize"
+    )
+
+
 def eval_resize(view: Json, image_size: tuple[int, int]) -> int:
     """The short side before a center crop, in proportion to the one in `view`, else 8/7 of the crop."""
     short = min(image_size)
