@@ -167,7 +167,8 @@ class Stop:
         """Record that a checkpoint of `step` is committed, and how many seconds that took."""
         self.step = step
         self.commit_seconds = max(self.commit_seconds, seconds)
-        self.folder.say_status(Status("running", step, -1, ""))
+        with self._lock:  # Not after `_want` said that the run leaves, which takes rank 0 some seconds.
+            self.folder.say_status(Status("running", step, -1, ""))
 
     def record_failure(self, line: str, lost_others: bool) -> None:
         """Write why this rank is about to end, because its main thread will not. lost_others: other ranks are the cause."""

@@ -103,6 +103,27 @@ def test_a_rank_that_loses_one_which_was_asked_to_leave_leaves_as_asked(tmp_path
     assert (done.returncode, done.stderr) == (RESUME, "")
 
 
+def test_a_run_that_is_leaving_does_not_say_that_it_is_running(tmp_path: Path) -> None:
+    """Rank 0 waits until all ranks know of the request. Training began meanwhile, and a supervisor took the run for killed."""
+    code = (
+        "import os, signal, sys, time; from types import SimpleNamespace; sys.path[:0] = ['tests/lifecycle', 'tests/helpers']\n"
+        "from test_stop_request import Path, read_status, stop_of\n"
+        "from polling import until\n"
+        "with stop_of(Path(sys.argv[1])) as stop:\n"
+        "    assert stop.folder.lock() is None\n"
+        "    nothing = lambda *of: None\n"
+        "    stop._ranks = SimpleNamespace(is_main=True, barrier=nothing)\n"
+        "    stop._store = SimpleNamespace(check=nothing, set=nothing)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    until(lambda: read_status(stop.folder.path))\n"
+        "    stop.begin_training(5)\n"
+        "    time.sleep(300)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == RESUME, done.stderr
+    assert read_status(tmp_path / "x") == Status("stopped", 0, RESUME, "SIGTERM, before training began")
+
+
 def test_the_status_of_what_ends_with_code_2_says_so(tmp_path: Path) -> None:
     """Also of an error of the system, such as a full disk: a restart would repeat it."""
     stop = stop_of(tmp_path)
