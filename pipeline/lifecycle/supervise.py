@@ -43,6 +43,8 @@ from pipeline.settings.commands.operate import SuperviseConfig
 from pipeline.settings.run import RunConfig
 
 Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]
+# Of outcomes after which it does not start the run again.
+_EXIT_CODES: dict[Outcome, int] = {"finished": 0, "stopped": RESUME, "refused": 2}
 
 # What starts a run: files of the repository, or modules of an installed library.
 _SCRIPTS = ("pretrain.py", "finetune.py", "launch.pretrain", "launch.finetune")
@@ -111,12 +113,9 @@ class Supervisor:
             self.say(
                 outcome, f"start {starts} {outcome} at step {step:,}: {why}", number=starts, step=step, code=launch.code
             )
-            if outcome == "finished":
-                return 0
-            if outcome == "stopped":
-                return RESUME
-            if outcome == "refused":
-                return 2
+            if outcome in _EXIT_CODES:
+                stop_file(self.folder).unlink(missing_ok=True)  # It came too late.
+                return _EXIT_CODES[outcome]
             idle = 0 if step > max(committed, 0) else idle + 1
             committed = max(committed, step)
             if idle > self.config.restarts:
@@ -243,6 +242,7 @@ class Launch:
         self.code: int | None = None
         self.orphaned = False
         self._ended_at = self._asked_at = float("inf")
+        self._made_stop_file = False
         self._sent: list[int] = []
         # Own session: Ctrl-C reaches only the supervisor, which then stops the run gracefully.
         self._process = subprocess.Popen(command, start_new_session=True)
@@ -266,7 +266,8 @@ class Launch:
                     f"remove {self.folder / 'lock'} if its host is gone."
                 )
             time.sleep(_POLL_SECONDS)
-        stop_file(self.folder).unlink(missing_ok=True)
+        if self._made_stop_file:  # That of a person, which a dying run has not obeyed, is for the supervisor.
+            stop_file(self.folder).unlink(missing_ok=True)
 
     def _what_is_left(self) -> str | None:
         """Describe what is still running; None if nothing is."""
@@ -282,6 +283,7 @@ class Launch:
     def _ask(self, line: str) -> None:
         self.say("stop", line)
         self._asked_at = running_time()
+        self._made_stop_file = not is_stop_asked(self.folder)
         try:
             stop_file(self.folder).touch()
         except OSError as error:

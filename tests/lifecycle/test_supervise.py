@@ -197,6 +197,25 @@ def test_it_gives_up_when_starts_commit_nothing(tmp_path: Path) -> None:
     assert "gave up: 3 starts in a row have committed nothing new (restarts=2)" in output
 
 
+@pytest.mark.parametrize(
+    ("last", "code", "events"),
+    [
+        ({**KILLED, "until_stop": True}, 75, ["start", "failed", "wait", "stopped"]),
+        ({**FINISHED, "until_stop": True}, 0, ["start", "finished"]),
+    ],
+)
+def test_a_person_who_asks_a_run_that_is_ending_is_heard(
+    tmp_path: Path, last: dict, code: int, events: list[str]
+) -> None:
+    """The stop file was removed with those that the run had obeyed, and the run started again."""
+    case = Case(tmp_path, [last, FINISHED])
+    until(lambda: (case.run / "commands").exists())
+    (case.run / "stop").touch()
+    assert case.end()[0] == code
+    assert case.events() == events
+    assert not (case.run / "stop").exists()
+
+
 def test_sigterm_goes_through_and_is_not_answered_by_a_start(tmp_path: Path) -> None:
     case = Case(tmp_path, [ending("stopped", 5, 75, "the stop file", until_stop=True), FINISHED])
     while not (case.run / "commands").exists():
