@@ -31,6 +31,15 @@ class FileLock:
             return False
         return True
 
+    def is_held(self) -> bool:
+        """Whether another process has this record lock, which is not taken: one who wants it at this moment gets it. Raises OSError."""
+        assert self._by_record
+        try:
+            os.lockf(self.file, os.F_TEST, 0)
+        except (BlockingIOError, PermissionError):
+            return True
+        return False
+
     def close(self) -> None:
         """Release the lock and close the file."""
         os.close(self.file)

@@ -132,7 +132,7 @@ def holder(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     with contextlib.closing(lock), contextlib.suppress(OSError):
-        return None if lock.acquire(wait=False) else lock.read_owner() or _UNKNOWN_HOLDER
+        return (lock.read_owner() or _UNKNOWN_HOLDER) if lock.is_held() else None
     return None
 
 

@@ -1,12 +1,16 @@
-"""How the last start of a run ended, in words, also after a supervisor has set its status aside."""
+"""How the last start of a run ended, in words, also after a supervisor has set its status aside; and whether one has its folder."""
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from pipeline.lifecycle.run_folder import Status, forget_last_start, last_end_in_words, read_status
+from pipeline.lifecycle.run_folder import RunFolder, Status, forget_last_start, holder, last_end_in_words, read_status
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -28,3 +32,27 @@ def test_each_ending(tmp_path: Path, status: Status, words: str) -> None:
     assert last_end_in_words(tmp_path) == words
     (tmp_path / "status.json").write_text(json.dumps(asdict(Status("finished", 99, 0, ""))))
     assert last_end_in_words(tmp_path) == "finished at step 99"
+
+
+def test_a_start_is_not_refused_while_others_ask_who_has_the_folder(tmp_path: Path) -> None:
+    """They took the lock for a moment to find out, and a start at that moment said that another run has the folder."""
+    run = RunFolder(tmp_path, 0)
+    assert run.lock() is None
+    code = (
+        "import sys; from pathlib import Path; from pipeline.lifecycle.run_folder import holder\n"
+        "print(holder(Path(sys.argv[1])), flush=True)\n"
+        "while True: holder(Path(sys.argv[1]))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout
+        assert process.stdout.readline().startswith("host ")
+        for _ in range(1000):
+            run.unlock()
+            assert run.lock() is None
+    finally:
+        process.kill()
+        process.communicate()
+    run.unlock()
+    assert holder(tmp_path) is None
