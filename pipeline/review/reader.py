@@ -150,15 +150,19 @@ def from_folder(folder: Path) -> RunRecord:
     if not is_run(folder):
         raise UserError(f"{folder} is not the folder of a started run: config.json is missing.")
     files = FolderFiles(folder)
+    # A run that goes on writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end that is
+    # found has its metrics, and is that of a run that was killed only if it was.
+    is_free = False
+    with contextlib.suppress(PermissionError):  # Of another user's run only the status is known.
+        is_free = holder(folder) is None
+    status = read_status(folder)
+    word, outcome = (status.status, status.reason or status.status) if status else ("", "")
+    if word == "running" and is_free:
+        word, outcome = "killed", "ended without a word: killed, or its host was lost"
+    end = _parsed(files, "end.json", End)
     facts = _facts(files)
     metrics, num_damaged, ignored = _metrics_of(folder, facts.metrics if facts else {})
     ignored += PageFolder(folder).refused(_READ)
-    status = read_status(folder)
-    word, outcome = (status.status, status.reason or status.status) if status else ("", "")
-    with contextlib.suppress(PermissionError):  # Of another user's run only the status is known.
-        if word == "running" and holder(folder) is None:
-            word, outcome = "killed", "ended without a word: killed, or its host was lost"
-    end = _parsed(files, "end.json", End)
     tags = end.tags if end else {}
     if not word:
         word = _STATUS.get(

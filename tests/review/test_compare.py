@@ -357,3 +357,20 @@ def test_a_running_run_of_another_user_is_read(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(reader, "holder", refuse)
     assert from_folder(run).status == "running"
+
+
+def test_a_run_that_ends_while_it_is_read_was_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status was read before it was known whether a process has the folder."""
+    run = write_run(tmp_path / "ending", evaluations={10: 0.5})
+    told, running = (run / "status.json").read_text(), '{"status": "running", "step": 10, "code": -1, "reason": ""}'
+    (run / "status.json").write_text(running)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:-1]))
+
+    def end(folder: Path) -> None:
+        (run / "metrics.jsonl").write_bytes(b"".join(lines))
+        (run / "status.json").write_text(told)
+
+    monkeypatch.setattr(reader, "holder", end)
+    found = from_folder(run)
+    assert (found.status, max(found.metrics["loss"].steps)) == ("finished", 20)
