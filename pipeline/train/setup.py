@@ -204,11 +204,16 @@ def _begin_monitoring_on_all_ranks(
     trace_step = config.profile.trace_step if ranks.is_main else 0
     hosts = ranks.gather(socket.gethostname())
     # Also for a finished run: sends the metrics that MLflow has not received yet.
-    tracker = _start_tracker(context, start, training, hosts) if ranks.is_main else None
+    tracker = _start_tracker(context, start, hosts) if ranks.is_main else None
     if tracker:
         undone.push(partial(_end_tracker, tracker))
         for line in tracker.notes:
             console.say(line)
+    # After the metrics of steps that run again are gone, and before its settings are there: a kill must leave no word of a last
+    # start that had finished, beside settings by which there is more to train.
+    context.stop.committed(state.step)
+    if tracker:
+        _write_facts(context, start.model, engine)
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, context.stop.record_failure)
     undone.callback(watchdog.close)
     draws = ranks.is_main and config.track.figures
@@ -226,8 +231,8 @@ def _begin_monitoring_on_all_ranks(
     )
 
 
-def _start_tracker(context: RunContext, start: _StartingPoint, training: Training, hosts: list[str]) -> Tracker:
-    """Write what the run folder shows beside the metrics, and begin to record. Rank 0 only."""
+def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str]) -> Tracker:
+    """Begin to record. Rank 0 only."""
     config, plan, ranks, folder = context.config, context.plan, context.ranks, context.folder
     data, model = context.prepared.data, start.model
     page, saved = PageFolder(folder), None
@@ -240,15 +245,20 @@ def _start_tracker(context: RunContext, start: _StartingPoint, training: Trainin
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.parents)
-    write_settings(config, folder)
-    write_text(folder / "deepspeed.json", json.dumps(training.engine.settings, indent=1))
-    write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
-    page.write_text("environment.txt", environment(ranks.device))
-    page.write_text("plan.txt", plan_lines(config, plan, model))
     return Tracker(
         config.track, Path(config.out), folder, facts, start.state.step,
         find_models=partial(logged_models, start.checkpoints),
     )  # fmt: skip
+
+
+def _write_facts(context: RunContext, model: Model, engine: Engine) -> None:
+    """Write what the run folder shows beside the metrics. Rank 0 only."""
+    folder, page = context.folder, PageFolder(context.folder)
+    write_settings(context.config, folder)
+    write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
+    write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
+    page.write_text("environment.txt", environment(context.ranks.device))
+    page.write_text("plan.txt", plan_lines(context.config, context.plan, model))
 
 
 def _end_tracker(tracker: Tracker, kind: object, error: BaseException | None, trace: object) -> None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.lifecycle import samples
+from pipeline.lifecycle.run_folder import Status, read_settings
 from pipeline.monitor import tracking
 from pipeline.monitor.mlflow.sender import SenderTimeouts
 from pipeline.monitor.run_page import metric_name
@@ -31,7 +34,8 @@ from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
-from pipeline.train import resume
+from pipeline.train import resume, setup
+from pipeline.transfer.child_run import ChildRun, how_ended, why_unusable
 
 
 def load(overrides: list[str]) -> RunConfig:
@@ -174,6 +178,34 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(forge: Forge, datas
         assert models.load(out / "full").config.num_classes == 4
     finally:
         subprocess.run(["umount", str(out)], check=True)
+
+
+def train_until_its_settings_are_written(overrides: list[str]) -> None:
+    """In a rank: a run that is killed right after that."""
+    write = setup.write_settings
+
+    def write_and_die(config: RunConfig, folder: Path) -> None:
+        write(config, folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setup.write_settings = write_and_die
+    train([overrides])
+
+
+def test_a_finished_run_whose_longer_start_is_killed_is_not_taken_for_finished(
+    forge: Forge, dataset: Path, tmp_path: Path
+) -> None:
+    """A grid or a study took the scores of its six steps for those of twelve: status.json was of the start before."""
+    short = settings(dataset, tmp_path, "grown", "schedule.decay=constant")
+    longer = [*short, "train.length=12 steps"]
+    run = ChildRun("grown", "", [], load(longer))
+    forge.start(1, short).finish()
+    killed = forge.start_work(1, "test_train_faults:train_until_its_settings_are_written", longer)
+    assert killed.wait() == [-signal.SIGKILL], killed.said()
+    assert read_settings(run.folder).train.length == run.config.train.length
+    assert (how_ended(run), why_unusable(run)) == (None, "")
+    forge.start(1, longer).finish()
+    assert how_ended(run) == Status("finished", 12, 0, "")
 
 
 def test_a_start_compiles_nothing_and_leaves_no_shared_memory(
