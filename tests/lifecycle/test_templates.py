@@ -111,7 +111,9 @@ def test_slurm(home: Path, code: str, stop_by: signal.Signals | None, requeued: 
     [("75", signal.SIGTERM, 75), ("0", None, 0), ("2", None, 2), ("-1", None, 255), ("", None, 1)],
 )
 def test_kubernetes(home: Path, code: str, stop_by: signal.Signals | None, expected: int) -> None:
-    """A pod ends as its run did; 2, which fails the whole job, only when the run was refused."""
+    """A pod ends as its run did; 2, which fails the whole job, only when the run was refused. Nor does it as the run's last start."""
+    (home / "runs" / "vit").mkdir(parents=True)
+    (home / "runs" / "vit" / "status.json").write_text('{"code": 0}')
     _, job = yaml.safe_load_all((ROOT / "launch/kubernetes_job.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["bash", "-c"]
