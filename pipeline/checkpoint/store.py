@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import sync_folder, write_text
+from pipeline.base.files import remove_unfinished, sync_folder, write_text
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
-from pipeline.data.storage.atomic import read_bytes
+from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.process.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
@@ -183,8 +183,9 @@ class Checkpoints:
         return final
 
     def point_at(self, newest: AnyPath) -> None:
-        """Write the name of a checkpoint to `latest`."""
-        write_atomically(self.folder / LATEST, newest.name)
+        """Write the name of a checkpoint to `latest`, as the writer of a killed run may do at the same time."""
+        with replacing(self.folder / LATEST) as file:
+            file.write(newest.name.encode())
 
     def repair_latest(self, newest: AnyPath) -> bool:
         """Correct `latest` if a kill prevented its update. Returns whether it was wrong."""
@@ -300,6 +301,8 @@ class Checkpoints:
                 seen, since = now, running_time()
         for path in self.unfinished():
             self.discard(path)
+        if isinstance(self.folder, Path):
+            remove_unfinished(self.folder, [LATEST])
 
     def _progress(self) -> dict[str, list[str]]:
         """Contents of the writers' status files, by unfinished save."""

@@ -341,6 +341,25 @@ def test_what_was_interrupted_goes_and_nothing_else(tmp_path: Path) -> None:
     Checkpoints(tmp_path / "nowhere").clean_up(print)
 
 
+def test_a_start_and_the_writer_of_a_killed_run_name_the_newest_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start goes on as soon as the checkpoint is there, and corrected `latest` while the writer wrote it: one of them failed."""
+    save_all(tmp_path, 10)
+    newest, fsync = tmp_path / "step-00000010", os.fsync
+    (tmp_path / "latest").write_text("step-00000005")
+
+    def start_meanwhile(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        assert Checkpoints(tmp_path).repair_latest(newest)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", start_meanwhile)
+    Checkpoints(tmp_path).point_at(newest)
+    assert (tmp_path / "latest").read_text() == newest.name
+    assert names(tmp_path) == ["latest", newest.name]
+
+
 def clock(monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None] = time.sleep) -> list[float]:
     """What waits in a writer or for one goes by this clock."""
     now = [0.0]
@@ -608,7 +627,7 @@ while True:
         save_all(folder, 30, keep=1, damaged=damaged if not survived else [])
         assert verify(folder / "step-00000030") is None
         left = {path.name for path in folder.iterdir()}
-        assert left <= {"latest", "step-00000020", "step-00000030", "kept.json", ".kept.json.tmp", ".latest.tmp"}, left
+        assert left <= {"latest", "step-00000020", "step-00000030", "kept.json", ".kept.json.tmp"}, left
     shutil.rmtree(folder)
     if survived:
         break
