@@ -353,7 +353,7 @@ class MlflowSender:
         assert state.run_id is not None
         if store.delete_points_after(state.run_id, step) or not store.has_points_after(state.run_id, step):
             return
-        old, new = state.run_id, store.create_copy(state.run_id)
+        old, new = state.run_id, store.create_copy(state.run_id, FOLDER_TAG)
         warn(
             f"MLflow at {self.shown_uri} has points of steps after {step:,}, which run again, and a server cannot delete points: run "
             f"{new} replaces {old}, which is deleted (`mlflow gc` removes it for good)."

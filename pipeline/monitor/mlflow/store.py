@@ -127,9 +127,17 @@ class MlflowStore:
         tags = {tag: text for tag, text in tags.items() if tag != NOTE}  # `set_tags` sets it.
         return self.client.create_run(experiment_id, start_time=started, run_name=name, tags=tags).info.run_id
 
-    def create_copy(self, run_id: str) -> str:
-        """Create an empty run with the experiment, name and tags of another, also with a description that someone has edited."""
+    def create_copy(self, run_id: str, tag: str) -> str:
+        """Create an empty run with the experiment, name and tags of another, also with a description that someone has edited.
+
+        That of a killed sender is used again: another run with the same value of `tag`, without parameters and metrics.
+        """
         run = self.client.get_run(run_id)
+        if tag in run.data.tags:
+            alike = self.client.search_runs([run.info.experiment_id], f"tags.{tag} = '{run.data.tags[tag]}'")
+            for found in alike:
+                if found.info.run_id != run_id and not found.data.params and not found.data.metrics:
+                    return found.info.run_id
         tags = {name: text for name, text in run.data.tags.items() if name != "mlflow.runName"}
         copied = self.client.create_run(run.info.experiment_id, run.info.start_time, tags, run.info.run_name)
         return copied.info.run_id
