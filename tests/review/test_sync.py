@@ -15,6 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.locks import FileLock
 from pipeline.lifecycle.run_folder import RunFolder, Status
 from pipeline.monitor.mlflow.sender import LOCK_FILE, SenderTimeouts
+from pipeline.monitor.mlflow.state import SyncState, read_states, write_states
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
@@ -186,6 +187,21 @@ def test_one_folder_is_sent_by_one_process_at_a_time(tmp_path: Path, capfd: pyte
     os.waitpid(pid, 0)
     assert len(run(SyncConfig(runs=[str(tmp_path / "run")]))) == 1
     assert page(default_uri(tmp_path), "run")["status"] == "FINISHED"  # Raises if there are two.
+
+
+def test_a_run_may_start_while_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose steps run again says so in mlflow.json. Both wrote by way of one hidden file, and one of them failed."""
+    path, fsync = tmp_path / "mlflow.json", os.fsync
+
+    def start_meanwhile(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        write_states(path, {"sqlite:///b": SyncState("of the run")})
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", start_meanwhile)
+    write_states(path, {"sqlite:///a": SyncState("of the command")})
+    assert read_states(path) == ({"sqlite:///a": SyncState("of the command")}, "")
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_database_in_memory_is_no_place_to_send_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

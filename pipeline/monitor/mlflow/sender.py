@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular, write_text
+from pipeline.base.files import open_regular, remove_unfinished, write_text
 from pipeline.base.locks import FileLock
 from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
@@ -302,6 +302,7 @@ class MlflowSender:
             raise FolderInUseError(f"receives {self.path.parent} from {who} at this moment")
         self._folder_lock = lock
         lock.write_owner(f"host {socket.gethostname()}, pid {os.getpid()}")
+        remove_unfinished(self.path.parent, [STATE_FILE])
         with self._lock:  # Another process may have sent since the state was read.
             found, _ = read_states(self.state_path)
             for uri, state in found.items():

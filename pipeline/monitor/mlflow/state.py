@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import write_text
+from pipeline.base.files import as_bytes, replacing
 from pipeline.base.json_record import Count, Limits
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.committed import run_of_checkpoint
@@ -58,8 +58,12 @@ def read_states(path: Path) -> tuple[dict[str, SyncState], str]:
 
 
 def write_states(path: Path, states: dict[str, SyncState]) -> None:
-    """Replace the file. The state of the tracking URI in use must be the last."""
-    write_text(path, json.dumps({uri: asdict(state) for uri, state in states.items()}, indent=1))
+    """Replace the file, also while another process does: a run may start while launch/track_sync.py sends it.
+
+    The state of the tracking URI in use must be the last.
+    """
+    with replacing(path) as file:
+        file.write(as_bytes(json.dumps({uri: asdict(state) for uri, state in states.items()}, indent=1)))
 
 
 def sent_to(folder: Path, uri: str) -> SyncState:
