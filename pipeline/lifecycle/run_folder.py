@@ -56,10 +56,13 @@ class Failure:
 
 
 class RunFolder:
-    """The folder of the run in this process. Rank 0 locks it; ours: every rank knows that rank 0 has the lock."""
+    """The folder of the run in this process. Rank 0 locks it; ours: every rank knows that rank 0 has the lock.
+
+    before: how the start before ended, in words, once this one has the lock; rank 0 only.
+    """
 
     def __init__(self, path: Path, rank: int) -> None:
-        self.path, self.rank = path, rank
+        self.path, self.rank, self.before = path, rank, ""
         self.ours = False
         self.is_owner = self.is_locked = False
         self._lock: FileLock | None = None
@@ -84,6 +87,7 @@ class RunFolder:
             return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
         self._lock, self.is_owner = lock, True
         lock.write_owner(this_process())
+        self.before = last_end_in_words(self.path)  # Not earlier: the last start may have been about to end.
         shutil.rmtree(self.path / "failures", ignore_errors=True)
         return None
 

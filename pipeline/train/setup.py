@@ -22,7 +22,6 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.logged_models import logged_models
-from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.model.files import find_file
@@ -80,7 +79,6 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     identity = resume.identity(config, plan, data)
     identity["fused_optimizer"] = optimizers.is_fused(config.engine, ranks.device)
     folder = stop.folder.path
-    before = last_end_in_words(folder) if ranks.is_main else ""
     in_use = stop.folder.lock() if ranks.is_main else None
     console = Console(folder / "log.txt", ranks.is_main and in_use is None)
     waits.say_with(console.say)
@@ -94,7 +92,7 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     ranks.agree(in_use)
     stop.connect(ranks)
     ranks.on_all(partial(resume.refuse_other_facts, identity, ranks.agree(identity)))
-    return RunContext(config, prepared, ranks, stop, console, identity, before)
+    return RunContext(config, prepared, ranks, stop, console, identity, stop.folder.before)
 
 
 def _longest_wait_minutes(config: RunConfig) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.locks import FileLock
 from pipeline.lifecycle.run_folder import RunFolder, Status, forget_last_start, holder, last_end_in_words, read_status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,24 @@ def test_each_ending(tmp_path: Path, status: Status, words: str) -> None:
     assert last_end_in_words(tmp_path) == words
     (tmp_path / "status.json").write_text(json.dumps(asdict(Status("finished", 99, 0, ""))))
     assert last_end_in_words(tmp_path) == "finished at step 99"
+
+
+def test_a_run_that_ended_just_before_the_next_start_was_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the next start found was looked up before it had the folder, and was that of a run that went on."""
+    told, acquire = tmp_path / "status.json", FileLock.acquire
+    told.write_text(json.dumps(asdict(Status("running", 40, -1, ""))))
+
+    def end_first(lock: FileLock, wait: bool = True) -> bool:
+        told.write_text(json.dumps(asdict(Status("finished", 60, 0, ""))))
+        return acquire(lock, wait)
+
+    monkeypatch.setattr(FileLock, "acquire", end_first)
+    run = RunFolder(tmp_path, 0)
+    assert run.lock() is None
+    assert run.before == "finished at step 60"
+    run.unlock()
 
 
 def test_a_start_is_not_refused_while_others_ask_who_has_the_folder(tmp_path: Path) -> None:
