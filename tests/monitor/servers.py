@@ -127,7 +127,7 @@ class MlflowServer:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(family, 10)
+        psutil.wait_procs(family, 300)
         self.process.wait()
 
     def family(self) -> list[psutil.Process]:

@@ -256,7 +256,7 @@ def train_without_temporary_files(overrides: list[str]) -> None:
     try:
         run.run_training(schema.load(RunConfig, None, overrides))
     except OSError as error:
-        until(lambda: "watchdog" not in {thread.name for thread in threading.enumerate()}, seconds=20)
+        until(lambda: "watchdog" not in {thread.name for thread in threading.enumerate()})
         raise SystemExit(3) from error
 
 
