@@ -170,14 +170,15 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _read(self) -> dict[int, str]:
-        """Returns rank -> first line of its report. Reports of an earlier hang are older, and left out."""
+        """Returns rank -> first line of its report, once it is there. Reports of an earlier hang are older, and left out."""
         newest = time.time() - self.seconds - 2 * _REPORT_SECONDS
         found = {}
         for rank in range(len(self.hosts)):
             file = self.folder / f"rank-{rank:05d}.txt"
             with contextlib.suppress(OSError):
-                if file.stat().st_mtime > newest:
-                    found[rank] = file.read_text().partition("\n")[0]
+                line, is_whole, _ = file.read_text().partition("\n")
+                if is_whole and file.stat().st_mtime > newest:
+                    found[rank] = line
         return found
 
 

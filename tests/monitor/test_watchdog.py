@@ -37,6 +37,15 @@ def test_who_is_waited_for() -> None:
     assert len(diagnosis({0: waits, 1: waits}, ["a", "b"], folder)) == 2
 
 
+def test_a_report_that_is_just_being_written_is_none(tmp_path: Path) -> None:
+    """The file is there before its line: a rank that waited for others was named, with an empty reason."""
+    dog = watchdog.Watchdog(tmp_path, 0, ["a", "b"], minutes=0)  # Without a thread.
+    dog._write("step of step 7 (waits for other ranks) for 60 s")
+    for begun in ("", "step of step 7 (wai"):
+        (tmp_path / "rank-00001.txt").write_text(begun)
+        assert list(dog._read()) == [0]
+
+
 def test_a_process_that_was_stopped_itself_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Ctrl-Z, or a scheduler that suspends jobs: what passed meanwhile does not count, what passes afterwards does."""
     now, ends = 0.0, []
