@@ -121,12 +121,23 @@ def _run(run: ChildRun, command: str, job: StudyJob, output: IO[bytes]) -> None:
         launcher = job.config.launcher
         if not launcher and job.config.gpus > 1:
             launcher = f"torchrun --standalone --nproc_per_node {job.config.gpus}"
+        before = _version_of_status(run.folder)
         code = start_command(command, ["--config", run.file, *run.overrides], launcher, output)
         ended = how_ended(run)
-        _raise_unless_done(code, ended is not None, str(run.folder), output.name, run.folder)
+        has_spoken = _version_of_status(run.folder) != before
+        _raise_unless_done(code, ended is not None, str(run.folder), output.name, run.folder if has_spoken else None)
     assert ended is not None
     if ended.status == "diverged":
         raise DivergedError(ended.reason or f"{run.name} diverged")
+
+
+def _version_of_status(folder: Path) -> tuple[int, int] | None:
+    """Changes with each word of a run: a process that dies before it has the folder leaves that of the start before."""
+    try:
+        found = (folder / "status.json").stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _raise_unless_done(code: int, is_done: bool, what: str, output: str, folder: Path | None = None) -> None:

@@ -256,6 +256,24 @@ def test_a_cell_whose_processes_die_is_tried_again_and_one_that_is_asked_to_stop
     assert by_name(driver.run(config, no_pause))["two-seed0"].state == "done"
 
 
+def test_why_an_earlier_start_ended_is_not_said_of_one_that_died_without_a_word(
+    base: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(base, "silent", "ablation", "models=[{name: one},{name: two,settings: [model.width=32]}]")
+    folder = base.parent / "runs" / "silent" / "one-seed0"
+
+    def start(*arguments: Any) -> int:
+        if folder.exists():
+            return -9
+        folder.mkdir()
+        (folder / "status.json").write_text('{"status": "failed", "step": 0, "code": 1, "reason": "no memory"}')
+        return 1
+
+    monkeypatch.setattr(cell_run, "start_command", start)
+    with pytest.raises(UserError, match=r"2 of 2 cells failed, such as one-seed0: \S+ failed \(exit code -9\)\. See "):
+        driver.run(config, no_pause)
+
+
 def test_a_common_part_that_diverges_is_told_in_the_report(base: Path, started: Started) -> None:
     """The cell itself has no run then."""
     models = "models=[{name: good},{name: wild,settings: [optimizer.lr=1e18]}]"
