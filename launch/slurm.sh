@@ -23,10 +23,10 @@ export MASTER_ADDR MASTER_PORT
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
+mkdir -p "$RUN"
+rm -f "$RUN/status.json" "$RUN/stop"  # What the last job said, or was told when its run had ended, is not to be taken for this one's.
 # The batch script alone is signalled (B:), and tells the run by its stop file; ranks hear of it within a step or two.
 trap 'touch "$RUN/stop"' USR1 TERM
-mkdir -p "$RUN"
-rm -f "$RUN/status.json"  # What the last job said is not to be taken for this one's word.
 
 # The CPUs again, because srun has not taken them from the job since Slurm 22.05.
 srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '

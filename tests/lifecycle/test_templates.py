@@ -91,10 +91,12 @@ def test_slurm(home: Path, code: str, stop_by: signal.Signals | None, requeued: 
     folder = home / "runs" / "vit"
     folder.mkdir(parents=True)
     (folder / "status.json").write_text('{"code": 75}')  # Of the job before.
+    (folder / "stop").touch()  # For the job before, which had ended: this one trained nothing, and was queued again.
     script = (ROOT / "launch/slurm.sh").read_text().replace("/shared/runs/vit_l16", str(folder))
     slurm = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8",
              "SLURM_CPUS_PER_TASK": "64"}  # fmt: skip
     run(home, script, code, stop_by, **slurm)
+    assert (folder / "stop").exists() == bool(stop_by)
     assert (home / "requeued").exists() == requeued
     if requeued:
         assert (home / "requeued").read_text() == "1234\n"
