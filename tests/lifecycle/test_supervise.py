@@ -265,18 +265,11 @@ def test_a_full_disk_does_not_end_it(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_started_by_hand_between_two_starts_is_not_stopped(tmp_path: Path) -> None:
-    """Its log is a FIFO here, so it stands still right after it printed the line, until somebody reads it."""
-    os.mkfifo(tmp_path / "log")
-    case = Case(tmp_path, [KILLED, FINISHED], prepare=lambda run: (run / "supervise.log").symlink_to(tmp_path / "log"))
+    case = Case(tmp_path, [KILLED, FINISHED], "pause_seconds=10")
+    until(lambda: "wait" in case.events() if (case.run / "supervise.jsonl").exists() else False)
     folder = RunFolder(case.run, 0)
-    assert case.process.stdout
+    assert folder.lock() is None
     try:
-        for printed in case.process.stdout:
-            is_between = "starting again in" in printed
-            assert not is_between or folder.lock() is None
-            (tmp_path / "log").read_text()
-            if is_between:
-                break
         code, output = case.end()
     finally:
         folder.unlock()
