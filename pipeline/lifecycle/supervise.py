@@ -123,6 +123,7 @@ class Supervisor:
                     "gave up",
                     f"gave up: {counted(idle, 'start')} in a row have committed nothing new (restarts={idle - 1})",
                 )
+                stop_file(self.folder).unlink(missing_ok=True)
                 return 1
             if outcome == "failed":
                 self._count_failures(to_blame(self.hosts, read_failures(self.folder)), "a rank failed or fell silent")

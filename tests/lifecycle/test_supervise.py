@@ -198,17 +198,18 @@ def test_it_gives_up_when_starts_commit_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "code", "events"),
+    ("last", "options", "code", "events"),
     [
-        ({**KILLED, "until_stop": True}, 75, ["start", "failed", "wait", "stopped"]),
-        ({**FINISHED, "until_stop": True}, 0, ["start", "finished"]),
+        ({**KILLED, "until_stop": True}, [], 75, ["start", "failed", "wait", "stopped"]),
+        ({**KILLED, "until_stop": True}, ["restarts=0"], 1, ["start", "failed", "gave up"]),
+        ({**FINISHED, "until_stop": True}, [], 0, ["start", "finished"]),
     ],
 )
 def test_a_person_who_asks_a_run_that_is_ending_is_heard(
-    tmp_path: Path, last: dict, code: int, events: list[str]
+    tmp_path: Path, last: dict, options: list[str], code: int, events: list[str]
 ) -> None:
     """The stop file was removed with those that the run had obeyed, and the run started again."""
-    case = Case(tmp_path, [last, FINISHED])
+    case = Case(tmp_path, [last, FINISHED], *options)
     until(lambda: (case.run / "commands").exists())
     (case.run / "stop").touch()
     assert case.end()[0] == code
