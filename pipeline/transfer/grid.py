@@ -16,11 +16,11 @@ import numpy as np
 from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.files import write_text
-from pipeline.base.json_record import Count, Limits, Share
+from pipeline.base.json_record import Count, Limits, Share, quoted
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
-from pipeline.data.mixture.subset import run_splits
+from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME
@@ -119,7 +119,7 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     fails (its own output says why) or all trials diverge; exits with code 75 when a run was asked to stop.
     """
     trials = [make_run(config, config.trial_name(lr), lr, config.seeds[0], config.dev_share) for lr in config.lr]
-    dataset = _check_data(trials[0], config)
+    dataset, by_number = _check_data(trials[0], config)
     _claim(config)
     # Late: these import Matplotlib, which a mistake in the settings need not wait for.
     from pipeline.transfer.track.grid_page import GridPage
@@ -129,15 +129,17 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     uri = uri_of_runs(config.mlflow, settings.track, config.out)
     num_runs = len(trials) + len(config.seeds)
     with GridPage(config, settings, dataset, num_runs, uri) if uri else contextlib.nullcontext() as page:
-        result = _run(config, trials, start, page)
+        result = _run(config, trials, start, page, by_number)
         _write_report(result, config)
         if page:
             page.scored(result)
     return result
 
 
-def _run(config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPage | None") -> dict[str, Any]:
-    """Returns the content of results.json."""
+def _run(
+    config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPage | None", by_number: set[str]
+) -> dict[str, Any]:
+    """Returns the content of results.json. by_number: as of `_check_data`."""
     tried: list[dict[str, Any]] = page.tried if page else []
     for lr, trial in zip(config.lr, trials, strict=True):
         try:
@@ -169,7 +171,10 @@ def _run(config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPa
         "name": config.name, "run": config.run, "settings": [hide_passwords(text) for text in config.settings], "lr": best, "dev_share": config.dev_share,
         "weights": settings.init.weights, "data": settings.data.path, "split": settings.data.eval_split,
         "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
-        "also": {data: _scores_on(data, name.folder, finals) for data, name in data_names(config.also).items()},
+        "also": {
+            data: _scores_on(data, name.folder, finals, data not in by_number)
+            for data, name in data_names(config.also).items()
+        },
     }  # fmt: skip
 
 
@@ -185,8 +190,11 @@ def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: flo
     return run
 
 
-def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
-    """Returns the data set of the runs. Raises UserError for splits and data sets that would fail in the final runs, after days."""
+def _check_data(trial: ChildRun, config: GridConfig) -> tuple[Dataset, set[str]]:
+    """Returns (the data set of the runs, those of config.also whose classes have other names, and are matched by number).
+
+    Raises UserError for splits and data sets that would fail in the final runs, after days.
+    """
     settings, seed = trial.config.data, trial.config.seed
     if not trial.config.reads_labels:
         raise UserError(
@@ -197,18 +205,32 @@ def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
     if not settings.eval_split:
         raise UserError("data.eval_split is empty, but the final runs are scored on it. Name a split.")
     for share in (config.dev_share, 0.0):
-        run_splits(dataset, replace(settings, dev_share=share), seed)
+        opened = open_run_data(replace(settings, dev_share=share), seed, trial.config.train.global_batch)
+    by_number = set()
     for data in config.also:
         path, split = location_and_split(data)
         other = open_dataset(path)
         other.split(split or "val")
-        if other.num_classes != dataset.num_classes:
-            raise UserError(
-                f"also: {data} has {counted(other.num_classes, 'class')}, {settings.path} has {dataset.num_classes:,}. They must be "
-                "the same, in the same order."
-            )
+        if not set(other.classes) <= set(opened.dataset.classes):
+            _check_order(data, other.classes, settings.path, opened.dataset.classes)
+            by_number.add(data)
     data_names(config.also)
-    return dataset
+    return dataset, by_number
+
+
+def _check_order(data: str, classes: list[str], path: str, trained: list[str]) -> None:
+    """Raise UserError unless class numbers can mean the same in `trained`, the classes of the runs, as in `classes` of config.also."""
+    if len(classes) != len(trained):
+        raise UserError(
+            f"also: {data} has {counted(len(classes), 'class')}, {path} has {len(trained):,}. They must be among these, or as many "
+            "in the same order."
+        )
+    number = {name: n for n, name in enumerate(trained)}
+    if moved := next((name for n, name in enumerate(classes) if number.get(name, n) != n), None):
+        raise UserError(
+            f"also: {quoted(moved)} is class {classes.index(moved)} of {data}, and class {number[moved]} of {path}. Where some classes "
+            "have other names, all must be in the same order (class_list of launch/shard.py)."
+        )
 
 
 def _claim(config: GridConfig) -> None:
@@ -328,7 +350,7 @@ def _score_text(scores: dict[str, Any], accuracies: list[float]) -> str:
     return f"{100 * scores['top1']:.2f} ± {100 * scores['std']:.2f} ({spread})"
 
 
-def _scores_on(data: str, name: str, finals: list[ChildRun]) -> dict[str, Any]:
+def _scores_on(data: str, name: str, finals: list[ChildRun], match_classes: bool) -> dict[str, Any]:
     """Scores of the final runs on another data set, `folder` or `folder:split`. name: of the folder of each one's report."""
     from pipeline.evaluate import report  # Late: the import takes seconds.
 
@@ -341,7 +363,7 @@ def _scores_on(data: str, name: str, finals: list[ChildRun]) -> dict[str, Any]:
             f"split={split or 'val'}",
             f"out={final.folder / 'evaluate' / name}",
             "shots=0",
-            "match_classes=false",
+            f"match_classes={json.dumps(match_classes)}",
         ]
         found.append(report.run(schema.load(ScoreConfig, None, settings)))
     accuracies = [scores["top1"] for scores in found]

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ NUM_CLASSES = 4
 
 
 def make_dataset(
-    path: Path, splits: dict[str, int], per_shard: int = 40, size: int = 16, seed: int = 0, labelled: bool = True
-) -> Path:
-    """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples."""
+    path: Path, splits: dict[str, int], per_shard: int = 40, size: int = 16, seed: int = 0, labelled: bool = True,
+    order: Sequence[int] = range(NUM_CLASSES),
+) -> Path:  # fmt: skip
+    """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples. order: of the classes."""
     path.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     colours = np.array([[200, 40, 40], [40, 200, 40], [40, 40, 200], [180, 180, 40]])
@@ -28,8 +30,9 @@ def make_dataset(
             name, rows = f"{split}-{number:06d}.tar", []
             with tarfile.open(path / name, "w") as tar:
                 for i in range(first, min(first + per_shard, count)):
-                    label = int(rng.integers(NUM_CLASSES))
-                    pixels = np.clip(colours[label] + rng.normal(0, 40, (size, size, 3)), 0, 255).astype(np.uint8)
+                    colour = int(rng.integers(NUM_CLASSES))
+                    label = order.index(colour)
+                    pixels = np.clip(colours[colour] + rng.normal(0, 40, (size, size, 3)), 0, 255).astype(np.uint8)
                     buffer = io.BytesIO()
                     Image.fromarray(pixels).save(buffer, "PNG")
                     data = buffer.getvalue()
@@ -44,6 +47,6 @@ def make_dataset(
             content = (path / name).read_bytes()
             shards.append(Shard(name, split, len(rows), len(content), hashlib.sha256(content).hexdigest()))
             tables.append(pa.Table.from_pylist(rows, ROWS))
-    classes = [f"class{c}" for c in range(NUM_CLASSES)] if labelled else []
+    classes = [f"class{c}" for c in order] if labelled else []
     write_dataset(path, shards, tables, classes, {"made by": "tests"}, {})
     return path

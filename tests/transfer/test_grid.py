@@ -169,11 +169,14 @@ def test_grid_from_trials_to_table_and_comparison(
     page = (folder / "report.md").read_text()
     assert f"| {data}, val | {100 * accuracies[0]:.2f} | 37 |" in page
     assert "deviation" not in page
-    # Data sets whose folders have one name.
+    # Data sets whose folders have one name; a third has the images of the second, and its classes in another order.
     other = make_dataset(tmp_path / "other" / "tiny", {"train": 20})
     both = [f"{data}:train", f"{other}:train"]
-    named = grid.run(replace(sent, also=both), start)
+    reordered = f"{make_dataset(tmp_path / 'reordered', {'train': 20}, order=[1, 2, 3, 0])}:train"
+    named = grid.run(replace(sent, also=[*both, reordered]), start)
+    assert named["also"][reordered] == named["also"][both[1]]
     assert [named["also"][entry]["num_samples"] for entry in both] == [150, 20]
+    assert named["also"][reordered]["top1"] > 0.5
     found = metrics_sent()
     assert found["top1_std"] == result["std"]
     assert found[f"top1_{data.parent.name}_tiny_train"] == named["also"][both[0]]["top1"]
@@ -291,11 +294,12 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
     weights, file, other = tmp_path / "start.pt", tmp_path / "run.yaml", tmp_path / "other"
     models.save(models.create("ViT-mu/4", 16, 5), weights)
     file.write_text(RUN.replace("DATA", str(data)))
-    make_dataset(other, {"train": 20})
-    info = json.loads((other / "dataset.json").read_text())
-    (other / "dataset.json").write_text(
-        json.dumps({**info, "checksum": None, "num_classes": 5, "classes": list("abcde")})
-    )
+    moved = tmp_path / "moved"
+    for path, classes in ((other, list("abcde")), (moved, ["class1", "class0", "dog", "cat"])):
+        make_dataset(path, {"train": 20})
+        info = json.loads((path / "dataset.json").read_text())
+        info |= {"checksum": None, "num_classes": len(classes), "classes": classes}
+        (path / "dataset.json").write_text(json.dumps(info))
 
     def start(cell: ChildRun, config: GridConfig) -> int:
         pytest.fail(f"{cell.name} was started")
@@ -306,6 +310,8 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
         f"also=[{tmp_path}/nowhere:val]": "nowhere: no such data set",
         f"also=[{data}:test]": "has no split 'test'",
         f"also=[{other}:train]": f"also: {other}:train has 5 classes, {data} has 4",
+        f"also=[{moved}:train]": f"also: 'class1' is class 0 of {moved}:train, and class 1 of {data}",
+        f"settings=[init.weights=x,'data.mix=[{{path: {moved}, split: val, weight: 1}}]']": f"data.mix, {moved}: .* has no split",
         f"also=[{data}:val,{data}]": f"also: the scores on {data}:val and {data} would have the name of others",
     }.items():
         overrides = [
