@@ -50,8 +50,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
             "Scores need some: name a data set with labels (of other classes: classify=false). Without: launch/features.py.",
         )
     split = dataset.split(config.split, config.exclude)
-    if not len(split):
-        raise UserError(f"{config.data}: split {config.split!r} has no images.")
+    split.refuse_without_score(config.data, config.classify or config.reads_labels)
     train = _train_split(config, dataset) if config.reads_labels else None
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
     origin = find_origin(file, config.weights) if config.mlflow else None

@@ -189,6 +189,15 @@ def test_mistakes_on_the_command_line(
     assert not out.exists()
 
 
+def test_a_split_without_images_or_labels_has_no_scores(weights: Path, make_dataset, tmp_path: Path) -> None:
+    data = make_dataset({"train": [[0], [1]], "bare": [[], []], "none": []}, CLASSES)
+    for split, has in (("bare", "images, but no labels"), ("none", "no images")):
+        for more in ([], ["classify=false", "neighbours=1"]):
+            with pytest.raises(UserError, match=f"photos: split '{split}' has {has}, so nothing can be scored on it."):
+                report.run(config(weights, data, f"split={split}", f"out={tmp_path / 'out'}", *more))
+    assert not (tmp_path / "out").exists()
+
+
 def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path: Path) -> None:
     def refused(said: str, path: Path = weights, *more: str) -> None:
         with pytest.raises(UserError, match=said) as error:

@@ -99,6 +99,16 @@ class Split:
         """The largest number of labels of one sample, excluded or not."""
         return self.index.max_labels
 
+    def refuse_without_score(self, where: object, reads_labels: bool) -> None:
+        """Raise UserError if nothing can be scored on it: without images, and for a score of labels, without those. where: its data set."""
+        missing = (
+            "no images" if not len(self) else "" if self.max_labels or not reads_labels else "images, but no labels"
+        )
+        if missing:
+            raise UserError(
+                f"{where}: split {self.name!r} has {missing}, so nothing can be scored on it. Name another split."
+            )
+
     @property
     def excluded(self) -> str:
         """A short text that identifies the excluded samples, whatever lists exclude them."""

@@ -52,11 +52,12 @@ def open_run_data(
     own = dataset = open_dataset(data.path, storage)
     split, evaluation = run_splits(own, data, seed)
     eval_split = held_out_split(own, data)
-    evaluated = {evaluation.name: (own, evaluation)} if evaluation else {}
+    evaluated = {} if evaluation is None else {evaluation.name: (own, evaluation)}
     for name in data.also_evaluated:
         _add_evaluated(evaluated, name, own, name, data.exclude, f"data.eval_also = {data.eval_also}")
     mixture = mixture_of(data)
     if len(mixture.sets) == 1:
+        _refuse_without_score(evaluated, reads_labels and bool(own.classes))
         _refuse_remote(data, split)
         return RunData(own, own, split, evaluated, eval_split, len(split))
     datasets, splits = [own], [split]
@@ -87,6 +88,7 @@ def open_run_data(
         for name, of_set in entry.evaluated.items():
             where = f"data.mix, {entry.path}, eval_split"
             _add_evaluated(evaluated, name, other, of_set, entry.exclude, where, label_map)
+    _refuse_without_score(evaluated, reads_labels and bool(dataset.classes))
     epoch_samples = round(len(split) / first_share(shares, 0))
     epoch_note = f"an epoch is one of {own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
     mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes])
@@ -125,6 +127,11 @@ def _add_evaluated(
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     found[name] = dataset, split if label_map is None else split.relabelled(label_map)
+
+
+def _refuse_without_score(evaluated: dict[str, tuple[Dataset, Split]], reads_labels: bool) -> None:
+    for dataset, split in evaluated.values():
+        split.refuse_without_score(dataset.path, reads_labels)
 
 
 def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:

@@ -202,7 +202,7 @@ def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: D
             raise type(error)(f"{setting} = {name}: {error}") from error
     train, test = splits
     choice = choose_samples(settings, train, dataset.num_classes)
-    if not len(choice.rows) or not len(test):
+    if not len(choice.rows) or not len(test) or not test.max_labels:
         empty = train if not len(choice.rows) else test
         raise UserError(
             f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class. Set probe.data to a data set "

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from tiny import make_dataset
 
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shard, open_dataset, write_dataset
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.views import train_view
@@ -20,10 +21,11 @@ from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.data.mixture.split import MixedSplit
+from pipeline.evaluate.probes.probe import open_run_probe
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_execution import RunProbeConfig
-from pipeline.settings.run_sections import AugmentConfig, MixedSet
+from pipeline.settings.run_sections import AugmentConfig, DataConfig, MixedSet
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,33 @@ def test_a_mixture_that_cannot_be_used_is_refused(sets: Path, mix: str, reason: 
     with pytest.raises(UserError, match=reason) as refused:
         opened(sets, mix)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("num_images", "has"), [(0, "no images"), (10, "images, but no labels")])
+def test_a_split_that_nothing_can_be_scored_on_is_refused(tmp_path: Path, num_images: int, has: str) -> None:
+    """One without images ended in a traceback; one without labels had a top-1 of 0 % and, by softmax, a loss of 0."""
+    train, bare = make_dataset(tmp_path / "a", {"train": 90}), make_dataset(tmp_path / "b", {"val": 10}, labelled=False)
+    shutil.copy(bare / "val-000000.tar", train)
+    tables = [pq.read_table(path / SAMPLES_FILE).select(ROWS.names) for path in (train, bare)]
+    shards = [Shard(**row) for path in (train, bare) for row in pq.read_table(path / SHARDS_FILE).to_pylist()]
+    write_dataset(
+        train,
+        [*shards[:-1], replace(shards[-1], samples=num_images)],
+        [*(tables[0].slice(start, 40) for start in (0, 40, 80)), tables[1].slice(0, num_images)],
+        open_dataset(train).classes,
+        {},
+        {},
+    )
+    settings = schema.load(DataConfig, None, [f"path={train}"])
+    if num_images:  # They can be for an objective that learns without labels.
+        assert open_run_data(settings, 0, 20, reads_labels=False).evaluation is not None
+    with pytest.raises(
+        UserError, match=f"a: split 'val' has {has}, so nothing can be scored on it. Name another split.$"
+    ):
+        open_run_data(settings, 0, 20)
+    probed = config(tmp_path, "", "data.eval_split=", "data.mix=[]", "probe.every=1 epochs")
+    with pytest.raises(UserError, match=r"a: split 'val' has no images with a class"):
+        open_run_probe(probed, open_dataset(train), open_dataset(train).split("train"), open_dataset(train))
 
 
 def test_sets_with_one_and_with_several_labels_are_refused(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
