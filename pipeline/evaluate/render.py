@@ -47,6 +47,8 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("images", f"{scores['num_samples']:,}"))
     if scores["num_unreadable"]:
         rows.append(("unreadable images (counted as wrong)", f"{scores['num_unreadable']:,}"))
+    if scores.get("num_unlabelled"):
+        rows.append(("images without a label (counted as wrong)", f"{scores['num_unlabelled']:,}"))
     rows.append(("images/s", f"{scores['images_per_second']:,.1f}"))
     return rows
 

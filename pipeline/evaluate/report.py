@@ -37,8 +37,8 @@ _PARAMETERS = ("weights", "step", "data", "split", "image_size", "eval_crop", "e
 def run(config: ScoreConfig) -> dict[str, Any]:
     """Score `config.weights` on `config.split`, write the report and print its table; returns the content of scores.json.
 
-    Its keys include, if scored: top1, top5 (of more than five classes), loss, num_samples, num_unreadable, images_per_second, macro_precision,
-    macro_recall, macro_f1, per_class; fewshot (one row per number of shots and strength), knn. Accuracies are in [0, 1].
+    Its keys include, if scored: top1, top5 (of more than five classes), loss, num_samples, num_unreadable, num_unlabelled, images_per_second,
+    macro_precision, macro_recall, macro_f1, per_class; fewshot (one row per number of shots and strength), knn. Accuracies are in [0, 1].
     Raises UserError before anything is written, such as for weights of other classes than the data.
     """
     # ---------------------------------------------------------------------- the data and the weights
@@ -81,6 +81,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         true, predicted = outcomes(predictions, split)
         classes = per_class(true, predicted, dataset.num_classes)
         scores |= {**score(predictions, split, dataset.num_classes).to_dict(), **classes.macro()}
+        scores["num_unlabelled"] = int((true < 0).sum())
         scores["confused"] = _most_confused(true, predicted, dataset.class_names)
         columns = zip(dataset.class_names, *(column.tolist() for column in asdict(classes).values()), strict=True)
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]

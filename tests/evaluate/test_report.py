@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -187,6 +188,16 @@ def test_mistakes_on_the_command_line(
     assert stderr.count("\n") == 1
     assert said in stderr
     assert not out.exists()
+
+
+def test_images_without_a_label_are_counted(weights: Path, make_dataset, tmp_path: Path, capsys) -> None:
+    """With several labels an image, as with one, they lowered the accuracy without a word in the report."""
+    data = make_dataset({"train": [[0], [1]], "val": [[0], [], [1, 2], [], [3]]}, CLASSES)
+    scores = report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=0"))
+    assert (scores["num_samples"], scores["num_unlabelled"]) == (5, 2)
+    assert sum(row["support"] for row in scores["per_class"]) == 3
+    assert "| images without a label (counted as wrong) | 2 |" in (tmp_path / "out" / "report.md").read_text()
+    assert re.search(r"^images without a label \(counted as wrong\) +2$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_split_without_images_or_labels_has_no_scores(weights: Path, make_dataset, tmp_path: Path) -> None:
