@@ -39,6 +39,7 @@ from pipeline.monitor.run_page import (
     plain_name,
 )
 from pipeline.monitor.tracking import default_uri
+from pipeline.process.outputs import kind_of
 from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, as_count, as_number
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -148,6 +149,10 @@ def weights_named_in(folder: Path) -> str:
 def from_folder(folder: Path) -> RunRecord:
     """The record of a run folder. Raises UserError for a folder that is not a run, and for a damaged file in one line."""
     if not is_run(folder):
+        if (kind := kind_of(folder)) in ("grid", "study", "VTAB-1k sweep"):
+            raise UserError(
+                f"{folder} is a {kind} that has not ended: results.json is missing. Wait, or continue it by the command that began it."
+            )
         raise UserError(f"{folder} is not the folder of a started run: config.json is missing.")
     files = FolderFiles(folder)
     # A run that goes on writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end that is

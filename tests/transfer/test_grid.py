@@ -29,6 +29,7 @@ from pipeline.lifecycle.run_folder import RESUME
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
 from pipeline.review import compare
+from pipeline.review.reader import from_folder
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import CompareConfig, GridConfig
 from pipeline.settings.quantities import Limit
@@ -112,6 +113,10 @@ def test_grid_from_trials_to_table_and_comparison(
     with pytest.raises(SystemExit) as stopped:
         grid.run(config, asked_to_stop)
     assert stopped.value.code == RESUME
+    with pytest.raises(
+        UserError, match=r"tiny is a grid that has not ended: results.json is missing. Wait, or continue it"
+    ):
+        from_folder(tmp_path / "tiny")
     result = grid.run(config, start)
     assert started == ["lr-1e+18", "lr-1e-06", "lr-0.3", "final-seed-3", "final-seed-4"], (
         "what is finished is not run again"
