@@ -5,23 +5,25 @@ import re
 import shlex
 import signal
 import subprocess
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from pipeline.lifecycle.hosts import read_hostfile
 from pipeline.settings.command import read_settings
 from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
-# Says how it was started, trains until the stop file is there (or not at all), and leaves the code that it is told.
+# Says how it was started, trains until the stop file is there (or not at all), and leaves the code and reason that it is told.
 _TORCHRUN = """#!/bin/bash
 printf '%s\\n' "$@" > "$SAID"
 for word in "$@"; do case $word in out=*) out=${word#out=};; name=*) name=${word#name=};; esac; done
 mkdir -p "$out/$name"
 while [ -n "$TRAINS" ] && [ ! -e "$out/$name/stop" ]; do sleep 0.05; done
-[ -z "$CODE" ] || echo "{\\"step\\": 3, \\"code\\": $CODE, \\"reason\\": \\"code 1\\"}" > "$out/$name/status.json"
+[ -z "$CODE" ] || echo "{\\"step\\": 3, \\"code\\": $CODE, \\"reason\\": \\"$REASON\\"}" > "$out/$name/status.json"
 exit 1
 """
 _SRUN = """#!/bin/bash
@@ -33,6 +35,13 @@ case $1 in
   show) printf 'node1\\nnode2\\n';;
   requeue) echo "$2" >> "$REQUEUED";;
 esac
+"""
+# A supervisor that is asked to stop, or ends with the code that it is told.
+_PYTHON = """#!/bin/bash
+trap 'exit 75' USR1
+printf '%s\\n' "$@" > "$SAID"
+while [ -n "$TRAINS" ]; do sleep 0.05; done
+exit "$CODE"
 """
 
 
@@ -49,6 +58,7 @@ def home(tmp_path: Path) -> Path:
         ("bin/torchrun", _TORCHRUN),
         ("bin/srun", _SRUN),
         ("bin/scontrol", _SCONTROL),
+        ("bin/python", _PYTHON),
     ):
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -57,12 +67,17 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(home: Path, script: str, code: str, stop_by: signal.Signals | None = None, **more: str) -> int:
-    """The exit code of a shell script of which the run ends with `code`, after the signal if there is one."""
+def run(home: Path, script: str, code: str, stop_by: signal.Signals | str | None = None, **more: str) -> int:
+    """The exit code of a shell script of which the run ends with `code`, after the signal if there is one.
+
+    stop_by: a text is the reason for which the run ends without a signal to the script.
+    """
+    asked = isinstance(stop_by, signal.Signals)
+    reason = "the stop file" if asked else stop_by or "code 1"
     environment = {"PATH": f"{home / 'bin'}:{os.environ['PATH']}", "HOME": str(home), "SAID": str(home / "said"),
-                   "REQUEUED": str(home / "requeued"), "CODE": code, "TRAINS": "yes" if stop_by else "", **more}  # fmt: skip
+                   "REQUEUED": str(home / "requeued"), "CODE": code, "REASON": reason, "TRAINS": "yes" if asked else "", **more}  # fmt: skip
     process = subprocess.Popen(["bash", "-c", script], cwd=home / "vit", env=environment)
-    if stop_by:
+    if isinstance(stop_by, signal.Signals):
         while not (home / "said").exists():
             assert process.poll() is None
             time.sleep(0.02)
@@ -84,10 +99,18 @@ def started(home: Path) -> tuple[dict[str, str], RunConfig]:
 
 @pytest.mark.parametrize(
     ("code", "stop_by", "requeued"),
-    [("75", signal.SIGUSR1, True), ("0", None, False), ("2", None, False), ("", None, False)],
+    [
+        ("75", signal.SIGUSR1, True),  # Before its time is over.
+        ("75", "SIGTERM", True),  # A preemption that leaves time signals the ranks alone.
+        ("75", signal.SIGTERM, False),  # scancel. After a preemption without time SLURM queues the job itself.
+        ("75", "the stop file", False),  # Of a person.
+        ("0", None, False),
+        ("2", None, False),
+        ("", None, False),
+    ],
 )
-def test_slurm(home: Path, code: str, stop_by: signal.Signals | None, requeued: bool) -> None:
-    """Queued again when the run was stopped before its time is over; not when it is done, refused, or never said a word."""
+def test_slurm(home: Path, code: str, stop_by: signal.Signals | str | None, requeued: bool) -> None:
+    """Queued again when the scheduler stopped the run; not when a person did, when it is done, refused, or never said a word."""
     folder = home / "runs" / "vit"
     folder.mkdir(parents=True)
     (folder / "status.json").write_text('{"code": 75}')  # Of the job before.
@@ -96,7 +119,7 @@ def test_slurm(home: Path, code: str, stop_by: signal.Signals | None, requeued: 
     slurm = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8",
              "SLURM_CPUS_PER_TASK": "64"}  # fmt: skip
     run(home, script, code, stop_by, **slurm)
-    assert (folder / "stop").exists() == bool(stop_by)
+    assert (folder / "stop").exists() == isinstance(stop_by, signal.Signals)
     assert (home / "requeued").exists() == requeued
     if requeued:
         assert (home / "requeued").read_text() == "1234\n"
@@ -106,6 +129,25 @@ def test_slurm(home: Path, code: str, stop_by: signal.Signals | None, requeued: 
                        "--master_port": "21234"}  # fmt: skip
     assert (settings.out, settings.name) == (str(home / "runs"), "vit")
     assert settings.model.name == "ViT-L/16"
+
+
+@pytest.mark.parametrize(
+    ("code", "stop_by", "requeued"),
+    [("75", signal.SIGUSR1, True), ("75", signal.SIGTERM, False), ("75", "the stop file", False), ("0", None, False)],
+)
+def test_slurm_with_the_supervisor(home: Path, code: str, stop_by: signal.Signals | str | None, requeued: bool) -> None:
+    """The lines in docs/running.md: the hosts are those of this job, and it is queued again after its own signal alone."""
+    after = (
+        (ROOT / "docs/running.md")
+        .read_text()
+        .partition("With the supervisor, which also excludes failed hosts:\n\n")[2]
+    )
+    script = textwrap.dedent(after.partition("\n\n")[0])
+    slurm = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "8"}
+    run(home, script, code, stop_by, **slurm)
+    assert (home / "requeued").exists() == requeued
+    words = (home / "said").read_text().split("\n")
+    assert read_hostfile(home / "vit" / words[words.index("--hostfile") + 1]) == {"node1": 8, "node2": 8}
 
 
 @pytest.mark.parametrize(
