@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from pipeline.lifecycle.hosts import read_hostfile
+from pipeline.lifecycle.run_folder import RESUME
 from pipeline.settings.command import read_settings
 from pipeline.settings.run import RunConfig
 
@@ -166,6 +167,14 @@ def test_kubernetes(home: Path, code: str, stop_by: signal.Signals | None, expec
     options, settings = started(home)
     assert (options["--node_rank"], options["--nnodes"]) == ("3", str(job["spec"]["completions"]))
     assert (settings.out, settings.name) == (str(home / "runs"), "vit")
+
+
+def test_evictions_in_kubernetes_use_up_no_retries() -> None:
+    """Each ends all pods, of which Kubernetes knows only one as evicted: after 28 of them a job of 8 nodes had failed."""
+    _, job = yaml.safe_load_all((ROOT / "launch/kubernetes_job.yaml").read_text())
+    rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    actions = {code: rule["action"] for rule in rules for code in rule["onExitCodes"]["values"]}
+    assert actions == {2: "FailJob", RESUME: "Ignore"}
 
 
 def test_kuberay() -> None:
