@@ -19,7 +19,7 @@ from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, most_images, rank_memory
 from pipeline.estimate.network import Network, find_network
-from pipeline.estimate.plan import CHECKPOINT, Plan, make_plan
+from pipeline.estimate.plan import Plan, make_plan
 from pipeline.estimate.scaling import ScalingRow, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config
@@ -102,7 +102,18 @@ class Forecast:
 
     @property
     def num_checkpoints(self) -> int:
-        return math.ceil(self.plan.steps / self.plan.checkpoint_every) - (CHECKPOINT in self.plan.at_end)
+        return len(self.plan.saves)
+
+    @property
+    def kept_for_good(self) -> int:
+        """Checkpoints by keep_every, which nothing removes."""
+        return sum(due.keep for due in self.plan.saves)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Most bytes of checkpoints that exist at a time, with one that is being written."""
+        kept = self.config.checkpoint.keep + self.kept_for_good + bool(self.plan.best_from)
+        return min(self.num_checkpoints, kept + 1) * self.checkpoint_bytes
 
     @property
     def write_seconds(self) -> float:
@@ -150,6 +161,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
     num_gpus = cluster.num_gpus if cluster else 1
     plan = make_plan(config, data.epoch_samples, num_gpus)
     plan = plan.measuring(objectives.metrics(config), objectives.measures_held_out(config))
+    plan = replace(plan, best_from=objectives.best_from(config, data.classes))
     layouts = []
     for checkpointing in (False, True):
         for stage in config.zero_stages:

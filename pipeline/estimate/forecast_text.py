@@ -107,7 +107,13 @@ def _describe_time(forecast: Forecast) -> list[str]:
     config, cluster, plan, network = forecast.config, forecast.cluster, forecast.plan, forecast.network
     time, hours = forecast.time, forecast.hours
     every = f"every {counted(plan.checkpoint_every, 'step')}"
-    lines = [f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB {every}, {config.checkpoint.keep} kept"]
+    kept = f"{config.checkpoint.keep} kept"
+    kept += f", {forecast.kept_for_good:,} for good" * bool(forecast.kept_for_good) + ", the best" * bool(
+        plan.best_from
+    )
+    lines = [
+        f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB {every}, {kept}: at most {forecast.disk_bytes / _GIB:,.1f} GiB on disk"
+    ]
     if cluster is None or network is None:
         return ["Time and cost: give --cluster (8x8xH100-80GB)", *lines, ""]
     if time is None or hours is None:
@@ -268,6 +274,7 @@ def to_dict(forecast: Forecast) -> dict[str, Any]:
         "scaling": [asdict(row) for row in forecast.scaling],
         "checkpoint_bytes": forecast.checkpoint_bytes,
         "checkpoints": forecast.num_checkpoints,
+        "disk_bytes": forecast.disk_bytes,
         "stall_seconds": forecast.stall_seconds,
         "write_seconds": forecast.write_seconds,
         "hours": forecast.hours,

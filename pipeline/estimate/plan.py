@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from pipeline.architecture.variants import as_yaml, overridden
 from pipeline.base.errors import UserError
@@ -72,6 +73,13 @@ class Plan:
             keep=keep,
             evaluations=evaluations,
         )
+
+    @cached_property
+    def saves(self) -> list[Due]:
+        """What is due after each step that saves a checkpoint."""
+        intervals = {self.checkpoint_every, self.keep_every, self.evaluate_every.get(self.best_from, 0)} - {0}
+        steps = {self.steps}.union(*(range(every, self.steps, every) for every in intervals))
+        return [due for due in map(self.due, steps) if due.save]
 
     @property
     def epochs(self) -> float:

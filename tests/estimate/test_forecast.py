@@ -48,6 +48,18 @@ def test_the_paper_s_run() -> None:
     assert any("312,012 steps" in line for line in describe(forecast))
 
 
+def test_the_disk_holds_all_checkpoints_that_a_run_keeps() -> None:
+    """Those of keep_every and of the best one were neither counted nor shown, and stay on the disk."""
+    few = ["cluster=8x8xH100-80GB", "train.length=100 steps", "schedule.warmup=5 steps", "checkpoint.every=20 steps", "evaluate.every=30 steps"]  # fmt: skip
+    plain, more = (make_forecast(load(*few, *settings)) for settings in ([], ["checkpoint.keep_every=25 steps", "checkpoint.best=val_top1"]))  # fmt: skip
+    # After 20, 40, 60, 80 and 100 steps; also after 25, 50 and 75, which are kept as 100 is; and after 30 and 90.
+    assert (plain.num_checkpoints, more.num_checkpoints) == (5, 10)
+    assert plain.disk_bytes == 3 * plain.checkpoint_bytes  # Two, and one that is written.
+    assert more.disk_bytes == (2 + 4 + 1 + 1) * more.checkpoint_bytes == to_dict(more)["disk_bytes"]
+    (line,) = [line for line in describe(more) if line.startswith("  checkpoint")]
+    assert f"2 kept, 4 for good, the best: at most {more.disk_bytes / 2**30:,.1f} GiB on disk" in line
+
+
 def test_the_cost_of_one_plan_is_the_same_in_both_tables() -> None:
     """One counted the time that training waits for checkpoints, the other did not."""
     forecast = make_forecast(load("cluster=8x8xH100-80GB", "price=2.5", "checkpoint.every=100 steps", "copy_rate=0.1"))
