@@ -86,6 +86,11 @@ def run(home: Path, script: str, code: str, stop_by: signal.Signals | str | None
     return process.wait(300)
 
 
+def _pod_script() -> str:
+    _, job = yaml.safe_load_all((ROOT / "launch/kubernetes_job.yaml").read_text())
+    return job["spec"]["template"]["spec"]["containers"][0]["args"][0]
+
+
 def started(home: Path) -> tuple[dict[str, str], RunConfig]:
     """torchrun's options, and the settings that the run was given."""
     words = (home / "said").read_text().split("\n")[:-1]
@@ -180,6 +185,17 @@ def test_each_number_of_kubernetes_is_in_a_marked_line(home: Path) -> None:
     options, _ = started(home)
     assert (job["spec"]["completions"], job["spec"]["parallelism"], options["--nnodes"]) == (4, 4, "4")
     assert (container["resources"]["limits"]["nvidia.com/gpu"], options["--nproc_per_node"]) == (4, "4")
+
+
+def test_the_ranks_of_an_evicted_pod_hear_of_it_at_once(home: Path) -> None:
+    """On NFS rank 0, in another pod, may see the stop file only when this pod has been killed."""
+    rank = 'trap \'echo heard >> "$0"; exit\' USR1; touch "$0.there"; for _ in {1..1200}; do sleep 0.05; done'
+    (home / "bin/torchrun").write_text(
+        f"#!/bin/bash\ncd {home}\nfor rank in 0 1; do bash -c {shlex.quote(rank)} $rank & done\n"
+        "while [ ! -e 0.there ] || [ ! -e 1.there ]; do sleep 0.05; done\ntouch said\nwait\n"
+    )
+    run(home, _pod_script(), "75", signal.SIGTERM, JOB_COMPLETION_INDEX="3", RUN=str(home / "runs" / "vit"))
+    assert [(home / rank).read_text() for rank in "01"] == ["heard\n", "heard\n"]
 
 
 def test_evictions_in_kubernetes_use_up_no_retries() -> None:
