@@ -61,6 +61,8 @@ class Watchdog:
         self._published: waits.Wait | None = None
         self._num_published = 0
         self._of_others: dict[int, tuple[PublishedWait, float]] = {}  # By rank, with the time of its limit.
+        # Reports of an earlier hang, which are kept to be read. Not known by their age: clocks of hosts differ.
+        self._earlier = {file.name: file.stat().st_mtime_ns for file in folder.glob("rank-*.txt")}
         if self.seconds:
             self._withdraw()  # Left by a start that was killed.
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -170,14 +172,13 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _read(self) -> dict[int, str]:
-        """Returns rank -> first line of its report, once it is there. Reports of an earlier hang are older, and left out."""
-        newest = time.time() - self.seconds - 2 * _REPORT_SECONDS
+        """Returns rank -> first line of its report, once it is there. Reports of an earlier hang are left out."""
         found = {}
         for rank in range(len(self.hosts)):
             file = self.folder / f"rank-{rank:05d}.txt"
             with contextlib.suppress(OSError):
                 line, is_whole, _ = file.read_text().partition("\n")
-                if is_whole and file.stat().st_mtime > newest:
+                if is_whole and file.stat().st_mtime_ns != self._earlier.get(file.name):
                     found[rank] = line
         return found
 

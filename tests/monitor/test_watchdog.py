@@ -46,6 +46,21 @@ def test_a_report_that_is_just_being_written_is_none(tmp_path: Path) -> None:
         assert list(dog._read()) == [0]
 
 
+def test_clocks_that_differ_by_hours_hide_no_report(tmp_path: Path) -> None:
+    """All ranks were said not to respond, where the clock of the host that reads, or of the file server, was wrong."""
+    waits, reads = "step of step 7 (waits for other ranks) for 60 s", "data of step 7 for 60 s"
+    for rank in (0, 1):
+        watchdog.Watchdog(tmp_path, rank, ["a", "b"], minutes=0)._write(waits)  # An earlier hang.
+    dogs = [watchdog.Watchdog(tmp_path, rank, ["a", "b"], minutes=0) for rank in (0, 1)]
+    dogs[1]._write(reads)
+    assert list(dogs[0]._read()) == [1]
+    dogs[0]._write(waits)
+    now = time.time()
+    for hours in (-5, 5):
+        os.utime(tmp_path / "rank-00001.txt", (now, now + 3600 * hours))
+        assert [report.startswith(reads) for report in dogs[0]._read().values()] == [False, True]
+
+
 def test_a_process_that_was_stopped_itself_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Ctrl-Z, or a scheduler that suspends jobs: what passed meanwhile does not count, what passes afterwards does."""
     now, ends = 0.0, []
