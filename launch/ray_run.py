@@ -15,6 +15,7 @@ from pipeline import ray_tasks
 from pipeline.base.errors import Stopped
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.process.installed import python_arguments
+from pipeline.process.launcher import forget_launcher
 from pipeline.process.outputs import try_outputs
 from pipeline.settings.command import mistakes_in_one_line, read_settings
 from pipeline.settings.run import RunConfig
@@ -92,5 +93,6 @@ if __name__ == "__main__":
         parser.error("give a command: launch/pretrain.py --config FILE")
     if arguments.ranks < 0 or arguments.cpus_per_rank < 1 or not arguments.wait_minutes >= 0:
         parser.error("--ranks and --wait-minutes must not be negative, and --cpus-per-rank must be at least 1")
+    forget_launcher()
     with mistakes_in_one_line():
         sys.exit(run(arguments.ranks, arguments.cpus_per_rank, arguments.wait_minutes, arguments.command))

@@ -27,4 +27,4 @@ if __name__ == "__main__":
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     command = sys.argv[split + 1 :]
     del sys.argv[split:]
-    main(SuperviseConfig, partial(supervise, command), __doc__, by_launcher=True)
+    main(SuperviseConfig, partial(supervise, command), __doc__, starts_launcher=True)

@@ -11,6 +11,8 @@ from pipeline.base.errors import OneRankError, UserError
 VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
+# Those that a script may set for all ranks that a launcher of it starts.
+_OF_ALL_RANKS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _MAX_RANKS, _MAX_PORT = 10_000_000, 65_535
 _PORTS = range(20_000, 29_000)  # Above Ray's, below DeepSpeed's 29,500 and those that Linux assigns, from 32,768.
@@ -25,14 +27,17 @@ def quiet_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def forget_launcher() -> None:
+def forget_launcher(starts_one: bool = False) -> None:
     """Remove a launcher's variables from the environment of a command that is no rank.
+
+    starts_one: it starts a launcher, which gets those that are the same for all ranks.
 
     In a shell that a launcher or a scheduler started, it would take itself and the runs that it starts for one of the ranks: it would
     leave its mistakes to rank 0 to say, and they would wait for the others.
     """
     for name in VARIABLES:
-        os.environ.pop(name, None)
+        if not (starts_one and name in _OF_ALL_RANKS):
+            os.environ.pop(name, None)
 
 
 def share_cores() -> None:

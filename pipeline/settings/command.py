@@ -42,7 +42,7 @@ _SIGPIPE_CODE = 141
 
 def main(
     cls: type[T], function: Callable[[T], object] | str, about: str | None, subject: str = "", flag: str = "",
-    more_help: Callable[[Sequence[str]], str] | None = None, by_launcher: bool = False,
+    more_help: Callable[[Sequence[str]], str] | None = None, by_launcher: bool = False, starts_launcher: bool = False,
 ) -> None:  # fmt: skip
     """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
 
@@ -53,11 +53,11 @@ def main(
     flag: a setting that may also be given as an option, as `--cluster 8x8xH100` for cluster=8x8xH100, or `--prove` for
         prove=true.
     more_help: command line -> text at the end of `--help`.
-    by_launcher: it may be a rank of a launcher, or starts one in the environment that it was given.
+    by_launcher: it may be a rank of a launcher. starts_launcher: see `forget_launcher`.
     Exit codes: 2 after a mistake of the user and 130 after Ctrl-C, each with one line; 0 when `function` returns.
     """
     if not by_launcher:
-        forget_launcher()
+        forget_launcher(starts_launcher)
     try:
         with mistakes_in_one_line():
             if more_help and {"-h", "--help"} & set(sys.argv) and (more := more_help(sys.argv[1:])):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import OneRankError, UserError
-from pipeline.process.launcher import VARIABLES
+from pipeline.process.launcher import VARIABLES, forget_launcher
 from pipeline.settings import command
 from pipeline.settings.command import main
 from pipeline.settings.commands.data import ShardConfig
@@ -77,7 +77,24 @@ def test_a_command_that_is_no_rank_ignores_what_a_launcher_left_in_the_shell(
     assert capsys.readouterr().err == "error: wrong.\n"
     assert not inherited
     of_ranks = {file.stem for file in (ROOT / "launch").glob("*.py") if "by_launcher=True" in file.read_text()}
-    assert of_ranks == {"pretrain", "finetune", "supervise"}
+    assert of_ranks == {"pretrain", "finetune"}
+
+
+@pytest.mark.parametrize("command", ["supervise.py -- deepspeed", "ray_run.py"])
+def test_commands_that_start_ranks_are_none(command: str) -> None:
+    """They said nothing either, and ranks of deepspeed waited for the store of a torchrun that was not theirs."""
+    left = {"RANK": "1", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    words = f"launch/{command} launch/pretrain.py --config missing.yaml".split()
+    ended = subprocess.run([sys.executable, *words], cwd=ROOT, env={**os.environ, **left}, capture_output=True, text=True)  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: missing.yaml")
+
+
+def test_a_launcher_that_a_command_starts_gets_what_is_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "1")
+    forget_launcher(starts_one=True)
+    assert os.environ.keys() & set(VARIABLES) == {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def test_two_files_of_settings_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
