@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import Stopped, UserError
+from pipeline.base.errors import CrashError, Stopped, UserError
 from pipeline.base.words import counted
 from pipeline.process.rank_process import (
     RankPlacement,
@@ -43,8 +43,8 @@ def run_ranks(
     say: called with the ranks' nodes, and as in `wait_for_ranks`. stopping: True once the ranks are to be stopped by SIGTERM,
     after which they exit by themselves. A rank that fails, or whose node dies, ends the others, which would wait for it.
     wait_minutes: how long to wait for resources that other jobs hold. inputs: local path -> how the command names it, of what the ranks read.
-    Raises UserError when the ranks do not fit, their resources do not become free, a node lacks the script or an input, or a rank is lost;
-    Stopped if `stopping` before they run.
+    Raises UserError when the ranks do not fit, their resources do not become free, or a node lacks the script or an input; CrashError
+    when a rank is lost; Stopped if `stopping` before they run.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -137,12 +137,12 @@ def _missing_input(named: str, path: str, address: str) -> UserError:
 
 
 def _get_from_rank(references: Any) -> Any:
-    """Raises UserError when an actor or its node died."""
+    """Raises CrashError when an actor or its node died."""
     import ray
 
     try:
         return ray.get(references)
     except ray.exceptions.RayError as error:
-        raise UserError(
+        raise CrashError(
             f"a rank is lost: {first_line(error)} Run the same command again to continue from the last checkpoint."
         ) from None

@@ -14,7 +14,7 @@ from polling import until
 
 from launch import ray_run
 from pipeline import ray_tasks
-from pipeline.base.errors import Stopped, UserError
+from pipeline.base.errors import CrashError, Stopped, UserError
 from pipeline.ray_tasks import cluster
 from pipeline.settings.command import read_settings
 from pipeline.settings.run import RunConfig
@@ -67,6 +67,13 @@ def test_what_a_node_does_not_have_is_said_before_ranks_run(ray_cluster: int, tm
     ):
         with pytest.raises(UserError, match=f"^{named}"):
             ray_tasks.run_ranks(command, 1, 1, print, lambda: False, inputs=inputs)
+
+
+def test_a_lost_rank_is_a_crash(ray_cluster: int) -> None:
+    """Not a mistake of the user (exit code 2), after which a supervisor does not start the run again."""
+    kill = "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"
+    with pytest.raises(CrashError, match=r"^a rank is lost: "):
+        ray_tasks.run_ranks(["-c", kill], 1, 1, print, lambda: False)
 
 
 def test_what_ranks_read_from_this_machine_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
