@@ -194,7 +194,7 @@ def contenders(records: Records) -> list[Contender]:
 
 
 def seed_groups(records: Records) -> list[tuple[str, ...]]:
-    """The names of runs that differ in nothing but their seed, together; other runs alone."""
+    """The names of runs that differ in nothing but their seed, scored at the same step, together; other runs alone."""
     same = _by_value(records, lambda record: _but_the_seed(record) or id(record))
     groups = list[tuple[str, ...]]()
     for names in same.values():
@@ -230,7 +230,9 @@ def _but_the_seed(record: RunRecord) -> Hashable:
     compared = changes.decisive(record.settings, changes.facts_of(RunConfig), "comparison")
     settings = {name: str(value) for name, value in compared.items() if name != "seed"}
     data = tuple(facts.digest for facts in record.datasets)
-    return (tuple(sorted(settings.items())), data, record.revision)
+    # The score of a run that ended halfway is no other sample of the noise.
+    step = record.last_score.step if record.last_score else None
+    return (tuple(sorted(settings.items())), data, record.revision, step)
 
 
 def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray] | None:

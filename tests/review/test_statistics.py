@@ -96,6 +96,18 @@ def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
     assert pairs["a", "b"].p == pytest.approx(stats.binomtest(only[0], sum(only)).pvalue)
 
 
+def test_a_run_that_ended_halfway_is_no_seed_of_those_that_did_not(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / f"seed{seed}", f"seed={seed}", evaluations=evaluations)
+        for seed, evaluations in enumerate(({10: 0.3, 20: 0.52}, {10: 0.3, 20: 0.5}, {10: 0.3}))
+    ]
+    found = statistics.contenders({folder.name: from_folder(folder) for folder in folders})
+    assert [(contender.title, contender.values) for contender in found] == [
+        ("seed0 (2 seeds)", (0.52, 0.5)),
+        ("seed2", (0.3,)),
+    ]
+
+
 def test_the_same_seeds_are_compared_pair_by_pair() -> None:
     first, second = [0.71, 0.74, 0.69, 0.75], [0.70, 0.72, 0.69, 0.72]
     found, truth = statistics.of_same_seeds(first, second), stats.ttest_rel(first, second)
