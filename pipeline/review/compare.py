@@ -1,7 +1,6 @@
 """Compares any number of runs: what can be compared, what differs, curves, scores at equal budgets, and what is more than noise."""
 
 import itertools
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pipeline.process.outputs import try_output
 from pipeline.review import rescore
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
 from pipeline.review.reader import RunReader
-from pipeline.review.record import RunRecord, Score
+from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
     LEVEL,
     MAX_NAMED,
@@ -245,7 +244,7 @@ def speed(record: RunRecord) -> str:
 
 def _ranking(records: Records) -> Iterator[Block]:
     scored = {name: score for name, record in records.items() if (score := record.last_score) is not None}
-    names = sorted(scored, key=lambda name: _order(scored[name]))
+    names = sorted(scored, key=lambda name: best_first(scored[name]))
     yield Heading(f"Ranking on {scored_on(records[names[0]])}")
     several = len({records[name].model for name in names}) > 1
     rows = [
@@ -314,7 +313,7 @@ def _budgets(records: Records) -> Iterator[Block]:
             "A run that was planned longer still has a higher learning rate there."
         )
         rows = []
-        for name, at in sorted(found.items(), key=lambda item: _order(item[1].score)):
+        for name, at in sorted(found.items(), key=lambda item: best_first(item[1].score)):
             if at.score is None:
                 rows.append((name, "no evaluation within it", "–", "–", "–"))
             else:
@@ -322,13 +321,6 @@ def _budgets(records: Records) -> Iterator[Block]:
                 share = f"{100 * at.used / budget:.0f} %"
                 rows.append((name, str(at.score), f"{step:,}", in_units(at.used, axis), share))
         yield Table(("run", "score", "step", axis.name, "share of the budget"), rows)
-
-
-def _order(score: Score | None) -> float:
-    """Sorts scores, the best first; none at all last."""
-    if score is None:
-        return math.inf
-    return -score.metric.sign * score.value
 
 
 # ---------------------------------------------------------------------- what differs

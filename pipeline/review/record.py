@@ -3,6 +3,7 @@
 Metrics have the names of metrics.jsonl: the groups by which MLflow shows them are taken off.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -135,6 +136,11 @@ class Score:
     def __str__(self) -> str:
         spread = f" [{100 * self.interval.low:.2f}, {100 * self.interval.high:.2f}]" if self.interval else ""
         return f"{self.metric.text(self.value)}{spread}"
+
+
+def best_first(score: Score | None) -> float:
+    """Key by which scores are sorted; what is none, or no number, is last."""
+    return -score.metric.sign * score.value if score and not math.isnan(score.value) else math.inf
 
 
 class RunFiles(Protocol):

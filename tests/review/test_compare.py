@@ -212,6 +212,24 @@ def test_more_runs_than_colours_are_compared(tmp_path: Path, capsys: pytest.Capt
     assert "run12" in capsys.readouterr().out
 
 
+def test_a_loss_that_is_no_number_is_ranked_last(tmp_path: Path) -> None:
+    record = from_folder(write_run(tmp_path / "run", evaluations={10: 0.3, 20: 0.4}))
+    loss = record.metrics["test_loss"]
+    records = {
+        name: dataclasses.replace(
+            record, metrics={"test_loss": dataclasses.replace(loss, values=np.array([2.0, last]))}
+        )
+        for name, last in (("worse", 0.9), ("diverged", np.nan), ("better", 0.8))
+    }
+    page = markdown("", list(compare.page(records, compare.groups_of(records), [])))
+    table = page.partition("## Ranking")[2].partition("## Scores")[0]
+    assert [line.split(" | ")[0] for line in table.splitlines() if "0.8" in line or "0.9" in line or "nan" in line] == [
+        "| better",
+        "| worse",
+        "| diverged",
+    ]
+
+
 def test_losses_that_cannot_be_compared_share_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a loss on the split that is trained on is not called held-out."""
     monkeypatch.setattr(budgets, "png", lambda figure: b"drawn")  # The test above writes all figures.
