@@ -12,11 +12,12 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
 from pipeline.base.words import shorten
 from pipeline.monitor.run_page import FLOPS_OF_PARTS
-from pipeline.review.record import RunRecord, Score, Series, title_of
+from pipeline.review.record import RunRecord, Score, Series, best_first, title_of
 from pipeline.review.statistics import MAX_NAMED, Records, by_loss, in_seeds, listed, seed_groups
 
-# More runs than colours differ by the style of their lines.
+# More runs than colours differ by the style of their lines. Of more than both tell apart, the best are named, the others grey.
 _STYLES = ("-", "--", ":", "-.")
+_MAX_LOOKS = len(COLOURS) * len(_STYLES)
 _MAX_NAME = 36
 # Window of the running mean of a series, as a share of the run; shorter series are drawn as they are.
 _SMOOTH, SMOOTH_FROM = 0.02, 100
@@ -151,17 +152,25 @@ def draw_curves(
         return None
     groups = [[name for name in group if name in chosen] for group in seeds]
     groups = [group for group in groups if group]
+    best = sorted(groups, key=lambda group: best_first(records[group[0]].last_score))[:_MAX_LOOKS]
+    groups.sort(key=lambda group: group in best)
+    num_others = len(groups) - len(best)
     axes_used = [axis for axis in AXES if any(axis.per_step(records[name]) for name in chosen)]
-    legend_rows = -(-len(groups) // 4) if len(groups) > 1 else 0
+    num_names = len(best) + bool(num_others)
+    legend_rows = -(-num_names // 4) if num_names > 1 else 0
     figure = Figure(figsize=(15.0, 4.2 + 0.22 * legend_rows), dpi=110, layout="constrained")
     for number, axis in enumerate(axes_used, 1):
         axes = figure.add_subplot(1, len(axes_used), number)
-        for place, group in enumerate(groups):
-            look = {"color": COLOURS[place % len(COLOURS)], "linestyle": _STYLES[place // len(COLOURS) % len(_STYLES)]}
+        for place, group in enumerate(groups, -num_others):
+            look = {"color": COLOURS[place % len(COLOURS)], "linestyle": _STYLES[place // len(COLOURS)]}
+            title_of_group = in_seeds(group)
+            if place < 0:
+                look = {"color": "0.8", "linestyle": "-"}
+                title_of_group = f"others ({num_others})" if place == -num_others else ""
             for name in group:
                 shown = chosen[name].values * (100 if percent else 1)
                 amounts = axis.amounts(records[name], chosen[name].steps)
-                label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
+                label = shorten(title_of_group, _MAX_NAME) if name == group[0] else None
                 if axis.per_step(records[name]):
                     draw_line(axes, amounts, shown, look, label, smooth, len(chosen) <= _MAX_RAW)
         finish(axes, axis.name)
@@ -172,7 +181,7 @@ def draw_curves(
             lines = axes.get_legend_handles_labels()
     figure.suptitle(title)
     if legend_rows:
-        add_legend(figure, *lines, loc="outside lower center", ncols=min(4, len(groups)), fontsize=9)
+        add_legend(figure, *lines, loc="outside lower center", ncols=min(4, num_names), fontsize=9)
     return png(figure)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from review_runs import write_run
 
 from pipeline import model as models
@@ -228,6 +229,29 @@ def test_a_loss_that_is_no_number_is_ranked_last(tmp_path: Path) -> None:
         "| worse",
         "| diverged",
     ]
+
+
+def test_no_two_names_of_a_figure_look_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many runs, the best are named; the others are grey, and counted."""
+    record = from_folder(write_run(tmp_path / "run", evaluations={10: 0.3, 20: 0.4}))
+    of_run = record.metrics["test_top1"]
+    records = {
+        f"run{i:02}": dataclasses.replace(
+            record,
+            settings=record.settings | {"optimizer.lr": i},
+            metrics=record.metrics | {"test_top1": dataclasses.replace(of_run, values=of_run.values + i / 100)},
+        )
+        for i in range(40)
+    }
+    figures: list[Figure] = []
+    monkeypatch.setattr(budgets, "png", lambda figure: figures.append(figure) or b"")
+    budgets.curves(records)
+    for figure in figures:
+        axes, (legend,) = figure.axes[0], figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == ["others (12)", *list(records)[12:]]
+        named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+        assert len({(line.get_color(), line.get_linestyle()) for line in named}) == len(named) == 29
+        assert sum(line.get_color() == "0.8" for line in axes.lines) == 12
 
 
 def test_losses_that_cannot_be_compared_share_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
