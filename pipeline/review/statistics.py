@@ -25,6 +25,8 @@ STUDENT = "Student's t, over seeds"
 PAIRED = "paired Student's t, over the same seeds"
 LEVEL = 0.05
 MAX_NAMED = 12
+# Settings of a probe that its scores depend on, beside those in their names.
+_KNN, _FEW_SHOT = ("train_split", "temperature", "neighbour_images"), ("train_split", "shots_seeds", "l2")
 # Up to so many images on which only one of two models is right, McNemar's test is computed exactly.
 _EXACT_UP_TO = 1000
 
@@ -263,12 +265,20 @@ def _measure(record: RunRecord) -> Hashable:
         protocol = record.results.get("protocol", {}).get("sha256") or record.tags.get("protocol_sha256", "")
         return ("VTAB-1k", score.name, protocol)
     if any(probed := record.scored_split):
-        return (*probed, score.name)
+        return (*probed, score.name, _fit(record))
     facts = record.dataset("evaluation")
     data = (facts.digest or facts.source) if facts else str(record.results.get("data") or record.tags.get("data", ""))
     kind = "accuracy" if score.is_accuracy else f"{score.name} {record.settings.get('train.loss')}"
     split = record.split or str(record.results.get("split", ""))
     return (data, split, score.num_samples, kind)
+
+
+def _fit(record: RunRecord) -> str:
+    """How the probe that is a run's score is fitted, as far as it differs from the defaults: ", probe.neighbour_images=10000"."""
+    defaults = changes.defaults(RunConfig)
+    names = [f"probe.{name}" for name in (_KNN if record.scored.endswith("nn") else _FEW_SHOT)]
+    values = {name: str(record.settings[name]) for name in names if name in record.settings}
+    return "".join(f", {name}={value}" for name, value in values.items() if value != str(defaults[name]))
 
 
 def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -326,7 +336,7 @@ def scored_on(record: RunRecord) -> str:
     if record.kind == "vtab":
         return f"VTAB-1k, {score.name}"
     if any(probed := record.scored_split):
-        return f"{Path(probed[0]).name}, split {probed[1]}, by {score.name}"
+        return f"{Path(probed[0]).name}, split {probed[1]}, by {score.name}{_fit(record)}"
     name = facts.name if facts else Path(str(record.results.get("data", "unknown data"))).name
     split = record.split or record.results.get("split", "unknown")
     count = f", {counted(score.num_samples, 'image')}" if score.num_samples else ""

@@ -96,6 +96,12 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     assert next(comparable(records, list(by_evaluation(records).values()))) == (
         "All 2 runs were scored on the same images (pets, split val, by pets 20nn): their scores can be compared."
     )
+    few = dataclasses.replace(record, settings={**record.settings, "probe.neighbour_images": 100})
+    groups = list(by_evaluation(records | {"few": few}).values())
+    assert groups == [["a", "b"], ["few"]]  # Fewer neighbours to choose from is another measure.
+    assert "Set 2, pets, split val, by pets 20nn, probe.neighbour_images=100: few." in comparable(
+        records | {"few": few}, groups
+    )
     assert "metric_pets_20nn.png" in [picture.name for picture in budgets.curves(records)]
     lines = list(
         compare.summary(
