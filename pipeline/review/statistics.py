@@ -281,12 +281,22 @@ def _fit(record: RunRecord) -> str:
     return "".join(f", {name}={value}" for name, value in values.items() if value != str(defaults[name]))
 
 
+def _draw_their_own(records: Records) -> bool:
+    """Whether runs scored on split dev hold out different images of the same data: data.dev_share draws them by the seed."""
+    drawn = {
+        tuple(str(record.settings.get(name)) for name in ("seed", "data.limit"))
+        for record in records.values()
+        if record.split == "dev" and not any(record.scored_split)
+    }
+    return len(drawn) > 1
+
+
 def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[str]:
     """Sentences that say what can be compared, and what cannot. groups: names of runs, of `by_evaluation`."""
     if len(groups) == 1 and len(groups[0]) == len(records):
         yield (
-            f"All {counted(len(records), 'run')} were scored on the same images ({scored_on(records[groups[0][0]])}): their scores can be "
-            "compared."
+            f"All {counted(len(records), 'run')} were scored on {'other images for each seed' if _draw_their_own(records) else 'the same images'} "
+            f"({scored_on(records[groups[0][0]])}): their scores can be compared."
         )
     elif groups:
         yield (
@@ -296,7 +306,8 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
             else "Not all runs have a score."
         )
         for number, group in enumerate(groups, 1):
-            yield f"Set {number}, {scored_on(records[group[0]])}: {listed(group, MAX_NAMED)}."
+            other = " (other ones for each seed)" * _draw_their_own({name: records[name] for name in group})
+            yield f"Set {number}, {scored_on(records[group[0]])}{other}: {listed(group, MAX_NAMED)}."
     scored = {name for group in groups for name in group}
     if absent := [name for name in records if name not in scored]:
         yield f"Without a score: {listed(absent, MAX_NAMED)}."

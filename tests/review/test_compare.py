@@ -22,7 +22,7 @@ from pipeline.monitor.run_page import FLOPS_OF_PARTS
 from pipeline.process.outputs import kind_of
 from pipeline.review import budgets, compare, reader, rescore
 from pipeline.review.reader import from_folder
-from pipeline.review.statistics import STUDENT, by_evaluation
+from pipeline.review.statistics import STUDENT, by_evaluation, comparable
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import CompareConfig
 from pipeline.settings.run import RunConfig
@@ -211,6 +211,27 @@ def test_more_runs_than_colours_are_compared(tmp_path: Path, capsys: pytest.Capt
         "training_loss.png",
     }
     assert "run12" in capsys.readouterr().out
+
+
+def test_dev_splits_of_several_seeds_are_not_called_the_same_images(tmp_path: Path) -> None:
+    record = from_folder(write_run(tmp_path / "run", evaluations={20: 0.4}))
+    metrics = {name.replace("test_", "dev_"): series for name, series in record.metrics.items()}
+    records = {
+        f"seed{seed}": dataclasses.replace(
+            record, settings=record.settings | {"seed": seed, "data.dev_share": 0.1}, metrics=metrics
+        )
+        for seed in range(3)
+    }
+
+    def lines(names: str) -> str:
+        chosen = {name: records[name] for name in names.split()}
+        return next(comparable(chosen, list(by_evaluation(chosen).values())))
+
+    assert lines("seed0 seed1 seed2").startswith(
+        "All 3 runs were scored on other images for each seed (digits, split dev"
+    )
+    records["again"] = records["seed0"]
+    assert lines("seed0 again").startswith("All 2 runs were scored on the same images (digits, split dev")
 
 
 def test_a_loss_that_is_no_number_is_ranked_last(tmp_path: Path) -> None:
