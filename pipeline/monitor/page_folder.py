@@ -41,12 +41,16 @@ _NOT_UPLOADED = {_END, LOG}
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run. time: seconds since 1970. step: from which it continued. before: how the start before ended."""
+    """One start of a run. time: seconds since 1970. step: from which it continued. before: how the start before ended.
+
+    changed: settings that were others until then, as "optimizer.lr was 0.005, is 0.002".
+    """
 
     time: Time
     step: Count
     hosts: list[str]
     before: str = ""
+    changed: str = ""
 
 
 @dataclass(frozen=True)
@@ -164,13 +168,12 @@ def describe(description: str, starts: list[Start]) -> str:
     """The description of a run, with what ended its earlier starts, and which hosts went or came. Markdown."""
     lines = []
     for before, start in itertools.pairwise(starts):
-        if start.before:
+        if start.before or start.changed:
             gone, new = sorted({*before.hosts} - {*start.hosts}), sorted({*start.hosts} - {*before.hosts})
             hosts = [f"without {', '.join(gone)}"] * bool(gone) + [f"with {', '.join(new)}"] * bool(new)
             when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start.time))
-            lines.append(
-                f"- {', '.join([when, f'from step {start.step:,}', *hosts])}: the start before was {start.before}"
-            )
+            why = [f"the start before was {start.before}"] * bool(start.before) + [start.changed] * bool(start.changed)
+            lines.append(f"- {', '.join([when, f'from step {start.step:,}', *hosts])}: {'; '.join(why)}")
     if not lines:
         return description
     return "\n".join(

@@ -178,7 +178,8 @@ class RunFacts:
     and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
     artifacts: files to upload, names in the run folder, each once it exists and again when it has changed.
     score: the metric that says how good the run is, by which registered models are compared; "" for a run without one. scored_on: on
-    what; by default the data of the evaluation. hosts: on which the run trains. before: how its last start ended.
+    what; by default the data of the evaluation. hosts: on which the run trains. before: how its last start ended. changed: settings
+    that were others until this start.
     origin: the weights that the run began with; None for new ones. objective: train.loss; "" if it is not known. metrics: what
     objective and evaluators declare of theirs, the most telling first.
     """
@@ -197,6 +198,7 @@ class RunFacts:
     score: str = ""
     hosts: tuple[str, ...] = ()
     before: str = ""
+    changed: str = ""
     scored_on: str = ""
     origin: WeightsOrigin | None = None
     objective: str = ""

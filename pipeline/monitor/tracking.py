@@ -41,7 +41,9 @@ class Tracker:
             score=accepted_name(facts.score),
         )  # fmt: skip
         self._page = PageFolder(folder)
-        self._page.begin(config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before))
+        self._page.begin(
+            config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before, facts.changed)
+        )
         self._sender = make_sender(config, out, folder, facts, start, timing, find_models)
         self._facts = facts
         self._enabled = config.enabled

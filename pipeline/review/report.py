@@ -268,6 +268,11 @@ def _health(record: RunRecord) -> Iterator[Block]:
         problems.append(f"only {record.last_step:,} of {counted(record.steps, 'planned step')} are recorded")
     if record.revision.endswith("+changes"):
         problems.append("the code had changes that are in no commit")
+    problems += [
+        f"from step {start.step:,} on, other settings: {start.changed[:500]}"
+        for start in record.starts
+        if start and start.changed
+    ]
     if (excluded := record.parameters.get("excluded", "none")) not in ("none", ""):
         problems.append(f"samples were excluded from training on purpose: {excluded}")
     if problems:
@@ -283,14 +288,15 @@ def _health(record: RunRecord) -> Iterator[Block]:
         )
         if known:
             yield Table(
-                ("start", "from step", "hosts", "how the start before ended"), [_start_row(start) for start in known]
+                ("start", "from step", "hosts", "how the start before ended", "settings changed"),
+                [_start_row(start) for start in known],
             )
 
 
 def _start_row(start: Start) -> tuple[str, ...]:
     hosts = sorted(set(start.hosts))
     named = f"{len(hosts)}: {', '.join(hosts)}"[:200] if hosts else "–"
-    return when(start.time), f"{start.step:,}", named, start.before[:500] or "–"
+    return when(start.time), f"{start.step:,}", named, start.before[:500] or "–", start.changed[:500] or "–"
 
 
 # ---------------------------------------------------------------------- settings, data, code

@@ -27,7 +27,7 @@ from pipeline.process.committed import checkpoints_of
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.settings import changes
-from pipeline.settings.changes import Fact
+from pipeline.settings.changes import Change, Fact
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import OnChange
 
@@ -86,12 +86,16 @@ def refuse_checkpoints_elsewhere(config: RunConfig) -> None:
         )
 
 
+def changes_since(state: State, now: dict[str, Any]) -> list[Change]:
+    """What differs from the run that made a checkpoint. now: this run's `identity`."""
+    known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
+    return changes.differences(state.identity, now, known)
+
+
 def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
     state = read_state(path)
-    known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
-    changed = changes.differences(state.identity, now, known)
-
+    changed = changes_since(state, now)
     seen = batches_before(state.step, state.left_out)
     then_mixed, now_mixed = (mixed_until(identity, seen) for identity in (state.identity, now))
     if then_mixed != now_mixed and (MIXTURE in state.identity or MIXTURE in now):

@@ -239,7 +239,9 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
     # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
     origin = start.origin if start.resumed is None else saved.origin if saved else None
     facts = run_facts(start.config, plan, model, data, ranks.device, origin)
-    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before)
+    changed = resume.changes_since(start.state, context.identity) if start.resumed is not None else []
+    told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
+    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before, changed=told)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.parents)

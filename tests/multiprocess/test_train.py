@@ -443,6 +443,12 @@ def test_a_run_goes_on_with_any_ranks_and_stage(dataset: Path, moved: tuple[Path
 
 
 def test_a_move_says_what_it_changed(moved: tuple[Path, list[str]]) -> None:
+    moves, continued = (PageFolder(moved[0] / name).starts() for name in ("adam", "adam-0-parts"))
+    assert [start.changed for start in moves[:2]] == [
+        "",
+        "train.length was 2 steps, is 4 steps; engine.zero_stage was 0, is 1",
+    ]
+    assert [start.changed for start in continued] == ["", "train.length was 2 steps, is 4 steps"]
     said = moved[1][3]
     assert "changed since the checkpoint: ranks was 4, is 3" in said
     assert "changed since the checkpoint: engine.zero_stage was 3, is 2" in said

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from pipeline.base.page import markdown
 from pipeline.checkpoint.store import FORMAT
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.page_folder import Start, describe
 from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, WeightsOrigin, plain_name
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.committed import checkpoints_of
@@ -176,6 +177,12 @@ def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
         json.dumps({"status": "diverged", "step": 20, "code": 1, "reason": "loss is NaN"})
     )
     (folder / "page" / "end.json").unlink(missing_ok=True)
+    starts = [Start(0, 0, ["a"]), Start(1, 10, ["a"], "stopped at step 10: SIGTERM", "optimizer.lr was 0.1, is 0.2")]
+    (folder / "page" / "starts.jsonl").write_text("".join(json.dumps(asdict(start)) + "\n" for start in starts))
+    described = describe("A run.", starts).splitlines()[-1]
+    assert described.endswith(
+        "from step 10: the start before was stopped at step 10: SIGTERM; optimizer.lr was 0.1, is 0.2"
+    )
     checkpoint(folder, 10)
     checkpoint(folder, 20)
     (folder / "checkpoints" / "kept.json").write_text(
@@ -183,6 +190,7 @@ def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
     )
     page = markdown("a", list(report.page(from_folder(folder), reader(tmp_path))))
     for shown in (
+        "from step 10 on, other settings: optimizer.lr was 0.1, is 0.2 |", "| stopped at step 10: SIGTERM | optimizer.lr was 0.1, is 0.2 |",
         "3 steps skipped", "1 log line with a loss that is not finite", "1 damaged line of", "loss is NaN",
         f"| best | 10 | {10:064x} |", f"| last | 20 | {20:064x} |", "weights=" + str(folder / "checkpoints" / "step-00000010"),
         "| 50.00 % [45.12, 54.88] | 20 | 60.00 % [55.13, 64.68] | 10 | 400 |",
