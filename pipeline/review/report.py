@@ -111,7 +111,7 @@ def _what_it_is(record: RunRecord) -> Iterator[Block]:
     folder = str(record.folder.resolve()) if record.folder else record.tags.get("run_folder_path", "")
     places = [f"run folder {folder}" if folder else "", f"MLflow run {record.run_id}" if record.run_id else ""]
     yield Paragraph(
-        f"{_sentence(record.outcome or record.status)}{period}. {_sentence('; '.join(filter(None, places)))}."
+        f"{_sentence((record.outcome or record.status).rstrip('.'))}{period}. {_sentence('; '.join(filter(None, places)))}."
     )
 
 
@@ -136,7 +136,7 @@ def _measured(record: RunRecord) -> Table:
     in_all = as_number(record.parameters.get("epochs", ""))
     a_step = in_all / steps if in_all and steps else batch / train.num_samples if train and train.num_samples else 0.0
     if a_step:
-        rows.append(("epochs", *(f"{count * a_step:.1f}" if count else "–" for count in (steps, done))))
+        rows.append(("epochs", *(f"{count * a_step:,.1f}" if count else "–" for count in (steps, done))))
     if flops:
         planned, used = (in_units(record.flops_until(count), FLOPS) if count else "–" for count in (steps, done))
         rows.append(("training FLOPs", planned, used))

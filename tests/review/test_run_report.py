@@ -174,7 +174,7 @@ def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 21, "time": 1, "metrics": {"skipped_steps": 3, "loss": "nan"}}\n{"cut')
     (folder / "status.json").write_text(
-        json.dumps({"status": "diverged", "step": 20, "code": 1, "reason": "loss is NaN"})
+        json.dumps({"status": "diverged", "step": 20, "code": 1, "reason": "loss is NaN. Lower optimizer.lr."})
     )
     (folder / "page" / "end.json").unlink(missing_ok=True)
     starts = [Start(0, 0, ["a"]), Start(1, 10, ["a"], "stopped at step 10: SIGTERM", "optimizer.lr was 0.1, is 0.2")]
@@ -192,7 +192,7 @@ def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
     for shown in (
         "from step 10 on, other settings: optimizer.lr was 0.1, is 0.2 |", "| stopped at step 10: SIGTERM | optimizer.lr was 0.1, is 0.2 |",
         "3 steps skipped", "1 log line with a loss that is not finite", "1 damaged line of", "loss is NaN",
-        f"| best | 10 | {10:064x} |", f"| last | 20 | {20:064x} |", "weights=" + str(folder / "checkpoints" / "step-00000010"),
+        f"| best | 10 | {10:064x} |", f"| last | 20 | {20:064x} |", "weights=" + str(folder / "checkpoints" / "step-00000010"), "Lower optimizer.lr, recorded from",
         "| 50.00 % [45.12, 54.88] | 20 | 60.00 % [55.13, 64.68] | 10 | 400 |",
     ):  # fmt: skip
         assert re.search(re.escape(shown), page, re.IGNORECASE), shown
