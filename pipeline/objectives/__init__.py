@@ -15,7 +15,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.model import Config, Model, build
-from pipeline.objectives import classification, optimizers
+from pipeline.objectives import classification, on_meta, optimizers
 from pipeline.objectives.objective import Objective
 from pipeline.settings import effect
 from pipeline.settings.changes import Fact, facts_of
@@ -93,7 +93,10 @@ def training_flops(config: RunConfig, model: Config) -> int:
 def describe_groups(config: RunConfig, model: Config, num_steps: int) -> list[str]:
     """A line for each parameter group of a run of `num_steps`, if there are others than with and without weight decay."""
     with torch.device("meta"):
-        return optimizers.describe_groups(create(config, build(model)), config.optimizer, num_steps)
+        objective = create(config, build(model))
+    objective.num_steps = num_steps
+    on_meta.begin_step(objective)  # A plan does not run every objective's loss.
+    return optimizers.describe_groups(objective, config.optimizer)
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:

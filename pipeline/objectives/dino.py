@@ -191,8 +191,8 @@ class Dino(Objective):
     def decayed(self) -> set[str]:
         return super().decayed() - {"mask_token"}
 
-    def frozen_steps(self, num_steps: int) -> dict[str, int]:
-        return dict.fromkeys(("head.last.", "patch_head.last."), round(self.frozen * num_steps))
+    def frozen_steps(self) -> dict[str, int]:
+        return dict.fromkeys(("head.last.", "patch_head.last."), round(self.frozen * self.num_steps))
 
     # ------------------------------------------------------------------ from a batch to the loss
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
@@ -275,15 +275,15 @@ class Dino(Objective):
         return self.teacher[name]
 
     # ------------------------------------------------------------------ around a step
-    def teacher_momentum(self, step: int, num_steps: int) -> float:
-        return 1 - (1 - self.given.momentum) * (cos(pi * step / num_steps) + 1) / 2
+    def teacher_momentum(self, step: int) -> float:
+        return 1 - (1 - self.given.momentum) * (cos(pi * step / self.num_steps) + 1) / 2
 
-    def before_step(self, step: int, num_steps: int) -> None:
-        self.progress = step / num_steps
+    def before_step(self, step: int) -> None:
+        self.progress = step / self.num_steps
         first, last, warmup = (
             self.given.teacher_temperature_start,
             self.given.teacher_temperature,
-            self.warmup * num_steps,
+            self.warmup * self.num_steps,
         )
         self.temperature.fill_(first + (last - first) * float(min(1, step / warmup if warmup else 1)))
         for name in self._centres():

@@ -142,7 +142,7 @@ class Lejepa(Objective):
         return (1 - self.given.weight) * prediction + self.given.weight * normality, values
 
     # ------------------------------------------------------------------ around a step
-    def before_step(self, step: int, num_steps: int) -> None:
+    def before_step(self, step: int) -> None:
         drawn = random_directions(self.given.width, self.given.directions, torch_seed(self.seed, _DIRECTIONS, step))
         self.directions.copy_(to_device(drawn, self.directions.device), non_blocking=True)
 

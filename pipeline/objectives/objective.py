@@ -65,7 +65,8 @@ class Objective(nn.Module):
     # Whether the backbone reads each image once and nothing is added to it: then memory and arithmetic are the model's, from its
     # configuration. Otherwise `loss` is run on the meta device to count them.
     trains_backbone_alone: ClassVar[bool] = False
-    # Whether a step depends on `num_steps`: then a longer run does not begin as a shorter one, which a study's `cooldown` relies on.
+    # Whether a step depends on `num_steps`, which no other objective may read: then a longer run does not begin as a shorter one, which
+    # a study's `cooldown` relies on.
     follows_length: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ settings, views and module
@@ -170,6 +171,7 @@ class Objective(nn.Module):
         self.lora: nn.ModuleDict | None = None
         # Set by `add_teacher`.
         self.teacher: nn.ModuleDict | None = None
+        self._num_steps: int | None = None
 
     def add_teacher(self, *names: str) -> None:
         """Add `self.teacher`, an average of submodules of this module: `self.teacher["backbone"]` is that of `self.backbone`.
@@ -188,8 +190,8 @@ class Objective(nn.Module):
             self.teacher.eval()
         return self
 
-    def teacher_momentum(self, step: int, num_steps: int) -> float:
-        """Returns the weight of the old average after step `step` (from 0) of a run: mean = momentum * mean + (1 - momentum) * weights."""
+    def teacher_momentum(self, step: int) -> float:
+        """Returns the weight of the old average after step `step` (from 0): mean = momentum * mean + (1 - momentum) * weights."""
         raise NotImplementedError
 
     def extra(self) -> dict[str, Any]:
@@ -238,8 +240,22 @@ class Objective(nn.Module):
         return self.loss(views, facts) if task == "loss" else self.measure(views, facts)
 
     # ------------------------------------------------------------------ around a step
-    def before_step(self, step: int, num_steps: int) -> None:
-        """Called before the forward passes of step `step` (from 0) of a run; sets what depends on the step."""
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run, set before anything of it is counted or trained. Raises TypeError unless the class has `follows_length`."""
+        if not self.follows_length:
+            raise TypeError(
+                f"{type(self).__name__} reads num_steps, so its steps depend on the length of a run: set follows_length = True in the class."
+            )
+        assert self._num_steps is not None, "set num_steps first"
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def before_step(self, step: int) -> None:
+        """Called before the forward passes of step `step` (from 0); sets what depends on the step."""
 
     def after_step(self) -> None:
         """Called on all ranks after a step that was not skipped; updates the small state. Collective."""
@@ -252,8 +268,8 @@ class Objective(nn.Module):
         return ""
 
     # ------------------------------------------------------------------ parameters
-    def frozen_steps(self, num_steps: int) -> dict[str, int]:
-        """Returns, by the beginning of a parameter's name, in how many first steps of a run of `num_steps` it gets no gradient."""
+    def frozen_steps(self) -> dict[str, int]:
+        """Returns, by the beginning of a parameter's name, in how many first steps of the run it gets no gradient."""
         return {}
 
     def decayed(self) -> set[str]:

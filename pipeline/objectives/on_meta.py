@@ -63,6 +63,7 @@ def make(cls: type["Objective"], config: RunConfig, model: Config, dtype: torch.
     """The objective on the meta device, in training mode, with parameters of `dtype`; buffers stay as they are."""
     with META:
         objective = cls.of(config, build(model))
+    objective.num_steps = 1
     return cast(objective, dtype)
 
 
@@ -83,9 +84,16 @@ def inputs(objective: "Objective", config: RunConfig, images: int, dtype: torch.
     return found._replace(views=tuple(view.to(dtype) for view in found.views))
 
 
+def begin_step(objective: "Objective") -> None:
+    """What is called around the first step of a run, so that a plan, too, fails for an objective that reads what it may not."""
+    objective.before_step(0)
+    if objective.teacher is not None:
+        objective.teacher_momentum(0)
+
+
 def loss(objective: "Objective", read: "Inputs") -> Tensor:
     """The loss of one rank: of as many as `across_ranks.on_meta` says."""
-    objective.before_step(0, 1)
+    begin_step(objective)
     return objective(*read)[0]
 
 

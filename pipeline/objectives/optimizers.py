@@ -23,17 +23,15 @@ def is_fused(config: EngineConfig, device: torch.device) -> bool:
     return config.fused if config.fused is not None else device.type == "cuda" and not config.offload
 
 
-def build(
-    model: nn.Module, decayed: set[str], config: OptimizerConfig, fused: bool = False, num_steps: int = 0
-) -> torch.optim.Optimizer:
+def build(model: nn.Module, decayed: set[str], config: OptimizerConfig, fused: bool = False) -> torch.optim.Optimizer:
     """Build AdamW, SGD or Muon with the `parameter_groups` of a model or an objective. decayed: names of parameters with weight decay.
 
-    fused: with torch's fused kernels, instead of those that it chooses. num_steps: of the run.
+    fused: with torch's fused kernels, instead of those that it chooses.
 
     torch's AdamW multiplies weights by 1 - lr x weight_decay: the paper's decoupled decay with its own value, scaled by
     the schedule.
     """
-    groups = parameter_groups(model, decayed, config, num_steps)
+    groups = parameter_groups(model, decayed, config)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused or None)
     betas = (config.beta1, config.beta2)
@@ -45,16 +43,14 @@ def build(
     return torch.optim.AdamW(groups, **adam)
 
 
-def parameter_groups(
-    model: nn.Module, decayed: set[str], config: OptimizerConfig, num_steps: int = 0
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, decayed: set[str], config: OptimizerConfig) -> list[dict[str, Any]]:
     """Parameter groups for `torch.optim`: those with weight decay, then those without; more with layer_decay or frozen steps.
 
     Each also has "factor", by which its learning rate is multiplied, "frozen_steps", in how many first steps its parameters
-    are not changed, "decays", and whether Muon updates its "matrices". num_steps: of the run.
+    are not changed, "decays", and whether Muon updates its "matrices".
     """
     named = dict(trained_parameters(model))
-    frozen = model.frozen_steps(num_steps) if isinstance(model, Objective) else {}
+    frozen = model.frozen_steps() if isinstance(model, Objective) else {}
     unknown = decayed - named.keys()
     assert not unknown, unknown
     depth, top = depths(model.backbone, BACKBONE) if isinstance(model, Objective) else ({}, 0)
@@ -129,12 +125,9 @@ def weight_decay(config: OptimizerConfig, step: int, total_steps: int) -> float:
     return config.weight_decay_end + (config.weight_decay - config.weight_decay_end) * shape
 
 
-def describe_groups(objective: Objective, config: OptimizerConfig, num_steps: int) -> list[str]:
-    """A line for each parameter group and for frozen parameters, if there are others than with and without weight decay.
-
-    num_steps: of the run.
-    """
-    groups = parameter_groups(objective, objective.decayed(), config, num_steps)
+def describe_groups(objective: Objective, config: OptimizerConfig) -> list[str]:
+    """A line for each parameter group and for frozen parameters, if there are others than with and without weight decay."""
+    groups = parameter_groups(objective, objective.decayed(), config)
     frozen = sum(p.numel() for name, p in objective.backbone.named_parameters() if not p.requires_grad)
     if (
         all(group["factor"] == 1 and not group["frozen_steps"] and not group["matrices"] for group in groups)

@@ -165,11 +165,12 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
     feed = ranks.on_all(begin_feed)
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, start.model)
+    objective.num_steps = plan.steps
     if start.resumed is None and start.origin is not None and objective.continues_additions:
         path = start.origin.path
         context.console.say(ranks.on_all(lambda: objective.load_additions(*read_additions(path))))
     fused = context.identity["fused_optimizer"]
-    optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused, plan.steps)
+    optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
     with room_for_training(config, plan, start.model.config, context.stop):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))

@@ -50,8 +50,8 @@ class Distillation(Dino):
     def _targets(self, outputs: Tensor, counted: Tensor, centre: str) -> Tensor:
         return super()._targets(outputs.float() @ self.mixer.float(), counted, centre)
 
-    def before_step(self, step: int, num_steps: int) -> None:
-        super().before_step(step, num_steps)
+    def before_step(self, step: int) -> None:
+        super().before_step(step)
         self.step = step
 
     def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,8 +83,8 @@ def train_stopped(run: list[str]) -> None:
     cls = objectives.kind(schema.load(RunConfig, None, run).train.loss)
     before, heard = cls.before_step, told_to_stop()
 
-    def before_step(self: Objective, step: int, num_steps: int) -> None:
-        before(self, step, num_steps)
+    def before_step(self: Objective, step: int) -> None:
+        before(self, step)
         if step == 2 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
             heard.wait()
@@ -107,8 +107,8 @@ def train_losing(argument: dict[str, Any]) -> None:
     get_accelerator().is_fp16_supported = lambda: True
     begin, measured = Classification.before_step, Classification.loss
 
-    def before_step(self: Classification, step: int, num_steps: int) -> None:
-        begin(self, step, num_steps)
+    def before_step(self: Classification, step: int) -> None:
+        begin(self, step)
         self.step = step
 
     def loss(
@@ -131,7 +131,7 @@ def train_worked(argument: dict[str, Any]) -> None:
     cls = getattr(module, argument["name"].capitalize())
     plant(argument["name"], cls)
     if argument["kill_at"] is not None:
-        cls.before_step = lambda self, step, num: step == argument["kill_at"] and os.kill(os.getpid(), signal.SIGKILL)
+        cls.before_step = lambda self, step: step == argument["kill_at"] and os.kill(os.getpid(), signal.SIGKILL)
     train(argument["runs"])
 
 
@@ -147,7 +147,8 @@ def tiny_dinov2() -> Dino:
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)
-    objective.before_step(0, 10)
+    objective.num_steps = 10
+    objective.before_step(0)
     return objective.train()
 
 

@@ -189,6 +189,7 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
             model = build(objectives.new_backbone(config, CLASSES))
         model.activation_checkpointing = config.engine.activation_checkpointing
         objective = objectives.create(config, model)
+        objective.num_steps = plan.steps
         move(objective, gpu)
         fused = optimizers.is_fused(config.engine, gpu)
         optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)

@@ -20,7 +20,7 @@ def tiny_lejepa() -> Lejepa:
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)
-    objective.before_step(3, 10)
+    objective.before_step(3)
     return objective.train()
 
 

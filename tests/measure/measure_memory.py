@@ -36,6 +36,7 @@ def make_engine(config: RunConfig, num_classes: int, ranks: Ranks, fused: bool =
     model = build(objectives.new_backbone(config, num_classes), seed=0)
     model.activation_checkpointing = config.engine.activation_checkpointing
     objective = objectives.create(config, model)
+    objective.num_steps = plan.steps
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
     clock = StepClock(ranks.device)
     return Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock), plan

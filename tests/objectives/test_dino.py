@@ -47,7 +47,8 @@ def dino(given: DinoSettings = GIVEN, **changes) -> Dino:
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)
-    objective.before_step(0, 10)
+    objective.num_steps = 10
+    objective.before_step(0)
     return objective.train()
 
 
@@ -164,7 +165,7 @@ def test_the_centre_is_a_running_mean_of_the_teachers_outputs() -> None:
 def test_a_step_that_is_skipped_leaves_the_centre() -> None:
     objective = dino(DINOV2)
     objective(*read(objective, batch_of([True] * 3)))
-    objective.before_step(1, 10)  # Without `after_step`.
+    objective.before_step(1)  # Without `after_step`.
     objective.after_step()
     assert not objective.centre.any()
     assert not objective.patch_centre.any()
@@ -294,12 +295,12 @@ def test_schedules() -> None:
     objective = dino(replace(GIVEN, teacher_temperature_start=0.04, teacher_temperature=0.07))
     found = []
     for step in (0, 2, 5, 9):  # Half of the run is warm-up.
-        objective.before_step(step, 10)
+        objective.before_step(step)
         found.append(float(objective.temperature))
     assert found == pytest.approx([0.04, 0.052, 0.07, 0.07])
-    momentum = [objective.teacher_momentum(step, 10) for step in (0, 5, 10)]
+    momentum = [objective.teacher_momentum(step) for step in (0, 5, 10)]
     assert momentum == pytest.approx([0.9, 1 - 0.1 * (math.cos(math.pi / 2) + 1) / 2, 1])
-    assert objective.frozen_steps(10) == {"head.last.": 2, "patch_head.last.": 2}
+    assert objective.frozen_steps() == {"head.last.": 2, "patch_head.last.": 2}
 
 
 def test_a_collapse_is_named_with_what_to_change() -> None:
@@ -310,7 +311,7 @@ def test_a_collapse_is_named_with_what_to_change() -> None:
         {"embedding_std": 0.5, "teacher_entropy": 0.001, "teacher_kl": 0.001},
     )
     assert not objective.collapse(same)  # At the start of a run, this says nothing.
-    objective.before_step(5, 10)
+    objective.before_step(5)
     assert "objective.centring=sinkhorn" in objective.collapse(same)
     assert "objective.teacher_temperature" in objective.collapse(uniform)
     assert "the same prototype" in objective.collapse(certain)

@@ -32,7 +32,8 @@ def test_a_shipped_recipe_computes_gradients_in_its_precision(recipe: Path) -> N
     objective = on_meta.cast(objectives.create(config, build(model)), dtype)
     shapes = [(group.count, *ImageSize.parse(group.size)) for group in objective.views(config)]
     views, facts = objective.inputs(noise_views(shapes, 2, num_classes=5), torch.device("cpu"), None)
-    objective.before_step(0, 1)
+    objective.num_steps = 1
+    objective.before_step(0)
     loss, _ = objective(tuple(view.to(dtype) for view in views), facts)
     loss.backward()
     assert loss.isfinite()

@@ -62,7 +62,8 @@ WAITS = {
     "2-fp16": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
     "3-fp16": {**STAGE_3, "read, zero/stage3.py:has_overflow": 1},
     "3-bf16-dinov2": STAGE_3,
-    "3-fp32-dino": STAGE_3,
+    # Frozen prototypes are a parameter group of their own.
+    "3-fp32-dino": {**STAGE_3, "copy to cuda, zero/stage3.py:get_grad_norm_direct": 3},
     "1-bf16-mae": STAGE_1_BF16,
     "2-bf16-lejepa": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
 }

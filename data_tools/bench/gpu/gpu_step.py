@@ -209,7 +209,8 @@ def objective(case: Case, setup: Setup, loss: str) -> Iterator[Row]:
         case = replace(case, batch=case.batch // 2)
     with _settings_of_torch(setup, case.device):
         trained = objectives.create(run, models.build(config)).to(case.device)
-        optimizer = optimizers.build(trained, trained.decayed(), run.optimizer, setup.fused_optimizer, num_steps=100)
+        trained.num_steps = 100
+        optimizer = optimizers.build(trained, trained.decayed(), run.optimizer, setup.fused_optimizer)
         settings = EngineConfig(precision="bf16", compile=bool(setup.compile))
         engine = pipeline_engine(trained, optimizer, settings, case.batch, from_environment())
         batch = _pinned(noise_of(run, case.batch), case.device)

@@ -55,7 +55,8 @@ def _contestant(config: ModelBenchConfig, name: str, run: RunConfig, dtype: torc
         objective = on_meta.cast(objectives.create(run, models.build(_model(run))), dtype)
         read = objective.inputs(noise_of(run, config.batch), torch.device("cpu"), None)
         read = read._replace(views=tuple(view.to(dtype) for view in read.views))
-        objective.before_step(0, 100)
+        objective.num_steps = 100
+        objective.before_step(0)
 
         def loss() -> Tensor:
             if name == _ENCODER:

@@ -134,7 +134,7 @@ class Engine:
         optimizers.set_rates(
             self.optimizer, step, lr, optimizers.weight_decay(self.optimizer_config, step, self.num_steps)
         )
-        self.objective.before_step(step, self.num_steps)
+        self.objective.before_step(step)
         rope.draw(self.objective.backbone, self.seed, step)
 
     def seed_dropout(self, micro_batch: int) -> None:
@@ -166,7 +166,7 @@ class Engine:
             if self.ema:
                 teacher = self.teacher is not None
                 decay = self.optimizer_config.ema_decay
-                self.ema.update(self.objective.teacher_momentum(self._step, self.num_steps) if teacher else decay)
+                self.ema.update(self.objective.teacher_momentum(self._step) if teacher else decay)
             if self.teacher:
                 self.teacher.refresh()
             self.objective.after_step()
