@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +24,13 @@ from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, files
 from pipeline.model.convert.plain import without_layer_scale
-from pipeline.model.convert.preprocessing import written_crop, written_filter
+from pipeline.model.convert.preprocessing import eval_resize, written_crop, written_filter
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ExportConfig
 
 NUM_IMAGES = 4
 _FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folders.
+_ARRAYS = ("npz", "big_vision")  # Published formats of arrays alone.
 Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)
 
 
@@ -83,6 +85,10 @@ def run(config: ExportConfig) -> LogitDifference:
         crop = written_crop(view, model.config.image_size) if config.format == "huggingface" else ""
         for note in filter(None, (written_filter(view), crop)):
             print(f"{config.format}: {note}")
+    if config.format in _ARRAYS and (given := _settings_of(extra, model.config)):
+        print(
+            f"{config.format}: it holds neither class names nor preprocessing; where it is used, set {' '.join(given)}"
+        )
 
     # ------------------------------------------------------------------ written, and compared with the target program
     out = Path(config.out)
@@ -113,6 +119,17 @@ def _export_mae(config: ExportConfig, path: Path, extra: dict[str, Any]) -> Logi
 # ---------------------------------------------------------------------- writing
 
 
+def _settings_of(extra: dict[str, Any], config: Config) -> list[str]:
+    """The settings of commands on weights that say what `extra` does."""
+    view = extra.get("preprocessing", {})
+    names = ("eval_crop", "resize_filter")
+    found = ["class_names=FILE"] * bool(extra.get("classes") and config.num_classes)
+    found += [f"{name}={view[name]}" for name in names if name in view]
+    if view.get("eval_resize"):
+        found.append(f"eval_resize={eval_resize(view, config.image_size)}")
+    return found + ["loss=sigmoid"] * (extra.get("loss") == "sigmoid")
+
+
 def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
     classes = extra.get("classes") if model.config.num_classes else None
     view = extra.get("preprocessing", {})
@@ -133,15 +150,16 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
         tensors, config, processor = models.to_huggingface(model, classes, view, extra.get("loss"))
         files.write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
     else:
-        _write_graph(model, form, path)
+        _write_graph(model, form, path, models.safetensors_metadata(model.config, extra))
 
 
-def _write_graph(model: Model, form: str, path: Path) -> None:
+def _write_graph(model: Model, form: str, path: Path, metadata: dict[str, str]) -> None:
     """ONNX or torch.export, for batches of any size; input "images", output "logits"."""
     images = _images(model.config)[:2]  # a batch size other than the one compared, so that a constant batch size fails
     shapes = {"images": {0: torch.export.Dim("batch")}}
     if form == "torch_export":
-        files.write_torch(path, torch.export.save, torch.export.export(model, (images,), dynamic_shapes=shapes))
+        save = partial(torch.export.save, extra_files=metadata)
+        files.write_torch(path, save, torch.export.export(model, (images,), dynamic_shapes=shapes))
         return
     if sum(parameter.numel() for parameter in model.parameters()) * 4 > 2**31:
         raise UserError("an .onnx file holds at most 2 GiB, and these weights are larger. Use format=torch_export.")
@@ -153,10 +171,12 @@ def _write_graph(model: Model, form: str, path: Path) -> None:
     files.optional("onnxscript", "to write ONNX")
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns about every optional package
     try:
-        torch.onnx.export(
-            model, (images,), path, dynamo=True, input_names=["images"], output_names=["logits"], dynamic_shapes=shapes,
-            external_data=False, verbose=False,
+        program = torch.onnx.export(
+            model, (images,), dynamo=True, input_names=["images"], output_names=["logits"], dynamic_shapes=shapes, verbose=False,
         )  # fmt: skip
+        assert program is not None
+        program.model.metadata_props.update(metadata)
+        program.save(path, external_data=False)
     except torch.onnx.OnnxExporterError as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise UserError(f"torch.onnx cannot write this model ({reason}). Use format=torch_export.") from error

@@ -81,7 +81,7 @@ def save_safetensors(model: Model, path: StrPath, extra: Mapping[str, Any] | Non
 
 
 def safetensors_metadata(config: Config, extra: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata by which a .safetensors is recognised as ours."""
+    """The metadata by which a .safetensors is recognised as ours. Files of graphs that are made from weights have it, too."""
     return {METADATA: json.dumps({"format": FORMAT, "model": config.to_dict(), "extra": extra})}
 
 

@@ -85,6 +85,7 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
 @pytest.mark.parametrize("changes", [{}, ALL_PARTS], ids=["plain", "all parts"])
 def test_graphs_take_batches_of_any_size(tmp_path, changes):
     """ONNX by onnxruntime, and torch.export: exported with two images, compared on four, run on seven here."""
+    import onnx
     import onnxruntime
 
     random_weights(weights := tmp_path / "model.pt", **changes)
@@ -96,7 +97,14 @@ def test_graphs_take_batches_of_any_size(tmp_path, changes):
     assert [i.name for i in (*session.get_inputs(), *session.get_outputs())] == ["images", "logits"]
     np.testing.assert_allclose(session.run(None, {"images": images.numpy()})[0], expected, atol=1e-5)
     assert run(weights, "torch_export", tmp_path / "a.pt2").largest < 1e-5
-    assert torch.allclose(torch.export.load(tmp_path / "a.pt2").module()(images), expected, atol=1e-5)
+    program = torch.export.load(tmp_path / "a.pt2", extra_files=(extra_files := {"vit-weights": ""}))
+    assert torch.allclose(program.module()(images), expected, atol=1e-5)
+    # What a .safetensors of ours says, too: the configuration, the class names, and how images are read.
+    described = [session.get_modelmeta().custom_metadata_map["vit-weights"], extra_files["vit-weights"]]
+    described += [prop.value for prop in onnx.load(tmp_path / "a.onnx").metadata_props if prop.key == "vit-weights"]
+    assert described == [safetensors_metadata(model.config, read_weights(weights)[2])["vit-weights"]] * 3
+    extra = json.loads(described[0])["extra"]
+    assert extra == {"classes": [f"class{i}" for i in range(5)], "preprocessing": {"eval_crop": "resize"}}
 
 
 @pytest.mark.slow
@@ -151,6 +159,22 @@ def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
     """As ViT-H/14 at 384 px, whose patches leave pixels unseen, and a BiT at another size than 224."""
     random_weights(tmp_path / "model.pt", **changes)
     assert run(tmp_path / "model.pt", "npz", tmp_path / "a.npz", image_size=18).largest == 0
+
+
+@pytest.mark.parametrize("form", ["npz", "big_vision"])
+def test_what_a_format_of_arrays_does_not_hold_is_said(tmp_path, capsys, form):
+    """Nothing said so, and predict.py then named classes by number and cropped images in its own way."""
+    preprocessing = {"eval_crop": "center", "resize_filter": "antialias", "eval_resize": 20, "image_size": 16}
+    names = [f"class{i}" for i in range(5)]
+    extra = {"classes": names, "preprocessing": preprocessing, "loss": "sigmoid"}
+    save(create("ViT-mu/4", 16, 5), tmp_path / "model.pt", extra)
+    run(tmp_path / "model.pt", form, tmp_path / "a.npz", image_size=24)
+    settings = "class_names=FILE eval_crop=center resize_filter=antialias eval_resize=30 loss=sigmoid"
+    said = f"{form}: it holds neither class names nor preprocessing; where it is used, set {settings}\n"
+    assert said in capsys.readouterr().out
+    save(create("ViT-mu/4", 16, 5), tmp_path / "model.pt")
+    run(tmp_path / "model.pt", form, tmp_path / "b.npz")
+    assert "it holds neither" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("size", "crop", "is_said"), [
