@@ -26,7 +26,7 @@ from pipeline.base.files import remove_unfinished
 from pipeline.base.json_record import quoted
 
 # file: its folder must exist. folder: created if missing. new: a new file or folder, created with missing parent folders.
-Output = Literal["file", "folder", "new"]
+Output = Literal["file", "folder", "folder or URL", "new"]
 
 Holds = Literal[
     "study", "VTAB-1k sweep", "data set", "run", "grid", "evaluation", "explanation", "verification", "statistics",
@@ -92,9 +92,17 @@ def try_outputs(config: Any, prefix: str = "") -> None:
         if dataclasses.is_dataclass(value):
             try_outputs(value, f"{prefix}{field.name}.")
         folder = getattr(config, within) if within else ""
-        if output is None or value in ("", "-") or "://" in f"{folder}{value}":
+        if output is None or value in ("", "-"):
             continue
-        try_output(f"{prefix}{field.name}", Path(folder, value), output, field.metadata.get("holds"))
+        is_url = "://" in f"{folder}{value}"
+        if is_url and output != "folder or URL":  # It would become the local folder `s3:`.
+            given, name = (folder, within) if folder else (value, field.name)
+            raise UserError(
+                f"{prefix}{name} = {given}: this is written to a file system, not to a bucket. Give a path."
+            )
+        if not is_url:
+            kind: Output = "folder" if output == "folder or URL" else output
+            try_output(f"{prefix}{field.name}", Path(folder, value), kind, field.metadata.get("holds"))
 
 
 def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | None = None) -> None:

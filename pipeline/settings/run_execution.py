@@ -152,7 +152,7 @@ class CheckpointConfig:
     folder: str = setting(
         "",
         "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
-        output="folder",
+        output="folder or URL",
     )
     wait_minutes: float = minutes(
         30.0,

@@ -273,6 +273,21 @@ def test_every_output_is_declared() -> None:
     assert undeclared == [("StatsConfig", "sheet")]  # A number of images.
 
 
+@pytest.mark.parametrize(
+    ("cls", "settings", "name"),
+    [
+        (run.RunConfig, [*RUN, "out=s3://bucket/runs"], "out"),
+        (run.RunConfig, [*RUN, "data.cache=s3://bucket/cache"], "data.cache"),
+        (weights.PredictConfig, [*WEIGHTS, "out=gs://bucket/p.csv"], "out"),
+        (transfer.VtabConfig, [*SWEEP, "out=s3://bucket/sweep"], "out"),
+    ],
+)
+def test_what_cannot_be_in_a_bucket_is_refused(cls: type, settings: list[str], name: str) -> None:
+    """It was written into a local folder `s3:`, which ends with a pod."""
+    url = settings[-1].partition("=")[2]
+    assert problem(cls, *settings) == f"{name} = {url}: this is written to a file system, not to a bucket. Give a path."
+
+
 def test_what_is_not_written_is_not_tried(place: Path) -> None:
     file = place / "file"
     try_outputs(load(operate.PlanConfig, *RUN, f"out={file}", f"checkpoint.folder={file}", "json=-"))

@@ -31,7 +31,7 @@ class ShardConfig:
     """A sharding job, from raw images to tars and a manifest."""
 
     source: str = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images in one of the layouts", path=True)
-    out: str = setting(REQUIRED, f"{_URL} of the new data set", output="folder", holds="data set")
+    out: str = setting(REQUIRED, f"{_URL} of the new data set", output="folder or URL", holds="data set")
     layout: Literal[
         "auto",
         "folder",
@@ -150,7 +150,7 @@ class VtabPrepareConfig:
     lists: str = setting(
         "", "Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits.", path=True
     )
-    out: str = setting(REQUIRED, f"{_URL} of the tasks' data sets", output="folder")
+    out: str = setting(REQUIRED, f"{_URL} of the tasks' data sets", output="folder or URL")
     tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose files exist.")
     published: bool = setting(True, "Require the published file sizes, checksums and numbers of images.")
     prove: bool = setting(False, "Only read: compute the splits of the data sets in out again, and compare.")
@@ -177,7 +177,7 @@ class IndexConfig:
         path=True,
     )
     out: str = setting(
-        "", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder", holds="data set"
+        "", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder or URL", holds="data set"
     )
     splits: dict[str, str] = setting({"train": ""}, "Mapping from split name to prefix of its tars' names ('' is all).")
     label_names: str = setting(
@@ -198,7 +198,10 @@ class VerifyConfig:
 
     data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
     out: str = setting(
-        "", "Folder of report.json and damage.csv; empty is <data>/verify.", output="folder", holds="verification"
+        "",
+        "Folder of report.json and damage.csv; empty is <data>/verify.",
+        output="folder or URL",
+        holds="verification",
     )
     decode_share: float = share(
         1.0,
@@ -213,7 +216,10 @@ class StatsConfig:
 
     data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
     out: str = setting(
-        "", "Folder of stats.json, tables and figures; empty is <data>/stats.", output="folder", holds="statistics"
+        "",
+        "Folder of stats.json, tables and figures; empty is <data>/stats.",
+        output="folder or URL",
+        holds="statistics",
     )
     sheet: int = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.", min=0, max=1000)
     mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
