@@ -191,6 +191,7 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
         return lines
     first, reference = next(iter(fit.items()))
     usual = _usual_speed(fit.values())
+    on_gpus = any(a["gpus"] for a in fit.values())  # Then a host without one has a driver that does not answer.
     for host, a in fit.items():
         for name, version in a["versions"].items():
             if version == "missing":
@@ -206,7 +207,7 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
             lines.append(f"{host}: {a['free_bytes'] / 1e9:.1f} GB free, less than min_free_gb = {config.min_free_gb}")
         if abs(a["clock_offset"]) > config.max_clock_offset:
             lines.append(f"{host}: its clock is {a['clock_offset']:+.1f} s from this host's")
-        if a["gpus"] and slots[host] > a["gpus"]:
+        if on_gpus and slots[host] > a["gpus"]:
             lines.append(f"{host}: slots={slots[host]} in the hostfile, but it has {counted(a['gpus'], 'GPU')}")
         if a["gbit_per_second"] < _SLOW * usual:
             lines.append(f"{host}: {a['gbit_per_second']:.2f} Gbit/s to it, less than half of the usual {usual:.2f}")

@@ -66,6 +66,12 @@ def test_what_is_installed_on_no_host_is_missing_on_all() -> None:
     assert lines == [f"{host}: deepspeed is not installed" for host in SLOTS]
 
 
+def test_a_host_whose_gpus_do_not_answer_is_unfit_among_others_that_have_some() -> None:
+    config = HostsConfig(hostfile="hosts", run="run.yaml")
+    answers = [{**ANSWER, "gpus": gpus, "gbit_per_second": 8.0} for gpus in (1, 0, 8)]
+    assert problems(SLOTS, answers, config, "token") == ["node2: slots=1 in the hostfile, but it has 0 GPUs"]
+
+
 def test_what_a_killed_check_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts").write_text("node1 slots=1\n")
     run = {
