@@ -40,7 +40,7 @@ from pipeline.monitor.run_page import (
 )
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.outputs import kind_of
-from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, as_count, as_number
+from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, StoredFiles, as_count, as_number
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OBJECTIVES
@@ -224,28 +224,6 @@ def _from_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- from MLflow
-@dataclass(frozen=True)
-class StoredFiles:
-    """The artifacts of an MLflow run. store: a `ReadingStore`."""
-
-    store: Any
-    run_id: str
-
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(self.store.list_files(self.run_id))
-
-    def read(self, name: str) -> bytes | None:
-        there = name in self._names or "/" in name
-        return self.store.read_file(self.run_id, name) if there else None
-
-    def figures(self) -> list[str]:
-        return [name for name in sorted(self.store.list_files(self.run_id, "figures")) if name.endswith(".png")]
-
-    def where(self, name: str) -> str:
-        return f"{name} of MLflow run {self.run_id}"
-
-
 def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     """The record of an MLflow run. store: a `ReadingStore`. Raises UserError for a run that does not exist.
 

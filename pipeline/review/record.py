@@ -157,6 +157,28 @@ class RunFiles(Protocol):
 
 
 @dataclass(frozen=True)
+class StoredFiles:
+    """The artifacts of an MLflow run. store: a `ReadingStore`."""
+
+    store: Any
+    run_id: str
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.store.list_files(self.run_id))
+
+    def read(self, name: str) -> bytes | None:
+        there = name in self._names or "/" in name
+        return self.store.read_file(self.run_id, name) if there else None
+
+    def figures(self) -> list[str]:
+        return [name for name in sorted(self.store.list_files(self.run_id, "figures")) if name.endswith(".png")]
+
+    def where(self, name: str) -> str:
+        return f"{name} of MLflow run {self.run_id}"
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """What is known of one run.
 
