@@ -30,6 +30,9 @@ from pipeline.train.zero.engine import Engine
 
 # In torch's error for an operation, whose name it begins with, under engine.deterministic.
 _NO_SUCH_KERNEL = " does not have a deterministic implementation"
+# In the errors of torch.compile (engine.compile) without a C++ compiler for a CPU's kernels, and without Triton, or the C compiler
+# that it needs, for a GPU's.
+_NO_COMPILER = ("InvalidCxxCompiler", "Cannot find a working triton installation", "Failed to find C compiler")
 
 
 @contextmanager
@@ -86,6 +89,13 @@ def _room(what: str, way_out: Callable[[], str], stop: Stop) -> Iterator[None]:
                 OneRankError(
                     f"torch has no kernel for {operation} that gives the same bits each time on this GPU. Use engine.deterministic=false "
                     "(a resumed run then differs in the last bits), or compute it otherwise."
+                )
+            )
+        if any(words in str(error) for words in _NO_COMPILER):
+            what = "Triton and a C compiler" if torch.cuda.is_available() else "a C++ compiler (g++, or what CXX names)"
+            stop.refuse(
+                OneRankError(
+                    f"engine.compile = true needs {what}, which {socket.gethostname()} does not have. Install it, or use engine.compile=false."
                 )
             )
         if not _is_of_memory(error):

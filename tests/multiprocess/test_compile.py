@@ -1,5 +1,6 @@
 """A compiled model trains as the plain one."""
 
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,33 @@ def train_compiled(overrides: list[str]) -> None:
     train([overrides])
     assert not config.triton.mix_order_reduction, "Its kernels lose gradients without a word."
     print("graphs", counters["stats"]["unique_graphs"])
+
+
+def train_without_compiler(overrides: list[str]) -> None:
+    """In a rank: as on a host without a C++ compiler."""
+    from forked import train
+    from torch._inductor import config
+
+    config.compile_threads, config.cpp.vec_isa_ok, config.cpp.cxx = 1, True, (None, "/absent/g++")
+    train([overrides])
+
+
+@pytest.mark.slow
+def test_a_host_without_a_compiler_is_named_in_one_line(
+    forge: Forge, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback of a hundred lines."""
+    run = settings(dataset, tmp_path, "compiled", "engine.compile=true", "model.depth=1", "train.micro_batch=24")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    started = forge.start_work(1, "test_compile:train_without_compiler", run)
+    assert started.wait() == [2], started.said()
+    said = started.said()
+    assert "Traceback" not in said, said
+    assert (
+        f"engine.compile = true needs a C++ compiler (g++, or what CXX names), which {socket.gethostname()} does not have"
+        in said
+    )
+    assert "Install it, or use engine.compile=false." in said
 
 
 @pytest.mark.slow
