@@ -1,13 +1,20 @@
 """A compiled model trains as the plain one."""
 
+import shutil
 import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 from forked import Forge
-from ranks import metrics, settings
+from ranks import STEPS, metrics, settings
 from test_train import plain_losses
+
+
+def begin_again(run: Path, copy: Path) -> None:
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / f"step-{STEPS:08d}")
+    (copy / "metrics.jsonl").unlink()
 
 
 def train_compiled(overrides: list[str]) -> None:
@@ -52,10 +59,10 @@ def test_a_host_without_a_compiler_is_named_in_one_line(
 
 
 @pytest.mark.slow
-def test_losses_of_a_compiled_model_equal_plain_pytorch(
+def test_losses_of_a_compiled_model_equal_plain_pytorch_and_resume_bit_for_bit(
     forge: Forge, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = ["model.depth=1", "train.micro_batch=24", "evaluate.every=100%", "checkpoint.every=100%"]
+    more = ["model.depth=1", "train.micro_batch=24", "evaluate.every=100%"]
     run = settings(dataset, tmp_path, "compiled", "engine.compile=true", *more)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     said = forge.start_work(1, "test_compile:train_compiled", run).finish()
@@ -63,3 +70,9 @@ def test_losses_of_a_compiled_model_equal_plain_pytorch(
     found = metrics(tmp_path / "compiled")
     expected = plain_losses(settings(dataset, tmp_path, "plain", "model.depth=1"))
     np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
+    # As a kill after step 3 leaves it, begun again by another process.
+    begin_again(tmp_path / "compiled", tmp_path / "cut")
+    resumed = settings(dataset, tmp_path, "cut", "engine.compile=true", *more)
+    assert "resumed from" in forge.start_work(1, "test_compile:train_compiled", resumed).finish()
+    assert metrics(tmp_path / "cut") == {step: loss for step, loss in found.items() if step > 3}
+    assert metrics(tmp_path / "cut", "val_loss") == metrics(tmp_path / "compiled", "val_loss")
