@@ -52,7 +52,7 @@ def _note(line: str) -> None:
 
 
 def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
-    """The weights file of a file, a checkpoint folder, a run folder, or a folder of Hugging Face or timm.
+    """The weights file of a file, a checkpoint folder, a run folder or that of its checkpoints, or a folder of Hugging Face or timm.
 
     The last may also be a folder of Hugging Face's cache (models--ORGANISATION--NAME), or hf://ORGANISATION/NAME, which is that
     folder. For weights in several files it is their index. Of a run it is that of the newest checkpoint; say: called with a line
@@ -60,6 +60,8 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
     """
     if str(path).startswith(_HUB):
         path = _cached(str(path).removeprefix(_HUB).strip("/"))
+    if path.name == LATEST and newest_complete(path.parent):  # A text, which names a checkpoint beside it.
+        path = path.parent
     if path.is_file():
         index = path.with_name(re.sub(r"-\d+-of-\d+(\.\w+)$", rf"\1{INDEX}", path.name))
         return index if index.is_file() else path
@@ -67,7 +69,7 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
         raise UserError(f"{path}: no such file or folder.")
     if (file := _weights_in(_snapshot(path))) is not None:
         return file
-    folder = checkpoints_of(path)
+    folder = path if newest_complete(path) else checkpoints_of(path)
     if isinstance(folder, str):
         raise UserError(
             f"{path}: its checkpoints are in {folder} (checkpoint.folder), and weights are not read from buckets. Copy the one that "
