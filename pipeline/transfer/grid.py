@@ -119,6 +119,7 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     fails (its own output says why) or all trials diverge; exits with code 75 when a run was asked to stop.
     """
     trials = [make_run(config, config.trial_name(lr), lr, config.seeds[0], config.dev_share) for lr in config.lr]
+    make_run(config, "final", config.lr[0], config.seeds[0], dev_share=0.0)  # To be refused before the trials.
     dataset, by_number = _check_data(trials[0], config)
     _claim(config)
     # Late: these import Matplotlib, which a mistake in the settings need not wait for.
@@ -184,6 +185,8 @@ def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: flo
         *config.settings, f"name={name}", f"out={Path(config.out) / config.name}", f"optimizer.lr={lr!r}", f"seed={seed}",
         f"data.dev_share={dev_share!r}",
     ]  # fmt: skip
+    if dev_share:  # It names a metric of data.eval_split, which only the final runs are scored on.
+        overrides.append("checkpoint.best=")
     run = make_child(name, config.run, overrides)
     if run.config.init.weights is None:
         raise UserError(f"{config.run} has no init.weights: set settings=[init.weights=...].")

@@ -48,7 +48,7 @@ optimizer: {name: sgd, weight_decay: 0}
 schedule: {decay: cosine, warmup: 1 steps}
 engine: {precision: fp32, peak_tflops: 0.1}
 evaluate: {every: 100%}
-checkpoint: {every: 100%}
+checkpoint: {every: 100%, best: val_top1}
 track: {enabled: false, figures: false}
 """
 
@@ -298,7 +298,7 @@ def test_names_of_data_sets_tell_them_apart() -> None:
 def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: Path) -> None:
     weights, file, other = tmp_path / "start.pt", tmp_path / "run.yaml", tmp_path / "other"
     models.save(models.create("ViT-mu/4", 16, 5), weights)
-    file.write_text(RUN.replace("DATA", str(data)))
+    file.write_text(RUN.replace("DATA", str(data)).replace(", best: val_top1", ""))
     moved = tmp_path / "moved"
     for path, classes in ((other, list("abcde")), (moved, ["class1", "class0", "dog", "cat"])):
         make_dataset(path, {"train": 20})
@@ -311,6 +311,7 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
 
     for wrong, line in {
         "settings=[init.weights=x,data.eval_split=test]": "has no split 'test'",
+        "settings=[init.weights=x,checkpoint.best=dev_top1]": "checkpoint.best = 'dev_top1' must be one of val_top1",
         "settings=[init.weights=x,train.loss=mae]": "train.loss = mae learns no classes",
         f"also=[{tmp_path}/nowhere:val]": "nowhere: no such data set",
         f"also=[{data}:test]": "has no split 'test'",
