@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
-from pipeline.base.metric import Metric
+from pipeline.base.metric import Metric, metric_of
 from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
@@ -21,6 +21,8 @@ from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.estimate.plan import Plan
+from pipeline.evaluate.intervals import of_samples
+from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter, Trace
@@ -342,10 +344,29 @@ class TrainingRun:
         return "\n\n".join(lines)
 
     def _last_scores(self) -> str:
-        """As "; at step 1,000 top1 0.71, loss 1.2"; empty without an evaluation."""
-        found = json_record.read_or_none(self.context.folder / "scores.json", dict[str, Any])
-        if found is None:
-            return ""
-        step = found.pop("step", None)
-        scores = [f"{name} {value:.4g}" for name, value in found.items() if isinstance(value, int | float)]
-        return f"; at step {step}: {', '.join(scores)}"
+        """The last scores of the held-out split and of the probe, each after a semicolon; empty without any."""
+        files = (self.context.folder / name for name in ("scores.json", "probe.json"))
+        held_out, probed = (json_record.read_or_none(file, dict[str, Any]) for file in files)
+        told = ""
+        if held_out is not None:
+            told += f"; at step {held_out.get('step')}: {scores_in_words(held_out)}"
+        if probed is not None:
+            metrics = probe_metrics(probed, self.context.config.probe.prefix)
+            shown = [
+                f"{name} {metric_of(name).text(value)}" for name, value in metrics.items() if metric_of(name).better
+            ]
+            told += f"; probe at step {probed.get('step')}: {', '.join(shown)}" * bool(shown)
+        return told
+
+
+def scores_in_words(scores: dict[str, Any]) -> str:
+    """As "top1 71.00 % [70.10, 71.88], loss 1.2000 on 10,000 images". scores: content of scores.json. Brackets are 95 % intervals."""
+    count, told = scores.get("num_samples", 0), []
+    for name, value in scores.items():
+        if name != "step" and not name.startswith("num_") and isinstance(value, int | float):
+            metric = metric_of(f"split_{name}")
+            interval = of_samples(value, count) if metric.unit == "proportion" and count else None
+            spread = f" [{100 * interval.low:.2f}, {100 * interval.high:.2f}]" if interval else ""
+            told.append(f"{name} {metric.text(value)}{spread}")
+    unreadable = f", {scores['num_unreadable']:,} of them unreadable" if scores.get("num_unreadable") else ""
+    return ", ".join(told) + f" on {counted(count, 'image')}" * bool(count) + unreadable
