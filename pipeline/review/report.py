@@ -189,9 +189,10 @@ def _scores(record: RunRecord) -> Iterator[Block]:
     if rows:
         yield Heading("Scores")
         yield Table(("score", "last", "at step", "best", "at step", "images"), rows)
+        brackets = "Brackets are 95 % intervals (Wilson's): the noise of these test images, not that of another seed. "
         yield Paragraph(
-            "Brackets are 95 % intervals (Wilson's): the noise of these test images, not that of another seed. The best of several "
-            "evaluations is chosen on the images that score it, so it is a little too good."
+            brackets * any("[" in row[1] for row in rows)
+            + "The best of several evaluations is chosen on the images that score it, so it is a little too good."
         )
     elif not record.images_per_step and record.metrics:
         yield Heading("Numbers")

@@ -56,6 +56,7 @@ def test_a_report_shows_them(runs: list[RunRecord], folder: Path) -> None:
             ("alignment, split test", "0.75", "20", "0.25", "10", "400"),
             ("kept, split test", "75.00 %", "20", "75.00 %", "20", "400"),
         ]
+        assert "Brackets are 95 % intervals" not in markdown("a", blocks)  # There are none: shares are not of images.
         # A panel for each in the figure of the curves.
         (curves,) = (block.png for block in blocks if isinstance(block, PngImage) and block.name == "curves.png")
         without = report.draw_run(dataclasses.replace(record, declared={}))
