@@ -162,11 +162,12 @@ def draw_curves(
     for number, axis in enumerate(axes_used, 1):
         axes = figure.add_subplot(1, len(axes_used), number)
         for place, group in enumerate(groups, -num_others):
-            look = {"color": COLOURS[place % len(COLOURS)], "linestyle": _STYLES[place // len(COLOURS)]}
-            title_of_group = in_seeds(group)
             if place < 0:
                 look = {"color": "0.8", "linestyle": "-"}
                 title_of_group = f"others ({num_others})" if place == -num_others else ""
+            else:
+                look = {"color": COLOURS[place % len(COLOURS)], "linestyle": _STYLES[place // len(COLOURS)]}
+                title_of_group = in_seeds(group)
             for name in group:
                 shown = chosen[name].values * (100 if percent else 1)
                 amounts = axis.amounts(records[name], chosen[name].steps)

@@ -262,17 +262,17 @@ def test_no_two_names_of_a_figure_look_the_same(tmp_path: Path, monkeypatch: pyt
             settings=record.settings | {"optimizer.lr": i},
             metrics=record.metrics | {"test_top1": dataclasses.replace(of_run, values=of_run.values + i / 100)},
         )
-        for i in range(40)
+        for i in range(80)
     }
     figures: list[Figure] = []
     monkeypatch.setattr(budgets, "png", lambda figure: figures.append(figure) or b"")
     budgets.curves(records)
     for figure in figures:
         axes, (legend,) = figure.axes[0], figure.legends
-        assert [text.get_text() for text in legend.get_texts()] == ["others (12)", *list(records)[12:]]
+        assert [text.get_text() for text in legend.get_texts()] == ["others (52)", *list(records)[52:]]
         named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
         assert len({(line.get_color(), line.get_linestyle()) for line in named}) == len(named) == 29
-        assert sum(line.get_color() == "0.8" for line in axes.lines) == 12
+        assert sum(line.get_color() == "0.8" for line in axes.lines) == 52
 
 
 def test_losses_that_cannot_be_compared_share_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
