@@ -3,6 +3,7 @@
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,25 @@ def train_compiled(overrides: list[str]) -> None:
     print("graphs", counters["stats"]["unique_graphs"])
 
 
+def train_and_say_whose_linear(runs: tuple[list[str], list[str]]) -> None:
+    """In a rank: a run that is not compiled, then one whose graphs are made and not compiled."""
+    import torch
+    from deepspeed import DeepSpeedEngine
+    from forked import train
+
+    from pipeline.train import loop
+
+    compile_, step = DeepSpeedEngine.compile, loop.training_step
+
+    def step_and_say(*arguments: Any) -> Any:
+        print("linear", torch.nn.functional.linear.__name__)
+        return step(*arguments)
+
+    DeepSpeedEngine.compile = lambda self: compile_(self, backend="eager")
+    loop.training_step = step_and_say
+    train(list(runs))
+
+
 def train_without_compiler(overrides: list[str]) -> None:
     """In a rank: as on a host without a C++ compiler."""
     from forked import train
@@ -56,6 +76,22 @@ def test_a_host_without_a_compiler_is_named_in_one_line(
         in said
     )
     assert "Install it, or use engine.compile=false." in said
+
+
+@pytest.mark.slow
+def test_compiled_graphs_hold_no_layer_of_deepspeed(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    """torch 2.11 loses gradients when it compiles the linear layer that DeepSpeed puts into torch at stage 3, for all later runs too."""
+    plain, compiled = (
+        settings(dataset, tmp_path, name, "engine.zero_stage=3", "train.micro_batch=24", "evaluate.every=100%", *more)
+        for name, more in (("plain", []), ("compiled", ["engine.compile=true"]))
+    )
+    said = forge.start_work(1, "test_compile:train_and_say_whose_linear", [plain, compiled]).finish()
+    assert [line for line in said.splitlines() if line.startswith("linear")] == (
+        ["linear zero3_linear_wrap"] * STEPS + ["linear linear"] * STEPS
+    )
+    for name in ("loss", "grad_norm"):
+        expected, found = metrics(tmp_path / "plain", name), metrics(tmp_path / "compiled", name)
+        np.testing.assert_allclose([found[s] for s in expected], list(expected.values()), rtol=2e-5)
 
 
 @pytest.mark.slow
