@@ -133,6 +133,9 @@ def test_any_cut_of_the_matrices_gives_the_same_step(
     torch.testing.assert_close(torch.cat([found[rank] for rank in range(world_size)]), expected, rtol=1e-5, atol=1e-7)
 
 
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+
+
 # Depth, elements of matrices that are made orthogonal together, and batches: all of each of three shapes, or four of 32 x 32 and one of 32 x 128.
 @pytest.mark.parametrize(("depth", "elements", "batches"), [(2, 2**24, 3), (3, 2**24, 3), (2, 4 * 32 * 32, 2 + 2 + 2)])
 def test_products_are_those_of_batches_of_equal_matrices(
@@ -145,7 +148,7 @@ def test_products_are_those_of_batches_of_equal_matrices(
     gradients(model, 0)
     with torch.profiler.profile() as profile:
         optimizer.step()
-    products = sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::bmm"))
+    products = sum(e.count for e in profile.key_averages() if e.key in PRODUCTS)
     assert products == 5 * 3 * batches  # Five steps of three products.
 
 

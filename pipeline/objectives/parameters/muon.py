@@ -180,16 +180,18 @@ def kernel_shape(parameter: Tensor, count: int) -> tuple[int, int]:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """(..., m, n) -> same, float32: about U V^T of each singular value decomposition U S V^T, with singular values from 0.7 to 1.2.
+    """(m, n) or (batch, m, n) -> same, float32: about U V^T of each singular value decomposition U S V^T, with singular values from 0.7 to 1.2.
 
     Five steps of a Newton-Schulz iteration, in bf16 on a GPU, as published, and in fp32 elsewhere.
     """
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     X = matrix / (torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True) + 1e-7)
     X = (X.mT if is_tall else X).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    # Three kernels for an iteration: with few, small matrices a GPU waits for the host to launch them.
+    product, added = (torch.mm, torch.addmm) if X.ndim == 2 else (torch.bmm, torch.baddbmm)
     for _ in range(_STEPS):
-        squared = X @ X.mT
-        X = _A * X + (_B * squared + _C * squared @ squared) @ X
+        squared = product(X, X.mT)
+        X = added(X, added(squared, squared, squared, beta=_B, alpha=_C), X, beta=_A)
     return (X.mT if is_tall else X).float()
 
 
