@@ -102,6 +102,7 @@ class Engine:
         self._step = 0
         self._skipped_before = 0  # Steps skipped before this one.
         self._norm: float | None = None  # This step's gradient norm at stage 0.
+        self._training: bool | None = None  # What _set_mode set.
         self.dtype = memory.dtype_of(config.precision)
         num_parameters = sum(parameter.numel() for _, parameter in trained_parameters(objective))
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
@@ -131,7 +132,7 @@ class Engine:
     def begin_step(self, step: int, lr: float) -> None:
         """Set training mode and the rates of step `step` (from 0). lr: before the factors of parameter groups."""
         self._step, self._skipped_before, self._norm = step, self.skipped_steps, None
-        self.engine.train()
+        self._set_mode(training=True)
         optimizers.set_rates(
             self.optimizer, step, lr, optimizers.weight_decay(self.optimizer_config, step, self.num_steps)
         )
@@ -212,15 +213,21 @@ class Engine:
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """Return the backbone's output, float32 (B, K), of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
-        self.engine.eval()
+        self._set_mode(training=False)
         return self.engine((normalise(images, self.ranks.device, self.dtype),), {}, task="backbone").float()
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> dict[str, Tensor]:
         """Return what the objective measures of each image of a batch, (B,) by name. Collective at stage 3."""
-        self.engine.eval()
+        self._set_mode(training=False)
         views, facts = self.objective.inputs(batch, self.ranks.device, None)
         return self.engine(tuple(view.to(self.dtype) for view in views), facts, task="measure")
+
+    def _set_mode(self, training: bool) -> None:
+        """Set training or evaluation mode where it changes: it visits every module, 2 ms each step of a small model on a fast core."""
+        if self._training != training:
+            self.engine.train(training)
+            self._training = training
 
     def features(self, images: Tensor) -> Tensor:
         """Return the head's input, float32 (B, D), of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
