@@ -39,6 +39,8 @@ EXACT = [
     for stage in ((0, 1, 2, 3) if precision == "fp32" else (1, 2, 3))
     if HAS_GPU or (stage, precision) == (3, "bf16")
 ]
+# And whether it is compiled, of which tests/multiprocess/test_compile.py has a CPU's part.
+EXACT_RUNS = [(*run, False) for run in EXACT] + [(1, "bf16", True)] * HAS_GPU
 BAD_STAGES = (0, 1, 2, 3) if HAS_GPU else (1,)
 # Dropout, mixing and an average of the weights, whose random numbers and tensors have to come back as well.
 ALL_OF_IT = ("schedule.decay=constant", "model.dropout=0.1", "optimizer.ema_decay=0.8", *MIXED)
@@ -158,10 +160,14 @@ def out(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu")
     data = make_dataset(folder / "data", {"train": 500, "val": 8})
     runs = []
-    for stage, precision in EXACT:
+    for stage, precision, compiled in EXACT_RUNS:
         for name, lives in (("whole", [STEPS]), ("cut", [3, STEPS])):
-            of_stage = [f"engine.zero_stage={stage}", f"engine.precision={precision}", *ALL_OF_IT]
-            run = settings(dataset, folder, f"{name}-{stage}-{precision}", *of_stage)
+            of_stage = [
+                f"engine.zero_stage={stage}",
+                f"engine.precision={precision}",
+                f"engine.compile={compiled}".lower(),
+            ]
+            run = settings(dataset, folder, f"{name}-{stage}-{precision}-{compiled}", *of_stage, *ALL_OF_IT)
             runs += [[*run, f"train.length={steps} steps"] for steps in lives]
     runs += [settings(dataset, folder, name, *PLAIN, *more) for name, more in LOSSES.items()]
     runs.append(settings(dataset, folder, "fp16", "engine.precision=fp16", *PLAIN))
@@ -184,9 +190,9 @@ def test_losses_are_those_of_plain_pytorch_on_a_cpu(dataset: Path, out: Path, na
     assert expected[-1] != pytest.approx(expected[0], rel=0.01), "it learns, so the comparison means something"
 
 
-@pytest.mark.parametrize(("stage", "precision"), EXACT)
-def test_a_resumed_run_is_the_whole_one_to_the_bit(out: Path, stage: int, precision: str) -> None:
-    whole, cut = (out / f"{name}-{stage}-{precision}" for name in ("whole", "cut"))
+@pytest.mark.parametrize(("stage", "precision", "compiled"), EXACT_RUNS)
+def test_a_resumed_run_is_the_whole_one_to_the_bit(out: Path, stage: int, precision: str, compiled: bool) -> None:
+    whole, cut = (out / f"{name}-{stage}-{precision}-{compiled}" for name in ("whole", "cut"))
     assert metrics(whole) == metrics(cut)
     assert metrics(whole, "grad_norm") == metrics(cut, "grad_norm")
     assert_same_state(whole, cut, ranks=1)
