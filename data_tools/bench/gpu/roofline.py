@@ -113,17 +113,21 @@ def bound(config: ViTConfig, batch: int, gpu: Gpu, tflops: float = 0.0) -> Bound
 
 
 def measured_rows(events: Iterable[Any], config: ViTConfig, batch: int, steps: int) -> dict[str, float]:
-    """Seconds a step of each operation from a torch.profiler profile of `steps` steps, and of "other" ones.
+    """Seconds a step of each operation from a torch.profiler profile of `steps` steps, and of others by name ("other: aten::copy_").
 
     events: of `key_averages(group_by_input_shape=True)`. Those without time on a GPU count with their time on the CPU if none
     has any. Products are recognised by their shapes; softmax is contained in the attention products.
     """
-    # Kernels are listed a second time, as events of the GPU.
-    listed = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
+    # Kernels are listed a second time, as events of the GPU; an optimizer's step, which is annotated, contains kernels.
+    listed = [
+        event for event in events if event.device_type == torch.autograd.DeviceType.CPU and not event.is_user_annotation
+    ]
     on_gpu = any(event.self_device_time_total for event in listed)
     found: dict[str, float] = {}
     for event in listed:
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if not microseconds:
+            continue
         name = _row_of(event.key, event.input_shapes, config, batch)
         found[name] = found.get(name, 0.0) + microseconds * 1e-6 / steps
     return found
@@ -148,7 +152,7 @@ def _row_of(key: str, shapes: Iterable[Any], config: ViTConfig, batch: int) -> s
         if re.match(r"b", name):
             return "attention products"  # The unfused backend.
         kinds = {"qkv products": {T, D, 3 * D}, "output product": {T, D}, "MLP products": {T, D, M}}
-        return next((row for row, sizes in kinds.items() if dimensions == sizes), "other")
+        return next((row for row, sizes in kinds.items() if dimensions == sizes), f"other: {key}")
     for row, pattern in _NAMES.items():
         if re.match(pattern, name):
             return row
@@ -156,4 +160,4 @@ def _row_of(key: str, shapes: Iterable[Any], config: ViTConfig, batch: int) -> s
         return "residuals"
     if re.match(r"(copy_|stack|cat)$", name) and {config.num_heads, D // config.num_heads} <= dimensions:
         return "q, k, v gradients into one"
-    return "other"
+    return f"other: {key}"

@@ -73,8 +73,10 @@ def test_measured_operations_are_recognised() -> None:
     rows = {o.name for o in roofline.operations(TINY.config, TINY.batch)}
     measured = row["operations"]
     assert rows - measured.keys() == {"attention softmax", "q, k, v gradients into one"} - measured.keys()
-    assert measured.keys() - rows == {"other"}
-    assert all(seconds > 0 for seconds in measured.values())
+    others = measured.keys() - rows
+    assert all(name.startswith("other: ") for name in others)
+    assert not [name for name in others if "Optimizer" in name], "it contains operations that count by themselves"
+    assert all(measured[name] > 0 for name in measured.keys() & rows)
     table = predictions(TINY, None, measured)
     assert len(table.splitlines()) == 2 + len(rows)
     assert table.count("not measured") == len(rows - measured.keys())
