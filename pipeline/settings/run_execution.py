@@ -27,7 +27,7 @@ class EngineConfig:
     offload: bool = setting(False, "Keep the optimizer's state and update in host memory: less GPU memory, but slower.")
     compile: bool = setting(
         False,
-        "torch.compile the model: minutes at the start, then 6 % faster for ViT-L/16 in bf16 on an H100. In fp32 a GPU's losses are not yet those of the plain model.",
+        "torch.compile the model: about 40 s at the start, then 6 % faster for ViT-L/16 in bf16 on an H100, 31 % for a small hybrid. Losses change by rounding only.",
     )
     fused: bool | None = setting(
         None,
