@@ -1,4 +1,4 @@
-"""A model trained under ZeRO by DeepSpeed; everything specific to DeepSpeed is in this file and layout.py.
+"""A model trained under ZeRO by DeepSpeed; everything specific to DeepSpeed is in this file, layout.py and bf16_gradients.py.
 
 Two faults are avoided, each with a test: accumulating gradients in bf16, and ZeRO configurations that train incorrectly (the
 settings refuse them).
@@ -37,6 +37,7 @@ from pipeline.objectives.parameters.muon import Muon
 from pipeline.process.distributed import Ranks, all_started, seed_torch
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 from pipeline.train.zero import layout
+from pipeline.train.zero.bf16_gradients import use_few_kernels
 from pipeline.train.zero.deepspeed_import import deepspeed
 from pipeline.train.zero.ema import Ema, Teacher
 
@@ -111,6 +112,7 @@ class Engine:
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
             )
+        use_few_kernels(self.optimizer)
         if isinstance(optimizer, Muon) and self.stage:
             optimizer.lay_out(
                 {
