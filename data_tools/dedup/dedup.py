@@ -20,7 +20,7 @@ import pyarrow as pa
 from data_tools.dedup import search_shard
 from data_tools.dedup.pair_sheet import draw_pairs, read_tile
 from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_tests
-from data_tools.dedup.thumbnails import BAD, PLAIN, ThumbnailJob, jobs, make_thumbnails, read_states
+from data_tools.dedup.thumbnails import BAD, CHANGED, PLAIN, ThumbnailJob, jobs, make_thumbnails, read_states
 from data_tools.driver import only_driver, remove_leftovers
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
@@ -82,10 +82,9 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     remove_leftovers(folder, pattern="**/.*.tmp")
     # A killed job leaves it for good if this one has no tasks: they would replace it, and remove it at their end.
     remove_leftovers(folder, pattern=PROGRESS_FILE)
-    _read_images([searched, *tests], config)
-    states = [np.concatenate([read_states(job) for job in part.jobs]) for part in (searched, *tests)]
+    states = _read_images([searched, *tests], config)
     _check_readable([searched, *tests], states, config.max_bad_share)
-    pairs = _search(searched, tests, config)
+    pairs = _search(searched, tests, states, config)
 
     nearest = _nearest(pairs)
     marks, pictures = _describe(searched, tests, nearest)
@@ -153,17 +152,21 @@ def _part(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSplit:
     return ComparedSplit(dataset, split, list(jobs(dataset, split, folder)), f"{dataset.path.name}:{split}")
 
 
-def _read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> None:
-    """Make the thumbnails of every shard that has none."""
+def _read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> list[np.ndarray]:
+    """Make the thumbnails of every shard that has none, and of each that was damaged. Returns the states of the images of each part."""
     every = {job.out: job for part in parts for job in part.jobs}
     folder = parts[0].dataset.path / FOLDER / THUMBNAILS
     there = {str(path) for path in folder.iterdir()}
-    missing = [job for job in every.values() if job.out not in there]
+    states = {out: read_states(job) for out, job in every.items() if out in there}
+    # A shard may have been repaired since, which does not change its name.
+    missing = [job for out, job in every.items() if out not in states or (states[out] == CHANGED).any()]
     print(
         f"{counted(sum(map(len, parts)), 'image')} in {counted(len(every), 'shard')}; {len(every) - len(missing):,} were read before",
         flush=True,
     )
     _run_tasks(make_thumbnails, missing, missing, "read", parts[0], config)
+    states |= {job.out: read_states(job) for job in missing}
+    return [np.concatenate([states[job.out] for job in part.jobs]) for part in parts]
 
 
 def _run_tasks(
@@ -185,23 +188,40 @@ def _run_tasks(
 
 def _check_readable(parts: Sequence[ComparedSplit], states: Sequence[np.ndarray], max_bad_share: float) -> None:
     for part, of_part in zip(parts, states, strict=True):
-        bad = np.flatnonzero(of_part == BAD)
+        bad = np.flatnonzero(_is_unreadable(of_part))
         if len(bad) > BadBudget(max_bad_share).allowed(len(part)):
             keys = ", ".join(part.keys(bad[:3]))
             raise UserError(
-                f"{len(bad):,} of the {counted(len(part), 'image')} of {part.name} cannot be decoded, more than max_bad_share = "
-                f"{max_bad_share} allows: {keys}. Repair or remove them and shard again, or raise max_bad_share."
+                f"{len(bad):,} of the {counted(len(part), 'image')} of {part.name} cannot be decoded{_or_changed(of_part)}, more than "
+                f"max_bad_share = {max_bad_share} allows: {keys}. Repair or remove them and shard again, or raise max_bad_share."
             )
 
 
-def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: DedupConfig) -> Pairs:
+def _is_unreadable(states: np.ndarray) -> np.ndarray:
+    return (states == BAD) | (states == CHANGED)
+
+
+def _or_changed(states: np.ndarray) -> str:
+    count = int((states == CHANGED).sum())
+    return (
+        f" or have other bytes than in the manifest ({count:,} of them; launch/verify.py lists them)" if count else ""
+    )
+
+
+def _search(
+    searched: ComparedSplit, tests: Sequence[ComparedSplit], states: Sequence[np.ndarray], config: DedupConfig
+) -> Pairs:
     """Returns every pair of a searched image and a test image with equal bytes or within max_distance."""
     test_jobs = [job for part in tests for job in part.jobs]
-    names = [f"{job.tar} {to_path(job.out).name}" for job in test_jobs]
+    names = [
+        f"{job.tar} {_searched_name(job, of_part)}"
+        for part, of_part in zip(tests, states[1:], strict=True)
+        for job in part.jobs
+    ]
     choice = hashlib.sha256("\n".join([str(search_shard.FORMAT), *names]).encode()).hexdigest()[:16]
     folder = searched.dataset.path / FOLDER / SEARCH / choice
     make_folder(folder)
-    every = [SearchJob(job, str(folder / TESTS), str(folder / to_path(job.out).name)) for job in searched.jobs]
+    every = [SearchJob(job, str(folder / TESTS), str(folder / _searched_name(job, states[0]))) for job in searched.jobs]
     there = {str(path) for path in folder.iterdir()}
     missing = [job for job in every if job.out not in there]
     if missing and str(folder / TESTS) not in there:
@@ -217,6 +237,13 @@ def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: Ded
     )
     kept = distances <= config.max_distance
     return Pairs(rows[kept], others[kept], distances[kept])
+
+
+def _searched_name(job: ThumbnailJob, of_split: np.ndarray) -> str:
+    """File name of the pairs of a shard. That of a damaged shard tells which images were not compared: a repair may bring them back."""
+    name = to_path(job.out).name
+    changed = np.flatnonzero(of_split[job.first_row : job.first_row + len(job.offsets)] == CHANGED)
+    return f"{hashlib.sha256(changed.astype('<i8').tobytes()).hexdigest()[:8]}-{name}" if len(changed) else name
 
 
 def _nearest(pairs: Pairs) -> Pairs:
@@ -270,7 +297,8 @@ def _report(
         return {
             "images": len(of_part),
             "plain": int((of_part == PLAIN).sum()),
-            "unreadable": int((of_part == BAD).sum()),
+            "unreadable": int(_is_unreadable(of_part).sum()),
+            "changed": int((of_part == CHANGED).sum()),
         }
 
     against = []
@@ -342,9 +370,14 @@ def _print(report: dict[str, Any]) -> None:
     for line in aligned(rows, 1):
         print(line)
     everything = [data, *report["against"]]
-    plain, bad = sum(part["plain"] for part in everything), sum(part["unreadable"] for part in everything)
+    plain, bad, changed = (sum(part[name] for part in everything) for name in ("plain", "unreadable", "changed"))
     print(
         f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of test images; they are "
         f"counted by distance to the nearest test image. With too little detail to compare (only equal "
-        f"files are found): {counted(plain, 'image')}; not decodable: {bad:,}; {duration(report['seconds'])}"
+        f"files are found): {counted(plain, 'image')}; not decodable: {bad - changed:,}; {duration(report['seconds'])}"
     )
+    if changed:
+        print(
+            f"{counted(changed, 'image')} could not be compared, with other bytes than in the manifest. Repair them (launch/verify.py "
+            "lists them), and run the same command again."
+        )

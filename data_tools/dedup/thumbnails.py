@@ -13,22 +13,26 @@ from data_tools.sources.reader import lost_if_unreadable
 from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.dataset.mapped_index import hash_column
 from pipeline.data.loading.decode import DecodeError, decode
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, fetched, to_path
 from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.data.storage.retry import StorageError
 
-FINE, PLAIN, BAD = range(3)
+# CHANGED: the bytes are not those of the manifest. Training does not read them either, and a repair brings the image back.
+FINE, PLAIN, BAD, CHANGED = range(4)
 # Format of the files, part of their name. Increase it when the rule of plain images or the hash changes.
 _FORMAT = 3
+_NO_HASH = bytes(HASH_BYTES)
 
 
 @dataclass(frozen=True)
 class ThumbnailJob:
     """A shard to read. tar: its path. out: path of the thumbnails. offsets, sizes: (n,) int64.
 
-    first_row: row of the shard's first sample in its split.
+    first_row: row of the shard's first sample in its split. hashes: (n,) V16, of the images by the manifest, zeros where it has
+    none; None for a manifest of the first format.
     """
 
     tar: str
@@ -36,11 +40,12 @@ class ThumbnailJob:
     first_row: int
     offsets: np.ndarray
     sizes: np.ndarray
+    hashes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class Thumbnails:
-    """Thumbnails of n images. thumbs: (n, SIDE, SIDE) uint8. states: (n,) uint8, FINE, PLAIN or BAD.
+    """Thumbnails of n images. thumbs: (n, SIDE, SIDE) uint8. states: (n,) uint8, FINE, PLAIN, BAD or CHANGED.
 
     hashes: (n, 16) uint8, `content_hash` of the files.
     """
@@ -52,8 +57,9 @@ class Thumbnails:
 
 def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob]:
     """Yields one job per shard of a split. Excluded samples are included."""
-    table = pa.concat_tables(dataset.table(split, verify=False).read(["offset", "size"]))
-    offsets, sizes = (column.to_numpy() for column in table.columns)
+    table = pa.concat_tables(dataset.table(split, verify=False).read(["offset", "size", "xxh128"]))
+    offsets, sizes = (table[name].to_numpy() for name in ("offset", "size"))
+    hashes = hash_column(table["xxh128"]) if "xxh128" in table.column_names else None
     first_row = 0
     for shard in dataset.shards():
         if shard.split != split:
@@ -65,6 +71,7 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob
             first_row=first_row,
             offsets=offsets[first_row:end],
             sizes=sizes[first_row:end],
+            hashes=None if hashes is None else hashes[first_row:end],
         )
         first_row = end
 
@@ -83,7 +90,11 @@ def make_thumbnails(job: ThumbnailJob) -> None:
         with lost_if_unreadable(job.tar), fetched(to_path(job.tar)) as file:
             for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
                 data = _read(file, job.tar, offset, size)
-                hashes[i] = np.frombuffer(content_hash(data), np.uint8)
+                digest = content_hash(data)
+                hashes[i] = np.frombuffer(digest, np.uint8)
+                if job.hashes is not None and job.hashes[i].tobytes() not in (digest, _NO_HASH):
+                    states[i] = CHANGED
+                    continue
                 try:
                     pixels = decode(data)
                 except DecodeError:

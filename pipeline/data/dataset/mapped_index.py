@@ -243,7 +243,7 @@ def _derive(read: Read, append: Callable[[str, np.ndarray], None]) -> tuple[int,
         max_label = max(max_label, values["labels"].to_numpy().max(initial=-1))
         append("label_starts", ends.astype(COLUMNS["label_starts"], copy=False))
         if _HASHES in table.column_names:
-            append("hashes", _fixed(table[_HASHES]))
+            append("hashes", hash_column(table[_HASHES]))
     return max_labels, int(max_label)
 
 
@@ -262,8 +262,8 @@ def _refuse_impossible(table: pa.Table) -> None:
             raise ValueError(f"column {name} has {least}")
 
 
-def _fixed(column: pa.ChunkedArray) -> np.ndarray:
-    """(n,) V16 of a column of 16 bytes each, with zeros for null."""
+def hash_column(column: pa.ChunkedArray) -> np.ndarray:
+    """(n,) V16 of the manifest's column xxh128, with zeros for null."""
     column = column.fill_null(_NO_HASH).combine_chunks()
     data = np.frombuffer(column.buffers()[1], COLUMNS["hashes"])
     return data[column.offset : column.offset + len(column)]

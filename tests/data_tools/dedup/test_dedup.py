@@ -368,3 +368,27 @@ def test_damage_stops_the_job_with_its_name(sets: tuple[Dataset, Dataset], tmp_p
     thumbnails[0].write_bytes(thumbnails[0].read_bytes()[:-100])
     with pytest.raises(UserError, match=f"{thumbnails[0].name} is damaged. Remove it"):
         dedup.run(config(train, broken.path, tests.path, max_bad_share=0.5))
+
+
+@pytest.mark.parametrize("damaged", ["searched", "test image"])
+def test_a_repaired_shard_is_read_and_searched_again(
+    damaged: str, sets: tuple[Dataset, Dataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, tests = (copy(dataset, tmp_path) for dataset in sets)
+    dataset, key = (train, "b/same") if damaged == "searched" else (tests, "x/20")
+    split = dataset.split("train")
+    row = split.row_of(key)
+    tar = Path(split.shard_paths[split.shard_of_row(row)])
+    whole, begin, size = tar.read_bytes(), int(split.offsets[row]), int(split.sizes[row])
+    tar.write_bytes(whole[:begin] + bytes(size) + whole[begin + size :])
+    for _ in range(2):
+        report = dedup.run(config(train, tests.path))
+        assert report["data"]["copies"] == len(planted()) - 1
+        assert sum(part["changed"] for part in (report["data"], *report["against"])) == 1
+        assert "1 image could not be compared, with other bytes than in the manifest" in capsys.readouterr().out
+    tar.write_bytes(whole)
+    report = dedup.run(config(train, tests.path))
+    assert "b/same" in read_lists(train)["test_copies"]["key"].to_pylist()
+    assert report["data"]["copies"] == len(planted())
+    assert sum(part["unreadable"] for part in (report["data"], *report["against"])) == 0
+    assert "could not be compared" not in capsys.readouterr().out
