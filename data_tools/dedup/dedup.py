@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data_tools.dedup import search_shard
 from data_tools.dedup.pair_sheet import draw_pairs, read_tile
@@ -91,10 +92,13 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     report = _report(config, searched, tests, states, pairs, time.monotonic() - started)
     sheet = draw_pairs(pictures) if pictures else None
     if not config.dry_run:
-        _tell_unmarked(searched.dataset, tests)
+        earlier = _earlier_marks(searched.dataset)
+        in_split = pc.equal(earlier["split"], searched.split)
+        _tell_unmarked(searched.dataset, tests, earlier.filter(in_split)["reason"].to_pylist())
         # An older report speaks of the older list. Without one, readers say "not searched".
         (folder / REPORT).unlink(missing_ok=True)
-        path = write_list(searched.dataset, LIST, marks)
+        of_others = earlier.filter(pc.invert(in_split))
+        path = write_list(searched.dataset, LIST, pa.concat_tables([marks, of_others]))
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     write_files(folder, {REPORT: text, SHEET: sheet}, mark=REPORT)
     _print(report)
@@ -108,6 +112,9 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
             if len(marks)
             else f"wrote {path}"
         )
+        if len(of_others):
+            splits = ", ".join(of_others["split"].unique().to_pylist())
+            print(f"kept {counted(len(of_others), 'mark')} of earlier searches in {splits}")
     return report
 
 
@@ -332,14 +339,18 @@ def _report(
     }
 
 
-def _tell_unmarked(data: Dataset, tests: Sequence[ComparedSplit]) -> None:
-    """Print which test images' copies an earlier search marked, whose list that of this search will replace."""
+def _earlier_marks(data: Dataset) -> pa.Table:
+    """The list of earlier searches (schema EXCLUDED)."""
     try:  # Not the report, which a dry run has replaced, too.
-        reasons = read_lists(data, LIST)[LIST]["reason"].to_pylist()
+        return read_lists(data, LIST)[LIST]
     except StorageError:
         raise
     except UserError:  # There is none, or it is of other data.
-        return
+        return EXCLUDED.empty_table()
+
+
+def _tell_unmarked(data: Dataset, tests: Sequence[ComparedSplit], reasons: Sequence[str]) -> None:
+    """Print of which test images an earlier search marked copies that this search will replace. reasons: of its marks."""
     # The folder may have several names, and the key, too.
     named = (reason.removeprefix(_COPY_OF).partition(":") for reason in reasons)
     marked = sorted({f"{folder}:{rest.partition('/')[0]}" for folder, _, rest in named})

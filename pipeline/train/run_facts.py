@@ -77,7 +77,7 @@ def run_facts(
         parameters.pop(hidden, None)
     name = dataset.path.name
     parent = origin.run_id if origin else run_of_weights(config.init.weights) if config.init.weights else None
-    copies = _test_copies(dataset)
+    copies = _test_copies(dataset, split.name)
     tags = {
         "model": str(resolved["model.name"]), "data": dataset.fingerprint, "dataset": name, "device": str(device),
         "torch": torch.__version__, "test_copies": copies, "run_folder_path": str((Path(config.out) / config.name).resolve()),
@@ -109,10 +109,10 @@ def _flops_of_parts(config: RunConfig, model: models.Config) -> dict[str, str]:
 def _training_data(dataset: Dataset, split: Split) -> Iterator[DatasetFacts]:
     """The data set of a run, or those of its mixture with their shares."""
     if not isinstance(split, MixedSplit):
-        yield _data_facts(dataset, split, "training", {"test_copies": _test_copies(dataset)})
+        yield _data_facts(dataset, split, "training", {"test_copies": _test_copies(dataset, split.name)})
         return
     for one, part, share in zip(split.datasets, split.parts, split.shares, strict=True):
-        yield _data_facts(one, part, "training", {"test_copies": _test_copies(one), "share": share})
+        yield _data_facts(one, part, "training", {"test_copies": _test_copies(one, part.name), "share": share})
 
 
 def _data_facts(dataset: Dataset, split: Split, context: str, notes: dict[str, str]) -> DatasetFacts:
@@ -176,13 +176,15 @@ def _description(
     return "\n\n".join(lines)
 
 
-def _test_copies(dataset: Dataset) -> str:
-    """What launch/dedup.py found: test sets, and how many of their copies are among the training images."""
+def _test_copies(dataset: Dataset, split: str) -> str:
+    """What launch/dedup.py found: test sets, and how many of their copies are among the images of this split."""
     try:
         report = read_dedup_report(dataset.path)
     except FileNotFoundError:
         return "not searched"
     except (UserError, OSError, StorageError) as error:
         return f"not known: {on_one_line(error)[:200]}"
-    other = "" if report.data.fingerprint == dataset.fingerprint else f", searched in data {report.data.fingerprint}"
+    if report.data.fingerprint != dataset.fingerprint:
+        return f"{report.in_words()}, searched in data {report.data.fingerprint}"
+    other = "" if report.data.is_split(split) else f", searched in {report.data.name}, not in {split}"
     return report.in_words() + other

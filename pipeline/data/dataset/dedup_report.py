@@ -11,9 +11,13 @@ DEDUP_REPORT = "dedup/report.json"
 
 @dataclass(frozen=True)
 class SearchedData:
-    """The data set that was searched for copies."""
+    """The split that was searched for copies. name: as FOLDER:SPLIT; empty in reports of other writers."""
 
     fingerprint: str
+    name: str = ""
+
+    def is_split(self, split: str) -> bool:
+        return not self.name or self.name.rpartition(":")[2] == split
 
 
 @dataclass(frozen=True)

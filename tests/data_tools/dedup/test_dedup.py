@@ -29,6 +29,7 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.storage.bucket import to_path
 from pipeline.settings import schema
 from pipeline.settings.commands.data import DedupConfig
+from pipeline.train.run_facts import _test_copies
 
 ROOT = Path(__file__).resolve().parents[3]
 DEFAULT = DedupConfig(data="", against=[]).max_distance
@@ -293,7 +294,11 @@ def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.Captur
     """Whatever the report says, which may be that of a dry run."""
     data = SimpleNamespace(path=tmp_path, fingerprint="x")
     tests = [SimpleNamespace(name="c:test", dataset=SimpleNamespace(fingerprint="c"))]
-    dedup._tell_unmarked(data, tests)
+
+    def tell() -> None:
+        dedup._tell_unmarked(data, tests, dedup._earlier_marks(data)["reason"].to_pylist())
+
+    tell()
     (tmp_path / "exclude").mkdir()
     for names in (["d/a:test", "c:test", "d/a:test"], ["c:test"], []):
         rows = [
@@ -303,7 +308,7 @@ def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.Captur
         table = pa.Table.from_pylist(rows, EXCLUDED).replace_schema_metadata({b"fingerprint": b"x"})
         pq.write_table(table, tmp_path / "exclude/test_copies.parquet")
         capsys.readouterr()
-        dedup._tell_unmarked(data, tests)
+        tell()
         assert ("earlier search marked copies of d/a:test; the list" in capsys.readouterr().out) == (
             "d/a:test" in names
         )
@@ -392,3 +397,23 @@ def test_a_repaired_shard_is_read_and_searched_again(
     assert report["data"]["copies"] == len(planted())
     assert sum(part["unreadable"] for part in (report["data"], *report["against"])) == 0
     assert "could not be compared" not in capsys.readouterr().out
+
+
+def test_a_search_of_another_split_keeps_the_marks(
+    sets: tuple[Dataset, Dataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The marks of each split are those of its last search; the report is of the last search, and names its split."""
+    files = {f"{split}/{of}.jpg": jpeg(picture(number)) for split, of, number in (
+        ("train", "a/0", 0), ("train", "a/1", 2000), ("val", "a/2", 1), ("val", "a/3", 2001))}  # fmt: skip
+    source = write_folder(files, tmp_path / "raw")
+    train = shard.run(settings(source, tmp_path / "train", splits={"train": "train", "val": "val"}))
+    for split in ("train", "val", "val", "train"):
+        capsys.readouterr()
+        dedup.run(config(train, sets[1].path, split=split))
+        assert "an earlier search" not in capsys.readouterr().out
+        assert read_dedup_report(train.path).data.is_split(split)
+    marked = [(row["split"], row["key"]) for row in read_lists(train)["test_copies"].to_pylist()]
+    assert marked == [("train", "a/0"), ("val", "a/2")]
+    assert [len(train.split(split)) for split in train.splits] == [1, 1]
+    assert _test_copies(train, "train") == "pets:train 1"
+    assert _test_copies(train, "val") == "pets:train 1, searched in train:train, not in val"
