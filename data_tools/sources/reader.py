@@ -18,6 +18,8 @@ from pipeline.ray_tasks import LostError
 PIXELS = -1
 # Limit of an image file, so that a wrong size cannot fill the memory of a worker.
 _MAX_BYTES = 2**30
+# Flag of a zip member whose CRC-32 is in a descriptor after its data, and the bytes of the latter up to the end of the CRC-32.
+_HAS_DESCRIPTOR, _DESCRIPTOR_BYTES = 0x8, 8
 # Errors caused by the file itself. All others (EIO, ESTALE, EMFILE, ...) may be temporary faults of machine or storage.
 _OF_THE_FILE = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENXIO,
@@ -105,14 +107,28 @@ def _exactly(file: _LocalFile | BinaryIO, offset: int, size: int) -> bytes:
 
 
 def _zip_member(file: _LocalFile | BinaryIO, offset: int, packed: int, size: int) -> bytes:
-    """The zip member whose local header is at `offset`; its bytes follow a name and an extra field of variable length."""
+    """The zip member whose local header is at `offset`; its bytes follow a name and an extra field of variable length.
+
+    Its CRC-32 is compared: JPEG decoders go on after damaged bytes, and inflate notices few of them.
+    """
     header = _exactly(file, offset, 30)
     if len(header) < 30 or header[:4] != b"PK\x03\x04":
         raise ValueError("no zip member where one was listed")
-    method, name_length, extra_length = struct.unpack("<8xH16xHH", header)
-    data = _exactly(file, offset + 30 + name_length + extra_length, packed)
-    if method == 0:
-        return data
+    flags, method, crc, name_length, extra_length = struct.unpack("<6xHH4xI8xHH", header)
+    read = _exactly(file, offset + 30 + name_length + extra_length, packed + _DESCRIPTOR_BYTES)
+    data = read[:packed]
+    if method != 0:
+        data = _inflated(data, size)
+    crcs = {crc}
+    if flags & _HAS_DESCRIPTOR:
+        # The CRC follows the data, after a signature that some writers omit.
+        crcs |= {int.from_bytes(read[packed + start : packed + start + 4], "little") for start in (0, 4)}
+    if len(data) == size and zlib.crc32(data) not in crcs:  # The caller compares the size.
+        raise ValueError("damaged zip member (wrong CRC-32)")
+    return data
+
+
+def _inflated(data: bytes, size: int) -> bytes:
     # Unpack at most one byte more than listed: enough to detect a difference, and safe from zip bombs.
     unpacking = zlib.decompressobj(-zlib.MAX_WBITS)
     try:

@@ -403,6 +403,34 @@ def test_names_in_a_zip_that_does_not_tell_their_encoding(tmp_path: Path) -> Non
     assert note.startswith(f"2 names in {tmp_path / 'raw.zip'} in an encoding that the zip does not tell")
 
 
+class _Pipe(io.BytesIO):
+    """A file that cannot be sought, to which zipfile writes each CRC-32 after the data."""
+
+    def seek(self, *_: object) -> int:
+        raise io.UnsupportedOperation
+
+    tell = seek
+
+
+@pytest.mark.parametrize("file", [io.BytesIO, _Pipe])
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_flipped_bit_in_a_zip_is_found(method: int, file: type[io.BytesIO], tmp_path: Path) -> None:
+    """Neither inflate nor a JPEG's decoder notices it."""
+    data, raw = np.random.default_rng(0).bytes(3000), file()
+    with zipfile.ZipFile(raw, "w", method) as zipped:
+        zipped.writestr("cat/1.jpg", data)
+    content = raw.getvalue()
+    (tmp_path / "raw.zip").write_bytes(content)
+    rows = listed(tmp_path / "raw.zip").rows(np.arange(1))
+    place = [rows[name][0] for name in ("path", "offset", "size", "packed")]
+    with Reader() as reader:
+        assert reader.read(*place) == data
+    middle = content.index(data[1000:1100])
+    (tmp_path / "raw.zip").write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    with Reader() as reader, pytest.raises(ValueError, match=r"^damaged zip member \(wrong CRC-32\)$"):
+        reader.read(*place)
+
+
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_an_empty_member_of_a_zip_is_an_empty_file(method: int, tmp_path: Path) -> None:
     """Of a stored one, a byte too many was read, which was said to be another size than the listed one."""
