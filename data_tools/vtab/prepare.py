@@ -21,6 +21,7 @@ from data_tools.vtab.readers import lists
 from data_tools.vtab.readers.convert import as_stored
 from data_tools.vtab.readers.files import MissingError
 from data_tools.vtab.readers.original import Original, places_of
+from data_tools.vtab.recorded import as_recorded
 from data_tools.vtab.split import SPLITS, choose, shard_key
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -107,7 +108,8 @@ def _list(
         listing = _listing(task, original, source, settings.splits, staging)
         about["notes"] = original.notes
         about["keys_sha256"] = digest(listing.extra_tables[KEYS_FILE])
-    return replace(listing, notes=[*listing.notes, *about["notes"]], about={"vtab": about})
+    listing = replace(listing, notes=[*listing.notes, *about["notes"]], about={"vtab": about})
+    return as_recorded(listing, to_path(settings.out))
 
 
 def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, str], staging: AnyPath) -> Listing:

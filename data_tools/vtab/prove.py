@@ -14,12 +14,11 @@ import pyarrow as pa
 from data_tools.driver import only_driver
 from data_tools.sharding.shard import resolve
 from data_tools.vtab.datasets import DATASETS, UNREADABLE
-from data_tools.vtab.keys import KEYS_FILE, by_pool, digest, read_keys
+from data_tools.vtab.keys import KEYS_FILE, by_pool, digest, key_table, read_keys
 from data_tools.vtab.origin import find_origin, read_original
 from data_tools.vtab.readers.files import MissingError
-from data_tools.vtab.readers.original import Pool
+from data_tools.vtab.recorded import changes, differences, read_about
 from data_tools.vtab.split import choose, shard_key
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
@@ -28,7 +27,6 @@ from pipeline.settings.commands.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
 
 _STAGING = ".prove"
-_NAMED = 3
 
 
 def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
@@ -62,7 +60,7 @@ def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
 
 def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
     """Yields a description of each problem of the data set's splits."""
-    about = _about(dataset)
+    about = read_about(dataset)
     if about is None or about["task"] != task.name:
         yield f"it was not made as {task.name} by launch/vtab_prepare.py"
         return
@@ -93,23 +91,8 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
             for row in of_pool.tolist()
         }
         found, _ = _rows(dataset, split)
-        yield from _differences(split, expected, found)
+        yield from differences(split, expected, found)
     yield from _wrong_union(dataset)
-
-
-def _about(dataset: Dataset) -> dict[str, Any] | None:
-    """Returns the entry of `prepare.py` in dataset.json, None for other data sets. Raises UserError for an invalid entry."""
-    where = str(dataset.path / INFO)
-    source = json_record.convert(dataset.info.get("source"), dict[str, Any], where, "source")
-    if source.get("vtab") is None:
-        return None
-    about = json_record.convert(source["vtab"], dict[str, Any], where, "source.vtab")
-    kinds: dict[str, Any] = {"task": str, "from": str, "published": bool, "notes": list[str]}
-    if about.get("from") != "lists":
-        kinds["keys_sha256"] = str
-    for name, kind in kinds.items():
-        json_record.convert(about.get(name), kind, where, f"source.vtab.{name}")
-    return about
 
 
 def _wrong_counts(task: Task, pools: Mapping[str, tuple[list[str], Any]]) -> Iterator[str]:
@@ -131,18 +114,6 @@ def _rows(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, bytes
     return found, hashes
 
 
-def _differences(split: str, expected: dict[str, int], found: dict[str, Any]) -> Iterator[str]:
-    others = [key for key in expected.keys() & found.keys() if expected[key] != found[key]]
-    for what, keys in (
-        ("lacks", expected.keys() - found.keys()),
-        ("has, and should not,", found.keys() - expected.keys()),
-        ("has with another label", others),
-    ):
-        if keys:
-            some = sorted(keys)[:_NAMED]
-            yield f"{split} {what} {len(keys):,}: {', '.join(some)}{', ...' if len(keys) > _NAMED else ''}"
-
-
 def _wrong_union(dataset: Dataset) -> Iterator[str]:
     """train800val200 must have the images of train800 and val200."""
     parts = [_rows(dataset, split)[1] for split in ("train800", "val200", "train800val200")]
@@ -152,7 +123,7 @@ def _wrong_union(dataset: Dataset) -> Iterator[str]:
 
 def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problems: list[str]) -> str:
     """Compare with the files of the same origin, if they exist. Returns a note on it; appends to problems."""
-    about = _about(dataset)
+    about = read_about(dataset)
     assert about is not None, "_problems has checked it"
     if not (config.originals or config.tfds):
         return ""
@@ -176,15 +147,5 @@ def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problem
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
                 raise
             return f"; keys and labels not read again ({error.filename}: {error.strerror})"
-    problems += _changed(original.pools, by_pool(read_keys(dataset.path / KEYS_FILE)))
+    problems += changes(by_pool(key_table(original.pools)), by_pool(read_keys(dataset.path / KEYS_FILE)))
     return f"; keys and labels read again from {origin.folder}"
-
-
-def _changed(now: Mapping[str, Pool], kept: Mapping[str, tuple[list[str], Any]]) -> Iterator[str]:
-    for name in sorted(now.keys() | kept.keys()):
-        if name not in now or name not in kept:
-            yield f"pool {name!r} is only in {'the source' if name in now else KEYS_FILE}"
-            continue
-        pool, (keys, labels) = now[name], kept[name]
-        expected = dict(zip(pool.keys, pool.labels.tolist(), strict=True))
-        yield from _differences(f"{KEYS_FILE}, pool {name!r},", expected, dict(zip(keys, labels.tolist(), strict=True)))

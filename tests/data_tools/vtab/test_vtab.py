@@ -281,6 +281,49 @@ def test_a_copy_of_tfds_gives_the_same_splits(
         assert ours.classes == theirs.classes
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_another_origin_of_the_same_images_leaves_a_data_set_as_it_is(
+    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its keys, in another order, took the place of keys.parquet, and the splits were no longer proved."""
+    out = tmp_path / "out" / "dtd"
+    shutil.copytree(vtab_tasks[0] / "out" / "dtd", out)
+    before = contents(out)
+    with small_splits():
+        run(settings(tmp_path / "out", tfds=str(vtab_tasks[0] / "tfds"), tasks=["dtd"]))
+        assert contents(out) == before
+        run(settings(tmp_path / "out", prove=True))
+    assert "checked 4 shards: nothing to do" in capsys.readouterr().out
+    # Its keys in the recorded order are needed.
+    (out / keys.KEYS_FILE).write_bytes(b"")
+    said = refused(settings(tmp_path / "out", tfds=str(vtab_tasks[0] / "tfds"), tasks=["dtd"]))
+    assert f"{keys.KEYS_FILE} is missing or damaged" in said
+    assert "Give the originals that the data set was made of" in said
+    with small_splits():
+        run(settings(tmp_path / "out", originals=str(vtab_tasks[0] / "originals"), tasks=["dtd"]))
+    assert contents(out) == before
+
+
+def test_a_changed_label_of_an_image_in_no_split_is_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+    originals, out = tmp_path / "originals", tmp_path / "out"
+    shutil.copytree(vtab_tasks[0] / "originals" / "retinopathy", originals / "retinopathy")
+    shutil.copytree(vtab_tasks[0] / "out" / "retinopathy", out / "retinopathy")
+    before = contents(out / "retinopathy")
+    chosen = expected_splits("retinopathy", "retinopathy", vtab_tasks[1])["train800"]
+    unused = next(key for key in vtab_tasks[1].labels["retinopathy"]["train"] if ("train", key) not in chosen.values())
+    table = originals / "retinopathy" / "trainLabels.csv"
+    lines = table.read_text().splitlines()
+    number = next(number for number, line in enumerate(lines) if line.startswith(f"{unused},"))
+    lines[number] = f"{unused},{(int(lines[number][-1]) + 1) % 5}"
+    table.write_text("\n".join(lines))
+    said = refused(settings(out, originals=str(originals), tasks=["retinopathy"]))
+    assert f"keys.parquet, pool 'train', has with another label 1: {unused}. Choose another out=" in said
+    assert contents(out / "retinopathy") == before
+
+
 def test_pets_of_version_4_are_read_with_a_reservation(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     """Version 4 is what tensorflow_datasets makes today, and was refused."""
     folder = tmp_path / "tfds/oxford_iiit_pet"
