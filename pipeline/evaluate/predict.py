@@ -16,7 +16,7 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
-from pipeline.evaluate.classify import Predictions, label_map, predict
+from pipeline.evaluate.classify import Predictions, label_map, predict, unnamed_note
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import LookConfig, PredictConfig
@@ -90,6 +90,8 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
             split = images.split.relabelled(label_map(images.label_names, own))
             images = replace(images, split=split, label_names=list(own))
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
+    if named not in (own, numbers):
+        print(f"{unnamed_note(config.weights, ', '.join(config.images))}. Other names: class_names=FILE")
     readable = _readable_names(images, loaded)
     return with_readable_labels(images, loaded), [readable.get(name, name) for name in named]
 

@@ -17,7 +17,16 @@ from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate import architecture, render
-from pipeline.evaluate.classify import Predictions, label_map, label_table, outcomes, per_class, predict, score
+from pipeline.evaluate.classify import (
+    Predictions,
+    label_map,
+    label_table,
+    outcomes,
+    per_class,
+    predict,
+    score,
+    unnamed_note,
+)
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics, spread_rows
@@ -163,6 +172,8 @@ def _in_classes_of_weights(
         }
         return replace(dataset, info=info), split.relabelled(numbers)
     _check_classes(config, num_classes, names, dataset)
+    if not names and config.match_classes:
+        print(unnamed_note(config.weights, config.data))
     return dataset, split
 
 

@@ -21,6 +21,7 @@ from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.estimate.plan import Plan, accumulation
+from pipeline.evaluate.classify import unnamed_note
 from pipeline.model import Model
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.committed import checkpoints_of
@@ -212,6 +213,8 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
             )
         if num_classes and not config.init.new_head and names and len(names) == num_classes:
             _compare_classes(config, names, dataset.classes, console)
+        elif num_classes and not config.init.new_head and not names:
+            console.say(unnamed_note(config.init.weights, config.data.path))
         return model
     return models.build(objectives.new_backbone(config, dataset.num_classes), config.seed)
 

@@ -118,7 +118,9 @@ def test_a_head_that_is_kept_keeps_its_classes(dataset: Path, tmp_path: Path) ->
     """Only their number was compared: a run went on with the same classes in another order, each in place of another one."""
 
     def begin(*classes: str) -> str:
-        models.save(models.create("ViT-mu/8", 16, 4), tmp_path / "four.pt", {"classes": list(classes)})
+        models.save(
+            models.create("ViT-mu/8", 16, 4), tmp_path / "four.pt", {"classes": list(classes)} if classes else {}
+        )
         config = load([*fine_tuning(dataset, tmp_path, tmp_path / "four.pt"), "init.new_head=false"])
         (tmp_path / "log.txt").write_text("")
         resume.initial_model(config, open_dataset(dataset), None, Console(tmp_path / "log.txt", True))
@@ -127,6 +129,7 @@ def test_a_head_that_is_kept_keeps_its_classes(dataset: Path, tmp_path: Path) ->
     assert "classes" not in begin("class0", "class1", "class2", "class3")
     assert "classes by number: 1 of " in (said := begin("class0", "cat", "class2", "class3"))
     assert "such as 'class1' for 'cat'" in said
+    assert f"four.pt has no class names: its classes are taken to be those of {dataset}, in the same order" in begin()
     with pytest.raises(UserError, match=r"class 1 of .* is 'class1', which is class 2 of .*init.new_head=true"):
         begin("class0", "class2", "class1", "class3")
 
