@@ -120,10 +120,16 @@ def _export_mae(config: ExportConfig, path: Path, extra: dict[str, Any]) -> Logi
 
 
 def _settings_of(extra: dict[str, Any], config: Config) -> list[str]:
-    """The settings of commands on weights that say what `extra` does."""
+    """The settings of commands on weights that say what `extra` does, and what arrays do not tell of the model."""
     view = extra.get("preprocessing", {})
     names = ("eval_crop", "resize_filter")
     found = ["class_names=FILE"] * bool(extra.get("classes") and config.num_classes)
+    # The reader takes the pixels that the patches cover, 378 of the 384 of ViT-H/14, or 224 for a BiT.
+    height, width = config.image_size
+    unknown = any(config.unseen) if isinstance(config, ViTConfig) else height != 224
+    found += [f"image_size={height}"] * (unknown and height == width)
+    if isinstance(config, ViTConfig) and config.kernel != ViTConfig.kernel:
+        found.append(f"kernel={config.kernel}")
     found += [f"{name}={view[name]}" for name in names if name in view]
     if view.get("eval_resize"):
         found.append(f"eval_resize={eval_resize(view, config.image_size)}")

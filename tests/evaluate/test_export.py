@@ -172,6 +172,10 @@ def test_what_a_format_of_arrays_does_not_hold_is_said(tmp_path, capsys, form):
     settings = "class_names=FILE eval_crop=center resize_filter=antialias eval_resize=30 loss=sigmoid"
     said = f"{form}: it holds neither class names nor preprocessing; where it is used, set {settings}\n"
     assert said in capsys.readouterr().out
+    # An image of 18 px was then scored as one of 16, and positions were resampled by another kernel.
+    save(create("ViT-mu/4", 16, 5, kernel="bicubic"), tmp_path / "model.pt")
+    run(tmp_path / "model.pt", form, tmp_path / "c.npz", image_size=18)
+    assert "where it is used, set image_size=18 kernel=bicubic\n" in capsys.readouterr().out
     save(create("ViT-mu/4", 16, 5), tmp_path / "model.pt")
     run(tmp_path / "model.pt", form, tmp_path / "b.npz")
     assert "it holds neither" not in capsys.readouterr().out
