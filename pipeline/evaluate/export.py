@@ -85,6 +85,8 @@ def run(config: ExportConfig) -> LogitDifference:
         crop = written_crop(view, model.config.image_size) if config.format == "huggingface" else ""
         for note in filter(None, (written_filter(view), crop)):
             print(f"{config.format}: {note}")
+    if config.format == "timm" and extra.get("loss") == "sigmoid" and model.config.num_classes:
+        print("timm: it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid")
     if config.format in _ARRAYS and (given := _settings_of(extra, model.config)):
         print(
             f"{config.format}: it holds neither class names nor preprocessing; where it is used, set {' '.join(given)}"

@@ -199,6 +199,18 @@ def test_hugging_face_is_told_of_sigmoids(tmp_path, loss, problem_type):
     assert read_weights(tmp_path / "hf")[2].get("loss", "softmax") == loss
 
 
+@pytest.mark.parametrize(
+    ("loss", "settings", "is_said"),
+    [("softmax", {}, False), ("sigmoid", {}, True), ("sigmoid", {"head": False}, False)],
+)
+def test_a_loss_that_timm_has_no_place_for_is_said(tmp_path, capsys, loss, settings, is_said):
+    """Its folder gives probabilities of a softmax and another loss, without a word."""
+    save(create("ViT-mu/4", 16, 5), tmp_path / "model.pt", {"loss": loss})
+    run(tmp_path / "model.pt", "timm", tmp_path / "timm", **settings)
+    assert ("where it is used, set loss=sigmoid\n" in capsys.readouterr().out) == is_said
+    assert read_weights(tmp_path / "timm")[2].get("loss") is None
+
+
 def test_layer_scale_is_folded_if_asked_for(tmp_path):
     model = random_weights(tmp_path / "model.pt", layer_scale=0.5)
     run(tmp_path / "model.pt", "safetensors", tmp_path / "a.safetensors")
