@@ -30,6 +30,7 @@ from pipeline.settings.commands.weights import ExportConfig
 
 NUM_IMAGES = 4
 _FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folders.
+_AS_IT_IS = ("safetensors", "onnx", "torch_export")  # Formats of any model of ours, without conversion.
 _ARRAYS = ("npz", "big_vision")  # Published formats of arrays alone.
 Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)
 
@@ -85,6 +86,12 @@ def run(config: ExportConfig) -> LogitDifference:
         crop = written_crop(view, model.config.image_size) if config.format == "huggingface" else ""
         for note in filter(None, (written_filter(view), crop)):
             print(f"{config.format}: {note}")
+    if config.format not in _AS_IT_IS and isinstance(model.config, ViTConfig) and "sincos2d" in model.config.positions:
+        size = "{} x {}".format(*model.config.image_size)
+        print(
+            f"{config.format}: positions = {model.config.positions} are written as a table, which is resampled at other sizes than {size}, "
+            "where these weights compute theirs anew: for the same logits, export again with image_size=N"
+        )
     if config.format == "timm" and extra.get("loss") == "sigmoid" and model.config.num_classes:
         print("timm: it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid")
     if config.format in _ARRAYS and (given := _settings_of(extra, model.config)):
