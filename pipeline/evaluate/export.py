@@ -274,8 +274,9 @@ def _transformers(library: Any, folder: Path, config: Config) -> Forward:
     library.utils.logging.set_verbosity_error()
     if config.num_classes:
         classifier = library.AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
+        classifier.float()  # transformers computes in the precision of the file, and we in fp32.
         return lambda images: classifier(images).logits
-    encoder = library.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    encoder = library.AutoModel.from_pretrained(folder, local_files_only=True).eval().float()
     encoder = getattr(encoder, "vision_model", encoder)  # of a model for images and texts
     encoder.config.mask_ratio = 0.0  # MAE's would leave out patches.
     if not isinstance(config, ViTConfig) or config.pool == "gap":

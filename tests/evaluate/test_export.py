@@ -16,7 +16,7 @@ from model_parts import ALL_PARTS
 
 from pipeline.base.errors import UserError
 from pipeline.evaluate import export
-from pipeline.model import create, load, read_weights, resample_positions, safetensors_metadata, save
+from pipeline.model import create, files, load, read_weights, resample_positions, safetensors_metadata, save
 from pipeline.model.files import find_file, write_safetensors
 from pipeline.objectives.mae import Mae, MaeSettings
 from pipeline.objectives.objective import stored_name
@@ -253,6 +253,20 @@ def test_of_hugging_face_into_ours_asks_transformers_first(weights, tmp_path, ca
     assert "transformers" in said
     assert "the program of these weights" in said
     assert "folded into the patch embedding" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", [True, False])
+def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path, head):
+    """transformers computed in bf16, so that every such folder was refused: it differed by half a percent."""
+    run(weights, "huggingface", tmp_path / "hf", head=head)
+    tensors, metadata = files.open_safetensors(tmp_path / "hf" / "model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    write_safetensors(halves, tmp_path / "hf" / "model.safetensors", metadata)
+    assert run(tmp_path / "hf", "safetensors", tmp_path / "a.safetensors").largest == 0
+    assert torch.equal(
+        load(tmp_path / "a.safetensors").state_dict()["norm.weight"], load(tmp_path / "hf").state_dict()["norm.weight"]
+    )
 
 
 @pytest.mark.parametrize(
