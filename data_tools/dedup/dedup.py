@@ -31,7 +31,7 @@ from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.dedup_report import read_dedup_report
-from pipeline.data.dataset.exclusion import EXCLUDED, read_lists, write_list
+from pipeline.data.dataset.exclusion import EXCLUDED, excluded_rows, read_lists, write_list
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, to_path
@@ -97,7 +97,7 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
         _tell_unmarked(searched.dataset, tests, earlier.filter(in_split)["reason"].to_pylist())
         # An older report speaks of the older list. Without one, readers say "not searched".
         (folder / REPORT).unlink(missing_ok=True)
-        of_others = earlier.filter(pc.invert(in_split))
+        of_others = _usable(searched.dataset, earlier.filter(pc.invert(in_split)))
         path = write_list(searched.dataset, LIST, pa.concat_tables([marks, of_others]))
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     write_files(folder, {REPORT: text, SHEET: sheet}, mark=REPORT)
@@ -347,6 +347,21 @@ def _earlier_marks(data: Dataset) -> pa.Table:
         raise
     except UserError:  # There is none, or it is of other data.
         return EXCLUDED.empty_table()
+
+
+def _usable(data: Dataset, marks: pa.Table) -> pa.Table:
+    """These marks; none if their rows are not those of the manifest, as after indexing again."""
+    splits = marks["split"].unique().to_pylist()
+    try:
+        for split in splits:
+            data.table(split, verify=False)
+            excluded_rows(data, split, LIST)
+    except StorageError:
+        raise
+    except UserError as error:
+        print(f"note: the earlier marks in {', '.join(splits)} are dropped: {error}")
+        return EXCLUDED.empty_table()
+    return marks
 
 
 def _tell_unmarked(data: Dataset, tests: Sequence[ComparedSplit], reasons: Sequence[str]) -> None:

@@ -65,9 +65,12 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob
         if shard.split != split:
             continue
         end = first_row + shard.samples
+        # A tar that is indexed again may have other rows; a tar of launch/shard.py has the same for good.
+        is_indexed = dataset.info["source"].get("indexed")
+        rows = f"-{content_hash(offsets[first_row:end].tobytes()).hex()[:8]}" if is_indexed else ""
         yield ThumbnailJob(
             tar=str(dataset.shard_path(shard.name)),
-            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.{_FORMAT}.npz"),
+            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}{rows}.{_FORMAT}.npz"),
             first_row=first_row,
             offsets=offsets[first_row:end],
             sizes=sizes[first_row:end],

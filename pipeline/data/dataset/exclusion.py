@@ -1,7 +1,8 @@
 """Samples that are in a data set but excluded when a split is opened: damaged ones, copies of test images, a random part.
 
 A job that judges samples (verify, dedup), or a person, writes a list, `exclude/<name>.parquet` in the data set's folder. The
-shards stay as they are. A list is valid for the data it was made for, by the data set's fingerprint.
+shards stay as they are. A list is valid for the data it was made for, by the data set's fingerprint, and for the rows of the manifest
+it was made for, by their keys: a tar indexed again may have other rows, if more of its images are skipped.
 """
 
 import io
@@ -17,7 +18,7 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
-from pipeline.data.dataset.tables import ManifestTables
+from pipeline.data.dataset.tables import SAMPLES_FILE, ManifestTables
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
@@ -26,8 +27,9 @@ from pipeline.settings.quantities import Limit
 FOLDER = "exclude"
 # row: the sample's row in its split in the manifest (`dataset.table(split)`). reason: one line for people.
 EXCLUDED = pa.schema([("split", pa.string()), ("row", pa.int64()), ("key", pa.string()), ("reason", pa.string())])
-# Metadata of a list's file. The checksum is missing in lists of earlier versions and of other writers.
-_FINGERPRINT, _CHECKSUM = b"fingerprint", b"checksum"
+# Metadata of a list's file. samples: SHA-256 of the samples.parquet it was made for; with the same file, keys need not be compared.
+# It and the checksum are missing in lists of earlier versions and of other writers.
+_FINGERPRINT, _CHECKSUM, _SAMPLES = b"fingerprint", b"checksum", b"samples"
 
 
 def write_list(dataset: ManifestTables, name: str, samples: pa.Table) -> AnyPath:
@@ -37,7 +39,7 @@ def write_list(dataset: ManifestTables, name: str, samples: pa.Table) -> AnyPath
         in_split = table.filter(pc.equal(table["split"], split))
         keys = dataset.table(split, verify=False).keys(in_split["row"].to_numpy())
         assert keys == in_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
-    metadata = {_FINGERPRINT: dataset.fingerprint.encode(), _CHECKSUM: _checksum(table)}
+    metadata = {_FINGERPRINT: dataset.fingerprint.encode(), _CHECKSUM: _checksum(table), _SAMPLES: _samples(dataset)}
     content = io.BytesIO()
     pq.write_table(table.replace_schema_metadata(metadata), content)
     folder, file = dataset.path / FOLDER, f"{name}.parquet"
@@ -65,12 +67,10 @@ def excluded_rows(dataset: ManifestTables, split: str, choice: str) -> tuple[np.
     """(rows of a split in the manifest that the chosen lists exclude, how many of them each list has).
 
     The rows are int64, ascending, without repetition; a sample may be in several lists. Raises UserError as `read_lists`
-    does, and for a row that the split does not have.
+    does, and for a row that the split does not have, or that has another key there.
     """
-    rows = {
-        name: np.unique(table.filter(pc.equal(table["split"], split))["row"].to_numpy())
-        for name, table in read_lists(dataset, choice).items()
-    }
+    lists = {name: table.filter(pc.equal(table["split"], split)) for name, table in read_lists(dataset, choice).items()}
+    rows = {name: np.unique(table["row"].to_numpy()) for name, table in lists.items()}
     num_samples = dataset.info["samples"][split]
     for name, in_list in rows.items():
         if len(in_list) and not 0 <= in_list[0] <= in_list[-1] < num_samples:
@@ -78,6 +78,7 @@ def excluded_rows(dataset: ManifestTables, split: str, choice: str) -> tuple[np.
                 f"{dataset.path / FOLDER / name}.parquet has rows from {in_list[0]} to {in_list[-1]} of split {split!r}, "
                 f"which has {num_samples:,} samples. Remove it, and make it again."
             )
+        _refuse_other_keys(dataset, split, name, lists[name])
     together = np.unique(np.concatenate([np.empty(0, np.int64), *rows.values()]))
     return together, {name: len(in_list) for name, in_list in rows.items()}
 
@@ -105,7 +106,7 @@ def _read(dataset: ManifestTables, path: AnyPath) -> pa.Table:
     try:
         table = open_parquet(path).read()
         made_for = table.schema.metadata[_FINGERPRINT].decode()
-        checksum = table.schema.metadata.get(_CHECKSUM)
+        checksum, made_of = (table.schema.metadata.get(name) for name in (_CHECKSUM, _SAMPLES))
         table = table.select(EXCLUDED.names).cast(EXCLUDED)
         if table["row"].null_count or table["split"].null_count or checksum not in (None, _checksum(table)):
             raise damaged
@@ -118,7 +119,24 @@ def _read(dataset: ManifestTables, path: AnyPath) -> pa.Table:
             f"{path} was made for data {made_for}, but {dataset.path} is now {dataset.fingerprint}. Make it again, "
             "or remove it."
         )
-    return table
+    return table.replace_schema_metadata({_SAMPLES: made_of or b""})
+
+
+def _refuse_other_keys(dataset: ManifestTables, split: str, name: str, listed: pa.Table) -> None:
+    """Raise UserError if a row of a list is another sample in the manifest. listed: the list's rows of the split."""
+    if not len(listed) or (listed.schema.metadata[_SAMPLES] == _samples(dataset) != b""):
+        return
+    rows, keys = listed["row"].to_numpy(), listed["key"].to_pylist()
+    for row, key, there in zip(rows.tolist(), keys, dataset.table(split, verify=False).keys(rows), strict=True):
+        if key not in (None, there):
+            raise UserError(
+                f"{dataset.path / FOLDER / name}.parquet was made for another {SAMPLES_FILE}: row {row} of split {split!r} was {key!r}, "
+                f"and is now {there!r}. Make it again, or remove it."
+            )
+
+
+def _samples(dataset: ManifestTables) -> bytes:
+    return dataset.info["files"].get(SAMPLES_FILE, "").encode()
 
 
 def _checksum(table: pa.Table) -> bytes:

@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from raw_images import contents, jpeg, write_tar
 
 from data_tools.check import verify
-from data_tools.dedup.thumbnails import ThumbnailJob, make_thumbnails
+from data_tools.dedup.thumbnails import ThumbnailJob, jobs, make_thumbnails
 from data_tools.sharding import shard
 from data_tools.sharding.index import IndexJob, index_tar, run
 from pipeline.base.errors import UserError
+from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.ray_tasks import LostError
@@ -222,3 +225,36 @@ def test_refused_in_one_line(tmp_path: Path, ray_cluster: int, monkeypatch, capf
         assert said in line
         assert line.count("\n") == 1
         assert not (tmp_path / "out/dataset.json").exists()
+
+
+def test_lists_of_excluded_samples_are_refused_after_indexing_other_rows(ray_cluster: int, tmp_path: Path) -> None:
+    """The fingerprint is the same, since the tar is. Another sample would have been excluded."""
+    members: dict[str, bytes] = {}
+    for i in range(6):
+        data = jpeg(i)
+        members |= {f"{i}.jpg": data[:-40] + b"\xff\xd9" if i == 2 else data, f"{i}.cls": b"0"}
+    (source := tmp_path / "tars").mkdir()
+    write_tar(members, source / "train-0.tar")
+    settings = {"splits": {"train": ""}, "max_bad_share": 0.5}
+    first = run(config(source, inspect="header", **settings))
+    places = [job.out for job in jobs(first, "train", tmp_path)]
+    columns = {"split": ["train"], "row": [4], "key": ["4"], "reason": ["x"]}
+    path = write_list(first, "mine", pa.table(columns, EXCLUDED))
+    assert len(first.split("train")) == 5
+    listed = pq.read_table(path)
+
+    (source / "dataset.json").unlink()
+    second = run(config(source, inspect="decode", **settings))
+    assert (second.fingerprint, second.info["samples"]) == (first.fingerprint, {"train": 5})
+    assert [job.out for job in jobs(second, "train", tmp_path)] != places
+    # Also of earlier versions, whose lists do not say which manifest they were made for.
+    only = {name: listed.schema.metadata[name] for name in (b"fingerprint", b"checksum")}
+    for metadata in (listed.schema.metadata, only):
+        pq.write_table(listed.replace_schema_metadata(metadata), path)
+        with pytest.raises(
+            UserError, match=r"mine.parquet was made for another .* row 4 of split 'train' was '4', and is now '5'"
+        ):
+            second.split("train")
+    assert len(second.split("train", "none")) == 5
+    write_list(second, "mine", pa.table({**columns, "row": [3]}, EXCLUDED))
+    assert second.split("train").keys(range(4)) == ["0", "1", "3", "5"]
