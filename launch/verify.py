@@ -10,7 +10,8 @@ key and label, and that it can be decoded (all images, or a share of decode_shar
       ray job submit --working-dir . -- python launch/verify.py data=/data/imagenet21k_shards
 
 Writes report.json and damage.csv into out, and lists damaged images in exclude/damaged.parquet of the data set, so that
-training excludes them. Intact images of a damaged tar are still used.
+training excludes them. Intact images of a damaged tar are still used, unless the tar has another size and lost no image: training
+refuses it until it is copied again.
 
 Exit code: 0 when nothing is damaged, 1 when something is, 2 when nothing could be checked (a mistake in the command, no data
 set, no list of its shards).

@@ -258,7 +258,8 @@ def _summary(found: pa.Table) -> dict[str, Any]:
         of_kind = found.filter(pc.equal(found["kind"], kind))
         if len(of_kind):
             first = of_kind.slice(0, _NAMED).select(["split", "shard", "row", "key", "detail"]).to_pylist()
-            kinds[kind] = {"count": len(of_kind), "shards": pc.count_distinct(of_kind["shard"]).as_py(), "first": first}
+            names = of_kind["shard"].filter(pc.not_equal(of_kind["shard"], ""))  # "" is the manifest.
+            kinds[kind] = {"count": len(of_kind), "shards": pc.count_distinct(names).as_py(), "first": first}
     return {
         "damaged_shards": pc.count_distinct(in_shard["shard"]).as_py(),
         "unfit_samples": len(unfit.group_by(["split", "row"]).aggregate([])),
@@ -323,16 +324,31 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
         print(
             f"{report['unfit_samples']:,} of {counted(report['samples'], 'image')} are unfit, and listed in {listed}."
         )
-    print(_remedy(dataset))
+    without = (
+        " Or train without the listed images." if listed and report["unfit_samples"] and _can_be_opened(dataset) else ""
+    )
+    print(_remedy(dataset) + without)
+
+
+def _can_be_opened(dataset: Dataset) -> bool:
+    """Whether training can use what is intact: not with a damaged manifest, or a tar of another size that lost no image."""
+    try:
+        for split in dataset.splits:
+            dataset.split(split)
+    except StorageError:
+        raise
+    except UserError:
+        return False
+    return True
 
 
 def _remedy(dataset: Dataset) -> str:
     source = dataset.info["source"].get("path")
     if dataset.info["source"].get("indexed"):
-        return f"Copy the tars again from where they came (to {source}), and verify once more. Or train without the listed images."
+        return f"Copy the tars again from where they came (to {source}), and verify once more."
     return (
         f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes damaged "
-        "shards again, and leaves intact ones as they are. Then verify once more. Or train without the listed images."
+        "shards again, and leaves intact ones as they are. Then verify once more."
     )
 
 

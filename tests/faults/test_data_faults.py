@@ -135,6 +135,21 @@ def test_a_truncated_tar(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> No
     assert "10 of 187 images are unfit, and listed in" in said
 
 
+def test_training_is_advised_only_where_it_can_read_the_rest(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+    advice, tar = "Or train without the listed images.", copy.path / SHARD
+    overwrite(tar, int(copy.split("train").offsets[50]), b"\0" * 200)
+    assert check(copy.path)["unfit_samples"] == 1
+    assert len(copy.split("train")) == 149
+    assert advice in capfd.readouterr().out
+    # No image of the other tar is lost, so no list explains its size.
+    other = copy.path / "train-000000.tar"
+    os.truncate(other, other.stat().st_size - 512)
+    assert check(copy.path)["unfit_samples"] == 1
+    with pytest.raises(UserError, match=r"train-000000.tar has .* bytes, but"):
+        copy.split("train")
+    assert advice not in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("garbage", [b"\0" * 1500, b"\xa5" * 1500], ids=["zeros", "noise"])
 def test_garbage_in_the_middle_costs_what_it_covers(garbage: bytes, copy: Dataset) -> None:
     """From the header of one image on: a reader of tars would see the end of the archive, or stop with an error."""
@@ -260,6 +275,7 @@ def test_damaged_tables(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> Non
     overwrite(copy.path / SAMPLES_FILE, 100, b"\xff" * 300)
     report = check(copy.path)
     assert kinds(report) == {"manifest": 2, "checksum": 1}
+    assert {kind: of_kind["shards"] for kind, of_kind in report["kinds"].items()} == {"manifest": 0, "checksum": 1}
     # What cannot be judged now keeps the judgement that it has.
     assert listed(copy) == [("train", 45)]
     assert "cannot be read" in capfd.readouterr().out
