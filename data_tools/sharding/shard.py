@@ -109,7 +109,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         _refuse_other_names(out, names, bool(config.synset_names))
         _print_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
-        for note in odd_classes(split):
+        odd = odd_classes(split)
+        for note in odd:
             print(note)
 
         finished = open_dataset(out) if (out / INFO).exists() else None
@@ -125,6 +126,9 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             hashes, doubtful = out / PARTS / HASHES, _skipped_before(out)
             listing, copies = merge_copies(listing, hashes, config.num_tasks, out, doubtful)
             _print_copies(copies)
+            for note in odd_classes(listing):
+                if note not in odd:
+                    print(f"without the copies: {note}")
         plan = make_plan(listing, config)
         results = _run_jobs(listing, plan, config, out, known)
         if known:

@@ -133,3 +133,13 @@ def test_files_that_a_list_names_and_that_are_not_as_listed_are_bad_samples(ray_
     assert (dataset.path / "skipped.csv").read_text().startswith("key,where,reason\ngone,gone.jpg,[Errno 2]")
     split = dataset.split("train")
     assert {key: split.labels_of(row).tolist() for row, key in enumerate(split.keys([0, 1]))} == {"a": [0, 2], "b": [1]}
+
+
+def test_a_class_whose_training_images_are_all_copies_is_told(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    files = {f"train/{'cat' if i < 3 else 'dog'}/{i}.jpg": jpeg(i) for i in range(6)}
+    files |= {f"test/dog/{i}.jpg": jpeg(i) for i in range(3, 6)} | {"test/cat/9.jpg": jpeg(9)}
+    source = write_folder(files, tmp_path / "raw")
+    shard.run(settings(source, tmp_path / "out", merge_copies=True, splits=SPLITS))
+    said = capfd.readouterr().out
+    assert "left out 3 train images that are copies of images in other splits" in said
+    assert "without the copies: 1 class with no image in train: dog" in said
