@@ -21,6 +21,7 @@ from data_tools.vtab.readers import labels
 from data_tools.vtab.readers.files import DatasetFiles, FileLocation
 from data_tools.vtab.readers.original import Original, Pixels, Pool
 from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.transfer.vtab_tasks import Task
 
@@ -56,13 +57,14 @@ def svhn(files: DatasetFiles, task: Task) -> Original:
     for pool in ("train", "test"):
         path = files.plain(f"{pool}_32x32.mat")
         digits = mat(path, "y").ravel().astype(np.int64) % 10
-        pools[pool] = Pool(_numbers(len(digits)), digits, _of_mat(path))
+        pools[pool] = Pool(_numbers(len(digits)), digits, _of_mat(path, len(digits)))
     return Original([str(digit) for digit in range(10)], pools)
 
 
-def _of_mat(path: AnyPath) -> Pixels:
+def _of_mat(path: AnyPath, num_labels: int) -> Pixels:
     def read(rows: np.ndarray) -> Iterator[np.ndarray]:
         images = mat(path, "X")
+        _check_count(path, images.shape[-1], num_labels)
         for row in rows.tolist():
             yield np.ascontiguousarray(images[..., row])
 
@@ -90,7 +92,8 @@ def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
         images, tumour = files.plain(f"{stem}_x.h5"), files.plain(f"{stem}_y.h5")
         with _hdf5(tumour) as file:
             of_image = file["y"][()].ravel().astype(np.int64)
-        pools[pool] = Pool([f"{part}_{number}" for number in range(len(of_image))], of_image, _of_hdf5(images, "x"))
+        pixels = _of_hdf5(images, "x", len(of_image))
+        pools[pool] = Pool([f"{part}_{number}" for number in range(len(of_image))], of_image, pixels)
     return Original(["no tumour", "tumour"], pools)
 
 
@@ -102,10 +105,11 @@ def dsprites(files: DatasetFiles, task: Task) -> Original:
         path = files.plain(_DSPRITES)
         with _hdf5(path) as file:
             latents = file["latents/classes"][()]
-        images = _of_hdf5(path, "imgs")
+        images = _of_hdf5(path, "imgs", len(latents))
     else:
         path = files.folder / npz.name
-        latents, images = _npz(path, "latents_classes"), _of_npz(path, "imgs")
+        latents = _npz(path, "latents_classes")
+        images = _of_npz(path, "imgs", len(latents))
 
     def white(rows: np.ndarray) -> Iterator[np.ndarray]:
         return (pixels * np.uint8(255) for pixels in images(rows))
@@ -122,10 +126,11 @@ def _hdf5(path: AnyPath) -> Iterator[h5py.File]:
         yield opened
 
 
-def _of_hdf5(path: AnyPath, name: str) -> Pixels:
+def _of_hdf5(path: AnyPath, name: str, num_labels: int) -> Pixels:
     def read(rows: np.ndarray) -> Iterator[np.ndarray]:
         with _hdf5(path) as file:
             images = file[name]
+            _check_count(path, len(images), num_labels)
             # A chunk may hold few pixels of very many images: all requested images of a chunk are read at once.
             chunk = images.chunks[0] if images.chunks else 1
             block = min(chunk, max(_BLOCK_BYTES // math.prod(images.shape[1:]), 1))
@@ -141,7 +146,7 @@ def _npz(path: AnyPath, name: str) -> np.ndarray:
         return arrays[name]
 
 
-def _of_npz(path: AnyPath, name: str) -> Pixels:
+def _of_npz(path: AnyPath, name: str, num_labels: int) -> Pixels:
     def read(rows: np.ndarray) -> Iterator[np.ndarray]:
         with (
             _damage_named(path),
@@ -155,6 +160,7 @@ def _of_npz(path: AnyPath, name: str) -> Pixels:
             shape, is_fortran, dtype = header(array)
             if is_fortran:
                 raise ValueError("it is in Fortran order")
+            _check_count(path, shape[0], num_labels)
             yield from _in_turn(array, shape, dtype, rows, str(path))
 
     return read
@@ -172,14 +178,15 @@ def smallnorb(files: DatasetFiles, task: Task) -> Original:
             info = np.frombuffer(file.read(), dtype).reshape(shape)
         # Azimuth is in units of 10 degrees, and always even.
         column = info[:, _NORB_AZIMUTH] // 2 if is_azimuth else info[:, _NORB_ELEVATION]
-        pools[pool] = Pool(_numbers(len(info)), column.astype(np.int64), _of_norb(files, f"{stem}-dat.mat"))
+        pools[pool] = Pool(_numbers(len(info)), column.astype(np.int64), _of_norb(files, f"{stem}-dat.mat", len(info)))
     return Original(labels.AZIMUTHS if is_azimuth else labels.ELEVATIONS, pools)
 
 
-def _of_norb(files: DatasetFiles, name: str) -> Pixels:
+def _of_norb(files: DatasetFiles, name: str, num_labels: int) -> Pixels:
     def read(rows: np.ndarray) -> Iterator[np.ndarray]:
         with _norb(files, name) as (file, where):
             shape, dtype = _norb_header(file, where)
+            _check_count(where, shape[0], num_labels)
             for cameras in _in_turn(file, shape, dtype, rows, where):
                 yield cameras[0]
 
@@ -221,6 +228,15 @@ def _in_turn(
         if len(wanted) and wanted[-1] >= len(block):
             raise UserError(f"{where} is truncated: it has fewer than {shape[0]:,} rows. Fetch it again.")
         yield from block[wanted]
+
+
+def _check_count(where: AnyPath | str, num_images: int, num_labels: int) -> None:
+    """Raises UserError if images and labels are not of the same samples."""
+    if num_images != num_labels:
+        raise UserError(
+            f"{where} has {counted(num_images, 'image')}, but there are {counted(num_labels, 'label')} for it. Is it the file of "
+            "another split, or of another version? Fetch images and labels again."
+        )
 
 
 def _numbers(count: int) -> list[str]:

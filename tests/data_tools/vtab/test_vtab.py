@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import scipy.io
 import vtab_originals
 import webdataset
 from raw_images import write_folder
@@ -561,6 +562,26 @@ def test_a_damaged_file_is_refused_in_one_line(
     (folder / file).write_bytes(damage((folder / file).read_bytes()))
     assert said in refused(settings(tmp_path / "out", originals=str(tmp_path / "originals")))
     # Nothing half-written stays.
+    assert not list((tmp_path / "out").rglob("*"))
+
+
+def test_arrays_of_other_samples_than_the_labels_are_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+    """Unpacked, so without a checksum. More images than labels were taken, fewer ended the command with a traceback."""
+    originals = tmp_path / "originals"
+    for path in (vtab_tasks[0] / "originals" / "patch_camelyon").iterdir():
+        write_folder({path.stem: gzip.decompress(path.read_bytes())}, originals / "patch_camelyon")
+    stem = str(originals / "patch_camelyon" / "camelyonpatch_level_2_split_{}_x.h5")
+    shutil.copy(stem.format("train"), stem.format("test"))
+    (originals / "svhn").mkdir()
+    for pool in ("train", "test"):
+        arrays = scipy.io.loadmat(vtab_tasks[0] / "originals" / "svhn" / f"{pool}_32x32.mat")
+        few = {"X": arrays["X"][..., :7], "y": arrays["y"]}
+        scipy.io.savemat(originals / "svhn" / f"{pool}_32x32.mat", few)
+    said = refused(settings(tmp_path / "out", originals=str(originals)))
+    assert (
+        f"{stem.format('test')} has 60 images, but there are 12 labels for it. Is it the file of another split" in said
+    )
+    assert "train_32x32.mat has 7 images, but there are 120 labels" in said
     assert not list((tmp_path / "out").rglob("*"))
 
 
