@@ -21,11 +21,11 @@ from data_tools.vtab.readers import lists
 from data_tools.vtab.readers.convert import as_stored
 from data_tools.vtab.readers.files import MissingError
 from data_tools.vtab.readers.original import Original, places_of
-from data_tools.vtab.recorded import as_recorded
+from data_tools.vtab.recorded import as_recorded, read_about
 from data_tools.vtab.split import SPLITS, choose, shard_key
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.dataset.manifest import INFO
+from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.settings.commands.data import ShardConfig, VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import TASKS, Task
@@ -48,10 +48,14 @@ def run(config: VtabPrepareConfig) -> None:
             origin = find_origin(task, config)
         except MissingError as error:
             # The original files are large and may have been deleted.
-            if (_folder(task, config) / INFO).exists():
-                ready.append(f"{task.name} (made before)")
-            else:
-                missing[task.name] = str(error)
+            try:
+                if _is_made(task, _folder(task, config)):
+                    ready.append(f"{task.name} (made before)")
+                else:
+                    missing[task.name] = str(error)
+            except UserError as damage:
+                failed[task.name] = str(damage)
+                print(f"failed: {task.name}: {damage}", file=sys.stderr, flush=True)
             continue
         print(f"{task.title} ({task.name}), from {origin.kind}:", flush=True)
         try:
@@ -81,6 +85,14 @@ def _tasks(names: list[str]) -> list[Task]:
 
 def _folder(task: Task, config: VtabPrepareConfig) -> AnyPath:
     return shard.resolve("out", config.out) / task.name
+
+
+def _is_made(task: Task, folder: AnyPath) -> bool:
+    """Whether a data set of this task was finished in the folder. Raises UserError for a damaged dataset.json."""
+    if not (folder / INFO).exists():
+        return False
+    about = read_about(open_dataset(folder))
+    return about is not None and about["task"] == task.name
 
 
 def _make(task: Task, origin: Origin, config: VtabPrepareConfig) -> None:

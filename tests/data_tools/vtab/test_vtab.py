@@ -459,6 +459,23 @@ def test_a_task_without_files_that_was_made_before_is_ready(
     )
 
 
+def test_another_or_a_damaged_data_set_is_not_called_made_before(
+    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty dataset.json was ready, and so were the images of another task."""
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "out"
+    shutil.copytree(vtab_tasks[0] / "out" / "cifar100", out / "cifar100")
+    shutil.copytree(vtab_tasks[0] / "out" / "cifar100", out / "pets")
+    write_folder({"dataset.json": b""}, out / "svhn")
+    said = refused(settings(out, originals=str(tmp_path / "empty")))
+    assert said.startswith(f"1 of 19 tasks were not made: svhn: {out / 'svhn' / INFO}")
+    assert "the file is damaged" in said
+    printed = capsys.readouterr().out
+    assert printed.endswith("1 of 19 tasks are ready: cifar100 (made before)\n")
+    assert "missing: pets: " in printed
+
+
 @pytest.mark.parametrize("name", ["originals", "tfds", "lists"])
 def test_a_setting_that_is_no_folder_is_refused_before_all_else(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
