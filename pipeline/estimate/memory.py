@@ -11,7 +11,7 @@ Letters: P trained parameters (the model's, and those that the objective adds), 
 
 import bisect
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -253,16 +253,15 @@ def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
     """Bytes of all views of a micro-batch's images."""
     precision, cls = config.engine.precision, kind(config.train.loss)
     if cls.trains_backbone_alone:
-        return input_bytes(model, micro_batch, precision)
+        return input_bytes(model.image_size, micro_batch, precision)
     return sum(
-        input_bytes(replace(model, image_size=ImageSize.parse(group.size)), group.count * micro_batch, precision)
-        for group in cls.views(config)
+        input_bytes(ImageSize.parse(group.size), group.count * micro_batch, precision) for group in cls.views(config)
     )
 
 
-def input_bytes(model: Config, micro_batch: int, precision: TrainPrecision) -> int:
-    """Bytes of a micro-batch's images: normalised in fp32, and the 16-bit copy that the model reads."""
-    height, width = model.image_size
+def input_bytes(size: tuple[int, int], micro_batch: int, precision: TrainPrecision) -> int:
+    """Bytes of a micro-batch's images of a size (height, width): normalised in fp32, and the 16-bit copy that the model reads."""
+    height, width = size
     return micro_batch * 3 * height * width * (4 if precision == "fp32" else 4 + dtype_of(precision).itemsize)
 
 

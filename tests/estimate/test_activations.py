@@ -99,7 +99,7 @@ def test_it_grows_with_the_batch() -> None:
     assert saved_bytes(config, 8, torch.bfloat16, False).total == pytest.approx(8 * one, rel=1e-4)
     assert saved_bytes(config, 1, torch.float32, False).total == pytest.approx(2 * one, rel=0.02)
     assert saved_bytes(config, 1, torch.bfloat16, True).total < one / 10
-    assert input_bytes(config, 2, "fp32") == 2 * 3 * 384 * 384 * 4
+    assert input_bytes(config.image_size, 2, "fp32") == 2 * 3 * 384 * 384 * 4
 
 
 def described(found: Any) -> list[Any]:
