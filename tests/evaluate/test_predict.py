@@ -57,7 +57,7 @@ def run(weights: Path, images: object, *more: str) -> list[dict]:
 def files_of(data: Dataset) -> list[bytes]:
     split = data.split("val")
     content = Path(split.shard_paths[0]).read_bytes()
-    return [content[split.offsets[i] : split.offsets[i] + split.sizes[i]] for i in range(len(split))]
+    return [content[split.place_of(i)[0] : split.place_of(i)[0] + split.place_of(i)[1]] for i in range(len(split))]
 
 
 def test_table_of_a_data_set_is_what_the_model_says(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
@@ -268,7 +268,7 @@ def test_a_part_of_a_split(data: Dataset) -> None:
     assert [part.labels_of(row).tolist() for row in range(4)] == [[2], [1], [0, 2], []]
     smaller = part.only(np.array([0, 2]))
     assert (len(smaller), smaller.keys([0, 1]), smaller.shard_sizes.tolist()) == (2, ["val1", "val4"], [2])
-    assert smaller.offsets[1] == split.offsets[4]
+    assert smaller.place_of(1)[0] == split.place_of(4)[0]
 
 
 def test_names_that_are_no_utf_8_are_shown_and_written(

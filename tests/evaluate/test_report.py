@@ -80,8 +80,8 @@ def pixels_of(data: Dataset, name: str) -> torch.Tensor:
     content = Path(split.shard_paths[0]).read_bytes()
     images = np.full((len(split), SIDE, SIDE, 3), 127.5)
     for row in np.setdiff1d(np.arange(len(split)), BAD[name]):
-        start = split.offsets[row]
-        images[row] = np.asarray(Image.open(io.BytesIO(content[start : start + split.sizes[row]])))
+        start = split.place_of(row)[0]
+        images[row] = np.asarray(Image.open(io.BytesIO(content[start : start + split.place_of(row)[1]])))
     return torch.from_numpy((images / 127.5 - 1).transpose(0, 3, 1, 2)).float()
 
 

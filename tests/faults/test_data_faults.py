@@ -122,7 +122,7 @@ def test_a_whole_data_set_is_whole(copy: Dataset, capfd: pytest.CaptureFixture[s
 
 
 def test_a_truncated_tar(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
-    offsets = copy.split("train").offsets
+    offsets = copy.split("train").index.offsets
     os.truncate(copy.path / SHARD, int(offsets[70]) + 10)
     report = check(copy.path)
     assert kinds(report) == {"size": 1, "structure": 1, "lost": 10}
@@ -137,7 +137,7 @@ def test_a_truncated_tar(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> No
 
 def test_training_is_advised_only_where_it_can_read_the_rest(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
     advice, tar = "Or train without the listed images.", copy.path / SHARD
-    overwrite(tar, int(copy.split("train").offsets[50]), b"\0" * 200)
+    overwrite(tar, copy.split("train").place_of(50)[0], b"\0" * 200)
     assert check(copy.path)["unfit_samples"] == 1
     assert len(copy.split("train")) == 149
     assert advice in capfd.readouterr().out
@@ -153,7 +153,7 @@ def test_training_is_advised_only_where_it_can_read_the_rest(copy: Dataset, capf
 @pytest.mark.parametrize("garbage", [b"\0" * 1500, b"\xa5" * 1500], ids=["zeros", "noise"])
 def test_garbage_in_the_middle_costs_what_it_covers(garbage: bytes, copy: Dataset) -> None:
     """From the header of one image on: a reader of tars would see the end of the archive, or stop with an error."""
-    offset = int(copy.split("train").offsets[60])
+    offset = copy.split("train").place_of(60)[0]
     overwrite(copy.path / SHARD, offset - 512, garbage)
     report = check(copy.path)
     found = kinds(report)
@@ -166,7 +166,7 @@ def test_garbage_in_the_middle_costs_what_it_covers(garbage: bytes, copy: Datase
 @pytest.mark.parametrize("size", [7, 5000, 10**9])
 def test_a_member_whose_size_lies(size: int, copy: Dataset) -> None:
     split = copy.split("train")
-    offset = int(split.offsets[50])
+    offset = split.place_of(50)[0]
     header = tarfile.TarInfo("train00050.png")
     header.size = size
     overwrite(copy.path / SHARD, offset - 512, header.tobuf(tarfile.GNU_FORMAT))
@@ -242,7 +242,7 @@ def test_an_index_that_is_not_what_training_should_read(
 
 
 def test_a_tar_s_damaged_label_costs_nothing(copy: Dataset) -> None:
-    offset, size = int(copy.split("train").offsets[50]), int(copy.split("train").sizes[50])
+    offset, size = copy.split("train").place_of(50)
     overwrite(copy.path / SHARD, offset + -(-size // 512) * 512 + 512, b"x")
     report = check(copy.path)
     assert kinds(report) == {"checksum": 1, "label": 1}
@@ -303,9 +303,9 @@ def test_rows_of_another_data_set(copy: Dataset, capfd: pytest.CaptureFixture[st
 def spoil_image(dataset: Dataset, row: int) -> None:
     """An image that was broken before it was sharded: checksums agree with it."""
     split = open_dataset(dataset.path).split("train")
-    path, offset = Path(split.shard_paths[int(split.shard_of(np.array(row)))]), int(split.offsets[row])
-    overwrite(path, offset + int(split.sizes[row]) - 40, b"\0" * 40)
-    data = path.read_bytes()[offset : offset + int(split.sizes[row])]
+    path, offset = Path(split.shard_paths[int(split.shard_of(np.array(row)))]), split.place_of(row)[0]
+    overwrite(path, offset + split.place_of(row)[1] - 40, b"\0" * 40)
+    data = path.read_bytes()[offset : offset + split.place_of(row)[1]]
     rewrite_rows(dataset, lambda rows: rows[row].update(xxh128=content_hash(data)))
 
 
@@ -327,7 +327,7 @@ def test_what_cannot_be_decoded_and_a_share(copy: Dataset) -> None:
 
 def test_repaired_data_empties_the_list(copy: Dataset) -> None:
     content = (copy.path / SHARD).read_bytes()
-    overwrite(copy.path / SHARD, int(copy.split("train").offsets[50]), b"\0" * 9)
+    overwrite(copy.path / SHARD, copy.split("train").place_of(50)[0], b"\0" * 9)
     assert not check(copy.path)["is_whole"]
     (copy.path / SHARD).write_bytes(content)
     assert check(copy.path)["is_whole"]
@@ -342,7 +342,7 @@ def test_a_killed_check_leaves_no_report(copy: Dataset, monkeypatch: pytest.Monk
         raise RuntimeError("killed")
 
     assert check(copy.path)["is_whole"]
-    overwrite(copy.path / SHARD, int(copy.split("train").offsets[50]), b"\0" * 9)
+    overwrite(copy.path / SHARD, copy.split("train").place_of(50)[0], b"\0" * 9)
     monkeypatch.setattr(verify, "_write_list", kill)
     with pytest.raises(RuntimeError, match="killed"):
         check(copy.path)
@@ -485,7 +485,7 @@ def test_damage_that_is_found_is_repaired_and_found_no_more(
     out = tmp_path / "out" if place == "disk" else bucket_path(f"{s3[1]}/out")
     whole = shard.run(settings(source, out))
     content = (out / SHARD).read_bytes()
-    offset, size = int(whole.split("train").offsets[11]), int(whole.split("train").sizes[11])
+    offset, size = whole.split("train").place_of(11)
     with replacing(out / SHARD) as file:
         file.write(content[:offset] + bytes(size) + content[offset + size :])
     (out / "train-000003.tar").unlink()

@@ -47,8 +47,8 @@ def spoil(dataset: Path, rows: list[int], name: str = "train") -> None:
     split = open_dataset(dataset).split(name)
     for row in rows:
         with open(split.shard_paths[int(split.shard_of(np.array(row)))], "r+b") as file:
-            file.seek(int(split.offsets[row]))
-            file.write(b"\0" * int(split.sizes[row]))
+            file.seek(split.place_of(row)[0])
+            file.write(b"\0" * split.place_of(row)[1])
 
 
 def test_a_few_bad_images_are_counted_and_named_and_too_many_stop_the_run(

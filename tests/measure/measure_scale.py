@@ -113,7 +113,7 @@ def start_up(path: Path) -> SampleOrder:
     split = open_dataset(path).split("train")
     order = SampleOrder(split.shard_sizes, 0, BATCH, STREAMS, WINDOW)
     row = int(order.slice(0)[0][0])
-    address = split.shard_paths[int(split.shard_of(np.asarray(row)))], int(split.offsets[row]), int(split.sizes[row])
+    address = split.shard_paths[int(split.shard_of(np.asarray(row)))], *split.place_of(row)
     seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
     private, peak = memory()
     print(f"{len(split):,} samples in {len(split.shard_paths):,} shards: first address {address}")

@@ -254,7 +254,7 @@ def test_data_that_changed_and_images_that_cannot_be_read_are_refused(data: Data
     broken = open_dataset(make_dataset(tmp_path / TASK.name, SPLITS))
     split = broken.split("test", "none")
     with open(split.shard_paths[0], "r+b") as file:
-        file.seek(int(split.offsets[3]))
+        file.seek(split.place_of(3)[0])
         file.write(b"no image")
     with pytest.raises(UserError, match=r"1 sample of 40 cannot be read; the first is test00003: .*vtab_prepare"):
         finetune(cell_of(broken, settings), replace(settings, data=str(tmp_path)), broken, CPU)

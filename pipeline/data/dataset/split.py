@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -153,15 +153,10 @@ class Split:
             )
         return row - before
 
-    @property
-    def offsets(self) -> "np.ndarray | FilteredColumn":
-        """(n,) int64, the offset of the image's bytes inside its tar; indexed by rows."""
-        return self._kept(self.index.offsets)
-
-    @property
-    def sizes(self) -> "np.ndarray | FilteredColumn":
-        """(n,) int64, the size of the image in bytes; indexed by rows."""
-        return self._kept(self.index.sizes)
+    def place_of(self, row: int) -> tuple[int, int]:
+        """(offset inside its tar, size) in bytes of one image."""
+        row = self._manifest_row(row)
+        return int(self.index.offsets[row]), int(self.index.sizes[row])
 
     def labels_of(self, row: int) -> np.ndarray:
         """(labels,) int32 of one sample."""
@@ -232,17 +227,3 @@ class Split:
     def _kept_before(self) -> np.ndarray:
         """How many samples that are kept come before each excluded one."""
         return self.excluded_rows - np.arange(len(self.excluded_rows))
-
-    def _kept(self, column: np.ndarray) -> "np.ndarray | FilteredColumn":
-        return FilteredColumn(column, self.manifest_rows) if len(self.excluded_rows) else column
-
-
-@dataclass(frozen=True)
-class FilteredColumn:
-    """A column of the index without the excluded samples, indexed by an int or an array. Copies nothing."""
-
-    column: np.ndarray
-    manifest_rows: Callable[[np.ndarray | int], np.ndarray]
-
-    def __getitem__(self, rows: np.ndarray | int) -> np.ndarray:
-        return self.column[self.manifest_rows(rows)]

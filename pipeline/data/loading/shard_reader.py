@@ -59,7 +59,7 @@ class ShardReader:
         part, own = self.split.part_of(row)
         try:
             opened = self._shard(shard)
-            data = opened.read_at(int(part.offsets[own]), int(part.sizes[own]))
+            data = opened.read_at(*part.place_of(own))
         except OSError as error:
             if error.errno is None:  # Only errors of the operating system and of the store have a number.
                 raise

@@ -138,8 +138,8 @@ def test_a_data_set_has_its_index_from_the_start_and_gets_a_lost_one_back(
     assert len(list((path / "index").glob("train-*/index.json"))) == 1
     for _ in range(2):
         split = open_dataset(path).split("train")
-        assert isinstance(split.offsets.base, np.memmap)
-        assert split.sizes.tolist() == list(range(1, 21))
+        assert isinstance(split.index.offsets.base, np.memmap)
+        assert split.index.sizes.tolist() == list(range(1, 21))
         assert [split.labels_of(row).tolist() for row in range(20)] == LABELS
         shutil.rmtree(path / "index")
 

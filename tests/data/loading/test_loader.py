@@ -46,8 +46,8 @@ def load(split: Split, threads: int = 2, max_bad_share: float = 0.0, epoch: int 
 def spoil(split: Split, row: int, at: int = 0, count: int = 0) -> None:
     """Overwrite the bytes of a sample, all of them or `count`."""
     with open(split.shard_paths[int(split.shard_of(row))], "r+b") as file:
-        file.seek(int(split.offsets[row]) + at)
-        file.write(b"\x55" * (count or int(split.sizes[row])))
+        file.seek(split.place_of(row)[0] + at)
+        file.write(b"\x55" * (count or split.place_of(row)[1]))
 
 
 def test_samples_are_read_from_where_they_are(dataset: Dataset) -> None:
@@ -57,7 +57,7 @@ def test_samples_are_read_from_where_they_are(dataset: Dataset) -> None:
         image = reader.read(row)
         assert image[:2] == b"\xff\xd8"
         assert image[-2:] == b"\xff\xd9"
-        assert len(image) == split.sizes[row]
+        assert len(image) == split.place_of(row)[1]
     reader.close()
 
 
@@ -151,13 +151,13 @@ def test_a_flipped_bit_that_still_decodes_is_a_bad_sample(dataset: Dataset) -> N
     """Most flipped bits of a JPEG only change its pixels; the manifest's hash detects them."""
     split = dataset.split("train")
     good, _ = load(split)
-    row, at = 7, int(split.sizes[7]) // 2
+    row, at = 7, split.place_of(7)[1] // 2
     path = Path(split.shard_paths[int(split.shard_of(np.array(row)))])
     content = bytearray(path.read_bytes())
-    content[int(split.offsets[row]) + at] ^= 1
+    content[split.place_of(row)[0] + at] ^= 1
     path.write_bytes(content)
     decode(
-        bytes(content[int(split.offsets[row]) : int(split.offsets[row]) + int(split.sizes[row])])
+        bytes(content[split.place_of(row)[0] : split.place_of(row)[0] + split.place_of(row)[1]])
     )  # It can be decoded.
     found, loader = load(split, max_bad_share=0.05)
     assert list(loader.bad) == [row]
@@ -195,7 +195,7 @@ def test_images_of_data_sets_of_the_first_format_are_not_compared(dataset: Datas
 def test_a_shard_that_was_cut_after_the_start(dataset: Dataset) -> None:
     split = dataset.split("train")
     path = Path(split.shard_paths[4])  # the last 4 samples
-    path.write_bytes(path.read_bytes()[: int(split.offsets[38])])
+    path.write_bytes(path.read_bytes()[: split.place_of(38)[0]])
     found, loader = load(split, max_bad_share=0.1)
     assert sorted(loader.bad) == [38, 39]
     assert "ends before byte" in loader.bad[38]

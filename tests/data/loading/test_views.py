@@ -52,8 +52,8 @@ def load(split: Split, writer: ViewWriter, threads: int = 2, prefetch: int = 2, 
 
 def spoil(split: Split, row: int) -> None:
     with open(split.shard_paths[int(split.shard_of(np.array(row)))], "r+b") as file:
-        file.seek(int(split.offsets[row]))
-        file.write(b"\x55" * int(split.sizes[row]))
+        file.seek(split.place_of(row)[0])
+        file.write(b"\x55" * split.place_of(row)[1])
 
 
 def test_each_view_is_drawn_as_if_it_were_alone(dataset: Dataset) -> None:

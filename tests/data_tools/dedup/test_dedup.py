@@ -384,7 +384,7 @@ def test_a_repaired_shard_is_read_and_searched_again(
     split = dataset.split("train")
     row = split.row_of(key)
     tar = Path(split.shard_paths[split.shard_of_row(row)])
-    whole, begin, size = tar.read_bytes(), int(split.offsets[row]), int(split.sizes[row])
+    whole, begin, size = tar.read_bytes(), split.place_of(row)[0], split.place_of(row)[1]
     tar.write_bytes(whole[:begin] + bytes(size) + whole[begin + size :])
     for _ in range(2):
         report = dedup.run(config(train, tests.path))

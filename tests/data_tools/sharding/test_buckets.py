@@ -35,7 +35,7 @@ def test_verify_finds_what_it_finds_on_a_disk(dataset: Dataset, tmp_path: Path, 
     local = Path(shutil.copytree(dataset.path, tmp_path / "data"))
     shard_of_train = local / "train-000001.tar"
     content = bytearray(shard_of_train.read_bytes())
-    offset = int(dataset.split("train").offsets[8])  # The first of the shard.
+    offset = dataset.split("train").place_of(8)[0]  # The first of the shard.
     content[offset : offset + 20] = bytes(20)
     shard_of_train.write_bytes(content)
     (local / "val-000000.tar").unlink()

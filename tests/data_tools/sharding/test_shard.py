@@ -58,8 +58,8 @@ def test_bytes_at_the_manifest_s_offset_are_the_image(dataset: Dataset, pictures
         shards = split.shard_of(np.arange(len(split)))
         for row, key in enumerate(split.keys(range(len(split)))):
             with open(split.shard_paths[shards[row]], "rb") as file:
-                file.seek(split.offsets[row])
-                assert file.read(split.sizes[row]) == by_key[key]
+                file.seek(split.place_of(row)[0])
+                assert file.read(split.place_of(row)[1]) == by_key[key]
 
 
 def test_extension_and_size_come_from_the_bytes(dataset: Dataset) -> None:
