@@ -1,6 +1,6 @@
 """What the rows of `bench.py gpu` say: which configurations are exact, which is the fastest, and the tables."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from data_tools.bench.apart import Row
@@ -91,37 +91,33 @@ def write_report(record: BenchRecord, exactness: Exactness) -> None:
     print("\n" + record.facts["report"], flush=True)
 
 
-def _steps(rows: Sequence[Row], exactness: Exactness, sheet: float, product: float) -> str:
-    heads = [
-        "step",
-        "ms",
-        "images/s",
-        "TFLOP/s",
-        "MFU, data sheet",
-        "of the product",
-        "peak GiB",
-        "loss within",
-        "bits repeat",
-    ]
+def _table(rows: Sequence[Row], part: str, heads: Sequence[str], cells: Callable[[Row], Sequence[str]]) -> str:
+    """Markdown of the rows whose names begin with a part's word. cells: those of a row after its name; one that failed has its reason."""
     lines = []
     for row in rows:
-        if not row["name"].startswith("step"):
-            continue
-        name = row["name"].removeprefix("step ")
-        if "failed" in row:
-            lines.append([name, f"failed: {row['failed']}", *[""] * 7])
-            continue
-        difference = row["loss_difference"]
-        lines.append(
-            [
-                name, f"{row['ms']:,.1f}", f"{row['images_per_second']:,.0f}", f"{row['tflops']:,.1f}",
-                f"{row['tflops'] / sheet:.1%}" if sheet else "", f"{row['tflops'] / product:.1%}" if product else "",
-                f"{row['peak_memory_gib']:.1f}",
-                ("" if difference is None else f"{difference:.1e}") + ("" if exactness.has_equal_loss(row) else " NO"),
-                {True: "yes", False: "no", None: ""}[row["repeats"]],
-            ]
-        )  # fmt: skip
+        if row["name"].partition(" ")[0] == part:
+            of_row = [f"failed: {row['failed']}", *[""] * (len(heads) - 2)] if "failed" in row else cells(row)
+            lines.append([row["name"].removeprefix(f"{part} "), *of_row])
     return markdown(heads, lines)
+
+
+def _steps(rows: Sequence[Row], exactness: Exactness, sheet: float, product: float) -> str:
+    def cells(row: Row) -> list[str]:
+        difference = row["loss_difference"]
+        return [
+            *_speed(row), f"{row['tflops']:,.1f}",
+            f"{row['tflops'] / sheet:.1%}" if sheet else "", f"{row['tflops'] / product:.1%}" if product else "",
+            f"{row['peak_memory_gib']:.1f}",
+            ("" if difference is None else f"{difference:.1e}") + ("" if exactness.has_equal_loss(row) else " NO"),
+            {True: "yes", False: "no", None: ""}[row["repeats"]],
+        ]  # fmt: skip
+
+    heads = ["step", "ms", "images/s", "TFLOP/s", "MFU, data sheet", "of the product", "peak GiB", "loss within", "bits repeat"]  # fmt: skip
+    return _table(rows, "step", heads, cells)
+
+
+def _speed(row: Row) -> tuple[str, str]:
+    return f"{row['ms']:,.1f}", f"{row['images_per_second']:,.0f}"
 
 
 def _bounds(rows: Sequence[Row], sheet: Gpu | None, product: float) -> str:
@@ -149,64 +145,40 @@ def _case(model: str, batch: int) -> Case:
 
 
 def _others(rows: Sequence[Row]) -> str:
-    found = [row for row in rows if row["name"].startswith("others")]
-    lines: list[list[str]] = []
-    for row in found:
-        speed = [row["failed"], ""] if "failed" in row else [f"{row['ms']:,.1f}", f"{row['images_per_second']:,.0f}"]
+    def named(row: Row) -> Row:
         compiled = ", all compiled" if row.get("compiled") else ""
-        lines.append([str(row.get("contestant", row["name"])) + compiled, *speed])
-    return markdown(["side by side", "ms", "images/s"], lines)
+        return {**row, "name": f"others {row.get('contestant', row['name'])}{compiled}"}
+
+    found = [named(row) for row in rows if row["name"].startswith("others")]
+    return _table(found, "others", ["side by side", "ms", "images/s"], _speed)
 
 
 def _shards(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row["name"].startswith("shards") and ("failed" in row or "data_wait" in row)]
     heads = ["from shards", "images/s", "MFU", "data wait", "checkpoint stall", "of a minute", "peak GiB"]
-    lines = [
-        [row["name"].removeprefix("shards "), f"failed: {row['failed']}", *[""] * 5]
-        if "failed" in row
-        else [
-            row["name"].removeprefix("shards "), f"{row['images_per_second']:,.0f}", f"{row['mfu']:.1%}",
-            f"{row['data_wait']:.2%}", f"{row['checkpoint_blocked_seconds']:.3f} s",
-            f"{row['checkpoint_share_at_one_a_minute']:.2%}", f"{row['peak_memory_gib']:.1f}",
-        ]
-        for row in found
-    ]  # fmt: skip
     rates = [row["images_per_second"] for row in found if "failed" not in row]
     cost = f"\n\nA log line every step costs {1 - rates[1] / rates[0]:+.2%} of the speed." if len(rates) == 2 else ""
-    return markdown(heads, lines) + cost
+    return _table(found, "shards", heads, lambda row: [
+        f"{row['images_per_second']:,.0f}", f"{row['mfu']:.1%}", f"{row['data_wait']:.2%}",
+        f"{row['checkpoint_blocked_seconds']:.3f} s", f"{row['checkpoint_share_at_one_a_minute']:.2%}", f"{row['peak_memory_gib']:.1f}",
+    ]) + cost  # fmt: skip
 
 
 def _objectives(rows: Sequence[Row], sheet: float) -> str:
     heads = ["engine's step of", "batch", "ms", "images/s", "TFLOP/s", "MFU, data sheet", "arithmetic of classification", "peak GiB", "predicted"]  # fmt: skip
-    lines = []
-    for row in rows:
-        if not row["name"].startswith("objectives"):
-            continue
-        name = row["name"].removeprefix("objectives ")
-        if "failed" in row:
-            lines.append([name, f"failed: {row['failed']}", *[""] * 7])
-            continue
-        lines.append(
-            [
-                name, f"{row['batch']}", f"{row['ms']:,.1f}", f"{row['images_per_second']:,.0f}", f"{row['tflops']:,.1f}",
-                f"{row['tflops'] / sheet:.1%}" if sheet else "", f"{row['arithmetic']:.2f}",
-                f"{row['peak_memory_gib']:.1f}", f"{row['predicted_gib']:.1f}",
-            ]
-        )  # fmt: skip
-    return markdown(heads, lines)
+    return _table(rows, "objectives", heads, lambda row: [
+        f"{row['batch']}", *_speed(row), f"{row['tflops']:,.1f}", f"{row['tflops'] / sheet:.1%}" if sheet else "",
+        f"{row['arithmetic']:.2f}", f"{row['peak_memory_gib']:.1f}", f"{row['predicted_gib']:.1f}",
+    ])  # fmt: skip
 
 
 def _fits(rows: Sequence[Row]) -> str:
-    lines = [
-        [row["name"].removeprefix("fit "), *_fit(row)] for row in rows if row["name"].startswith("fit")
-    ]  # fmt: skip
-    return markdown(["engine, eager, ZeRO stage 1", "micro-batch", "peak GiB"], lines)
+    def cells(row: Row) -> tuple[str, str]:
+        if "fits" in row:
+            return f"{row['fits']}", f"{row['peak_memory_gib']:.1f}"
+        return f"{row['too_large']} does not fit", ""
 
-
-def _fit(row: Row) -> tuple[str, str]:
-    if "fits" in row:
-        return f"{row['fits']}", f"{row['peak_memory_gib']:.1f}"
-    return (f"{row['too_large']} does not fit", "") if "too_large" in row else (f"failed: {row['failed']}", "")
+    return _table(rows, "fit", ["engine, eager, ZeRO stage 1", "micro-batch", "peak GiB"], cells)
 
 
 def _operations(rows: Sequence[Row], device: str) -> list[str]:
