@@ -15,7 +15,7 @@ guard(__name__)
 from pipeline.settings.command import main
 from pipeline.settings.commands.bench import GpuBenchConfig, ModelBenchConfig, RecordConfig
 from pipeline.settings.commands.data import BenchConfig
-from pipeline.settings.commands.operate import TrackingBenchConfig, TrainBenchConfig
+from pipeline.settings.commands.operate import TrainBenchConfig
 from pipeline.settings.run import DataConfig
 
 _DATA = {"data": "data.loaders", "views": "data.multi_crop", "shard": "data.shards", "augment": "data.augment"}
@@ -42,11 +42,6 @@ def bench_train(config: TrainBenchConfig) -> None:
 
         run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
     measure("train", "training.training_step", config)
-
-
-def bench_tracking(config: TrackingBenchConfig) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        measure("tracking", "training.tracking", config, Path(folder))
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:
@@ -95,19 +90,6 @@ elif __name__ == "__main__" and sys.argv[1:2] == ["model"]:
           python launch/bench.py model models=[ViT-S/16] work=[objectives] batch=8
         """,
     )
-elif __name__ == "__main__" and sys.argv[1:2] == ["tracking"]:
-    del sys.argv[1]
-    main(
-        TrackingBenchConfig,
-        bench_tracking,
-        """
-        Measure what tracking costs a run: how long training waits for a log record, and the processor time of the thread that
-        sends it, with a database, an MLflow server, and a server that answers late.
-
-          python launch/bench.py tracking
-          python launch/bench.py tracking step_seconds=0.06 log_every=50 records=50
-        """,
-    )
 elif __name__ == "__main__":
     main(
         BenchConfig,
@@ -115,7 +97,7 @@ elif __name__ == "__main__":
         """
         Measure the data loader (data; views: with 10 views of an image) or sharding (shard) and those of other projects,
         alternately, on the same images; or the cost of augmentation (augment). For the training step, see `bench.py train --help`, for a
-        GPU `bench.py gpu --help`, for the model on a CPU `bench.py model --help`, for MLflow `bench.py tracking --help`.
+        GPU `bench.py gpu --help`, for the model on a CPU `bench.py model --help`.
 
           python launch/bench.py data source=photos
           python launch/bench.py views source=photos images=1000

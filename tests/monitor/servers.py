@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
@@ -139,11 +140,11 @@ class MlflowServer:
 class Proxy:
     """An HTTP proxy before a server. answers: while it is not set, requests wait. login: "user:password" that they must have.
 
-    down: connections are closed without an answer. requests: method and path of each.
+    delay: seconds before each answer. down: connections are closed without an answer. requests: method and path of each.
     """
 
     def __init__(self, upstream: str) -> None:
-        self.answers, self.login, self.down = threading.Event(), "", False
+        self.answers, self.login, self.down, self.delay = threading.Event(), "", False, 0.0
         self.answers.set()
         self.requests: list[str] = []
         proxy, address = self, upstream.removeprefix("http://")
@@ -159,6 +160,7 @@ class Proxy:
                     self.close_connection = True
                     return
                 proxy.answers.wait()
+                time.sleep(proxy.delay)
                 expected = f"Basic {b64encode(proxy.login.encode()).decode()}"
                 if proxy.login and self.headers.get("Authorization") != expected:
                     self.answer(401, "Unauthorized", [], b"You are not authenticated.")

@@ -128,18 +128,6 @@ class SuperviseConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingBenchConfig(RecordConfig):
-    """A benchmark of what tracking costs a run."""
-
-    records: int = setting(100, "Number of log records sent to each store.", min=10, max=100_000)
-    log_every: int = setting(50, "Steps between records, as train.log_every.", min=1)
-    step_seconds: float = setting(
-        0.01, "Seconds of a step; the pause between records is log_every times this.", above=0, max=3600
-    )
-    delay: float = setting(2.0, "Seconds after which the slow server answers.", min=0, max=600)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainBenchConfig(RecordConfig):
     """A benchmark of the training step against a plain PyTorch loop."""
 
