@@ -2,7 +2,6 @@
 
 import sys
 import tempfile
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.commands.bench import GpuBenchConfig, ModelBenchConfig, RecordConfig
+from pipeline.settings.commands.bench import GpuBenchConfig, RecordConfig
 from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.commands.operate import TrainBenchConfig
 from pipeline.settings.run import DataConfig
@@ -75,21 +74,6 @@ elif __name__ == "__main__" and sys.argv[1:2] == ["train"]:
         reliable median than a few long ones.
         """,
     )
-elif __name__ == "__main__" and sys.argv[1:2] == ["model"]:
-    del sys.argv[1]
-    main(
-        ModelBenchConfig,
-        partial(measure, "model", "training.model_speed"),
-        """
-        Measure the ViT on this CPU, in CPU seconds: training (forward and backward) and inference, beside a minimal ViT in
-        plain PyTorch and that of `transformers`, if installed, in turn; each with both forms of GELU, and as a share of
-        the speed of a plain matrix product.
-
-          python launch/bench.py model
-          python launch/bench.py model models=[ViT-B/16] precisions=[bf16] batch=8 rounds=9
-          python launch/bench.py model models=[ViT-S/16] work=[objectives] batch=8
-        """,
-    )
 elif __name__ == "__main__":
     main(
         BenchConfig,
@@ -97,7 +81,7 @@ elif __name__ == "__main__":
         """
         Measure the data loader (data; views: with 10 views of an image) or sharding (shard) and those of other projects,
         alternately, on the same images; or the cost of augmentation (augment). For the training step, see `bench.py train --help`, for a
-        GPU `bench.py gpu --help`, for the model on a CPU `bench.py model --help`.
+        GPU `bench.py gpu --help`.
 
           python launch/bench.py data source=photos
           python launch/bench.py views source=photos images=1000

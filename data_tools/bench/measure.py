@@ -33,27 +33,6 @@ class Contestant:
     prepare: Callable[[], object] = lambda: None
 
 
-def stepping(
-    name: str, about: Sequence[str], cores: int, counts: Sequence[int], make: Callable[[], Callable[[], object]]
-) -> Contestant:
-    """A contestant that calls what `make` returns for each batch. counts: images of each.
-
-    It is made, and called once, in the process in which it is timed, before timing starts.
-    """
-    made: list[Callable[[], object]] = []
-
-    def prepare() -> None:
-        made.append(make())
-        made[0]()
-
-    def steps() -> Iterator[int]:
-        for count in counts:
-            made[0]()
-            yield count
-
-    return Contestant(name, about, cores, steps, prepare=prepare)
-
-
 @dataclass(frozen=True)
 class Timing:
     """rate: images per second of wall-clock time, without the first third of the batches. first: seconds to the first batch.

@@ -23,7 +23,6 @@ from data_tools.bench.apart import Row, reason
 from data_tools.bench.corpus import NUM_CLASSES, noise_batch, noise_of, objective_run
 from data_tools.bench.gpu import roofline
 from data_tools.bench.record import machine
-from data_tools.bench.training.model_speed import transformers_vit
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
@@ -384,6 +383,18 @@ def _filled(model: Any, device: torch.device) -> Any:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
     assert not list(model.buffers()), "they would be uninitialised"
     return model
+
+
+def transformers_vit(config: models.ViTConfig) -> nn.Module:
+    """The same architecture in `transformers`. Raises ImportError if that is not installed."""
+    import transformers
+
+    settings = transformers.ViTConfig(
+        hidden_size=config.width, num_hidden_layers=config.depth, num_attention_heads=config.num_heads,
+        intermediate_size=config.mlp_width, image_size=config.image_size, patch_size=config.patch_size, num_labels=config.num_classes,
+        hidden_act="gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(settings)
 
 
 def _timm_vit(case: Case) -> nn.Module:

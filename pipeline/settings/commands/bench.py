@@ -1,4 +1,4 @@
-"""The settings that all benchmarks share, and those of the benchmarks of models on a GPU and on a CPU."""
+"""The settings that all benchmarks share, and those of the benchmark of one GPU."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, whole_number
 from pipeline.settings.schema import setting
-from pipeline.settings.shared import batch_size, cpu_threads, mlflow_uri, pixels
+from pipeline.settings.shared import cpu_threads, mlflow_uri
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +52,3 @@ class GpuBenchConfig(RecordConfig):
             name, _, pixels = model.partition("@")
             if not name or whole_number(pixels, MAX_SIDE) is None:
                 raise UserError(f"models: {model} is not NAME@PIXELS, such as ViT-L/16@224.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelBenchConfig(RecordConfig):
-    """A benchmark of the ViT on a CPU against other implementations of it."""
-
-    models: list[str] = setting(["ViT-S/16", "ViT-B/16"], "Names of the models.", min_items=1)
-    precisions: list[Literal["fp32", "bf16"]] = setting(
-        ["fp32", "bf16"], "Precisions of weights and activations.", min_items=1
-    )
-    work: list[Literal["training", "inference", "objectives"]] = setting(
-        ["training", "inference"],
-        "training is forward and backward, without an optimizer; objectives: the same of MAE, DINO and LeJEPA beside classification, ours alone.",
-        min_items=1,
-    )
-    image_size: int = pixels(224, "Side of the images in pixels.", least=1)
-    batch: int = batch_size(32, "Images per step.")
-    steps: int = setting(1, "Steps of each contestant in a round, after one that is not counted.", min=1)
-    rounds: int = setting(5, "Number of rounds; each measures everything once, and medians are reported.", min=1)
-    threads: int = cpu_threads(1, "Threads of torch. CPU seconds are reliable beside other load only with one.")

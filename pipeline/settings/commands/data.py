@@ -230,7 +230,7 @@ class StatsConfig:
 class BenchConfig(RecordConfig):
     """A benchmark of reading or writing data, compared with other projects."""
 
-    what: Literal["data", "views", "shard", "augment", "train", "gpu", "model"] = setting(
+    what: Literal["data", "views", "shard", "augment", "train", "gpu"] = setting(
         REQUIRED,
         "What is measured: data, the loader; views, the loader with 2 large views and 8 small ones of each image; shard, sharding; augment, "
         "the cost of augmentation; the others, as the first word of the command, have settings of their own",
@@ -250,7 +250,7 @@ class BenchConfig(RecordConfig):
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        if self.what in ("train", "gpu", "model"):
+        if self.what in ("train", "gpu"):
             raise UserError(
                 f"{self.what} has settings of its own: make it the first word, as bench.py {self.what} --help."
             )

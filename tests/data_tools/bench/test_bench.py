@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("nosuch", "what = nosuch must be one of data, views, shard, augment, train, gpu, model."),
+        ("nosuch", "what = nosuch must be one of data, views, shard, augment, train, gpu."),
         ("gpu", "gpu has settings of its own: make it the first word"),
     ],
 )
