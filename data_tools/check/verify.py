@@ -3,9 +3,7 @@
 Reads the tables of the manifest directly, because `Dataset.split` raises for the damage that is to be reported.
 """
 
-import csv
 import hashlib
-import io
 import json
 import shutil
 import sys
@@ -27,6 +25,7 @@ from data_tools.progress import data_size
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
+from pipeline.base.files import as_csv
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
 from pipeline.data.dataset import exclusion, manifest, mapped_index
@@ -271,15 +270,10 @@ def _write_details(found: pa.Table, path: AnyPath) -> None:
     path.unlink(missing_ok=True)
     if not len(found):
         return
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(found.column_names)
     with replacing(path) as file:
+        file.write(as_csv([found.column_names]))
         for batch in found.to_batches(_BATCH):
-            writer.writerows(zip(*batch.to_pydict().values(), strict=True))
-            file.write(text.getvalue().encode())
-            text.seek(0)
-            text.truncate()
+            file.write(as_csv(zip(*batch.to_pydict().values(), strict=True)))
 
 
 def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
