@@ -23,14 +23,7 @@ Rows = dict[str, np.ndarray]
 
 def hashed_order(pool: str, keys: Sequence[str]) -> np.ndarray:
     """Returns the rows of the keys in the order of md5(pool + key), (n,) int64."""
-    salted = hashlib.md5(pool.encode(), usedforsecurity=False)
-
-    def digest(key: str) -> bytes:
-        own = salted.copy()
-        own.update(key.encode())
-        return own.digest()
-
-    digests = [digest(key) for key in keys]
+    digests = [hashlib.md5(f"{pool}{key}".encode(), usedforsecurity=False).digest() for key in keys]
     return np.array(sorted(range(len(keys)), key=digests.__getitem__), np.int64)
 
 
