@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import cv2
 import numpy as np
+import pyarrow as pa
 
 from data_tools.dedup.near_copies import TestImages
 from data_tools.dedup.thumbnails import FINE, ThumbnailJob, read_arrays, read_image, read_thumbnails
@@ -76,7 +77,7 @@ def search_shard(job: SearchJob) -> None:
         np.float32,
     )
     near = distances <= KEPT_DISTANCE
-    same, same_others = tests.equal_files.find(own.hashes)
+    same, same_others = _equal_files(own.hashes, tests.by_digest)
     pairs = _each_once(
         np.concatenate([rows[near], same]),
         np.concatenate([others[near], same_others]),
@@ -101,7 +102,7 @@ class _Tests:
         states, thumbs, hashes, tars, self._tar, self._offsets, self._sizes = read_arrays(path, *names)
         self.fine = np.flatnonzero(states == FINE)
         self.index = TestImages(thumbs[self.fine])
-        self.equal_files, self._tars = _EqualFiles(hashes), tars.tolist()
+        self.by_digest, self._tars = _by_digest(hashes), tars.tolist()
 
     def read_reduced(self, row: int) -> np.ndarray:
         return _read_reduced(self._tars[self._tar[row]], int(self._offsets[row]), int(self._sizes[row]))
@@ -112,26 +113,16 @@ def _read_reduced(tar: str, offset: int, size: int) -> np.ndarray:
     return reduced(read_image(tar, offset, size))
 
 
-class _EqualFiles:
-    """Finds equal files by the first 8 bytes of their hashes (no chance match is expected in 1e12 pairs)."""
-
-    def __init__(self, hashes: np.ndarray) -> None:
-        digests = _digests(hashes)
-        self._order = np.argsort(digests, kind="stable")
-        self._sorted = digests[self._order]
-
-    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (rows of hashes, rows of test images) of equal files."""
-        digests = _digests(hashes)
-        first = np.searchsorted(self._sorted, digests, side="left")
-        count = np.searchsorted(self._sorted, digests, side="right") - first
-        rows = np.repeat(np.arange(len(digests)), count)
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
-        return rows, self._order[np.repeat(first, count) + within]
+def _equal_files(hashes: np.ndarray, tests: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (rows of hashes, rows of test images) of equal files. tests: of `_by_digest`."""
+    found = _by_digest(hashes).join(tests, "digest", join_type="inner", right_suffix="_of_test", use_threads=False)
+    return found["row"].to_numpy(), found["row_of_test"].to_numpy()
 
 
-def _digests(hashes: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(hashes[:, :8]).view(np.uint64)[:, 0]
+def _by_digest(hashes: np.ndarray) -> pa.Table:
+    """Rows by the first 8 bytes of their hashes (no chance match is expected in 1e12 pairs)."""
+    digests = np.ascontiguousarray(hashes[:, :8]).view(np.uint64)[:, 0]
+    return pa.table({"digest": digests, "row": np.arange(len(digests))})
 
 
 def _each_once(rows: np.ndarray, tests: np.ndarray, distances: np.ndarray) -> Pairs:
