@@ -32,13 +32,11 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             raise UserError(
                 f"{source} has no {name!r} (split {split!r}). Name the tars there are: splits.train=... splits.val=..."
             )
-        try:
+        with damage_named(path, tarfile.TarError):
             if is_tar_of_tars(path):
                 walk_tar(path, staging, collector, f"{name}/")
             else:
                 of_flat |= _walk_flat(path, split, config, collector)
-        except tarfile.TarError as error:
-            raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
     _check_classes(of_flat, config, collector)
 
 

@@ -5,7 +5,6 @@ import tarfile
 from data_tools.sources.layouts import archive
 from data_tools.sources.layouts import folder as class_folders
 from data_tools.sources.listing import Collector
-from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.commands.data import ShardConfig
 
@@ -22,7 +21,5 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         kind = archive.kind(path)
         plain = archive.unpack(path, kind, staging) if kind in archive.COMPRESSED else path
         collector.inside = f"{name.removesuffix(suffix)}/"
-        try:
+        with archive.damage_named(path, tarfile.TarError):
             (archive.walk_zip if kind == "zip" else archive.walk_tar)(plain, collector)
-        except tarfile.TarError as error:
-            raise UserError(f"{path} is damaged ({error}). Fetch it again, or leave it out.") from None

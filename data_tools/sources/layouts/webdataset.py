@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from data_tools.sources.class_numbers import ClassNumbers, read_names
-from data_tools.sources.layouts.archive import Member, tar_members
+from data_tools.sources.layouts.archive import Member, damage_named, tar_members
 from data_tools.sources.listing import NOT_UTF8, Collector
 from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
@@ -140,11 +140,9 @@ def is_numbered(path: AnyPath) -> bool:
 
 def complete_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
     """Yields what `samples_of` does, in tar order. Raises UserError when the tar is damaged."""
-    try:
+    with damage_named(path, tarfile.TarError):
         members = tar_members(file, 0, file_size(path))
         yield from samples_of((member for member in members if not member.is_folder), partial(_read, file))
-    except tarfile.TarError as error:
-        raise UserError(f"{path} is damaged ({error}). Copy it again, or leave it out.") from None
 
 
 def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
