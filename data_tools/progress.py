@@ -23,21 +23,12 @@ class ProgressMeter:
     """Counts finished images and bytes; shows images/s, MB/s and the remaining time on stderr.
 
     total: number of images; None while it is unknown. shards: number of shards. done: the operation as a participle, such as
-    "sharded". folder: where progress.json is written, or None. A thread replaces the file every `seconds_between_files`,
+    "sharded". folder: where progress.json is written, or None. A thread replaces the file every ten seconds,
     because a shard may take minutes; it is removed when the block ends, so a file that no longer changes is from a killed job.
     No file is written to an object store: the job may be ending because the store cannot be reached.
     """
 
-    def __init__(
-        self,
-        total: int | None,
-        shards: int = 0,
-        folder: AnyPath | None = None,
-        done: str = "",
-        seconds_between_files: float = _SECONDS_BETWEEN_FILES,
-        seconds_between_lines: float = _SECONDS_BETWEEN_LINES,
-    ) -> None:
-        self._seconds_between_files, self._seconds_between_lines = seconds_between_files, seconds_between_lines
+    def __init__(self, total: int | None, shards: int = 0, folder: AnyPath | None = None, done: str = "") -> None:
         self.total, self.total_shards = total, shards
         self.file = ProgressFile(folder) if isinstance(folder, Path) else None
         self._done = done
@@ -83,7 +74,7 @@ class ProgressMeter:
         if self._bar is not None:
             self._bar.set_postfix_str(f"{self._rates(time.monotonic())[1] / 1e6:.1f} MB/s", refresh=False)
             self._bar.update(images)
-        elif time.monotonic() - self._shown >= self._seconds_between_lines:
+        elif time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
             self._shown = time.monotonic()
             print(self._line(), file=sys.stderr, flush=True)
 
@@ -105,7 +96,7 @@ class ProgressMeter:
         return f"{line}, {images_per_second:,.0f} images/s, {bytes_per_second / 1e6:.1f} MB/s, {duration(left)} left"
 
     def _keep_writing(self) -> None:
-        while not self._ended.wait(self._seconds_between_files):
+        while not self._ended.wait(_SECONDS_BETWEEN_FILES):
             # A full disk, for example, is reported where the job writes its data.
             with contextlib.suppress(OSError):
                 self._write()

@@ -84,7 +84,8 @@ def test_a_terminal_has_a_bar_for_what_takes_long(tmp_path: Path, monkeypatch: p
 
 def test_a_shard_is_counted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file said that its images were done, and no time or rate of them."""
-    with progress.ProgressMeter(1000, 10, tmp_path, "sharded", seconds_between_files=0.001) as job:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.001)
+    with progress.ProgressMeter(1000, 10, tmp_path, "sharded") as job:
         assert job.file is not None
         states, write = [], job.file.write
         monkeypatch.setattr(job.file, "write", lambda state: (states.append(state), write(state)))

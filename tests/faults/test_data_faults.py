@@ -535,14 +535,12 @@ def test_a_file_tells_how_far_verify_is(copy: Dataset, monkeypatch: pytest.Monke
     place, seen = copy.path / "verify" / "progress.json", []
 
     class Watched(progress.ProgressMeter):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, seconds_between_files=0.01)
-
         def add(self, images: int, num_bytes: int) -> None:
             super().add(images, num_bytes)
             until(lambda: json.loads(place.read_text())["shards"] == self.shards)
             seen.append(json.loads(place.read_text()))
 
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
     monkeypatch.setattr(tasks, "ProgressMeter", Watched)
     check(copy.path)
     assert [state["shards"] for state in seen] == [1, 2, 3, 4, 5]

@@ -200,14 +200,12 @@ def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Pa
     seen, made = [], []
 
     class Watched(progress.ProgressMeter):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args, seconds_between_files=0.01)
-
         def add(self, images: int, num_bytes: int, **others: bool) -> None:
             seen.append(wait_for_state(tmp_path / "out", shards=self.shards))
             made.append(others["made"])
             super().add(images, num_bytes, **others)
 
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
     monkeypatch.setattr(tasks, "ProgressMeter", Watched)
     dataset = shard.run(settings(source, tmp_path / "out", num_tasks=1))
     total = sum(dataset.info["samples"].values())
@@ -242,10 +240,10 @@ def wait_for_state(folder: Path, **expected: object) -> dict:
     return states[-1]
 
 
-def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, capfd) -> None:
-    with progress.ProgressMeter(
-        1000, 10, tmp_path, "sharded", seconds_between_files=0.01, seconds_between_lines=0.0
-    ) as job:
+def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, capfd, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    with progress.ProgressMeter(1000, 10, tmp_path, "sharded") as job:
         job.add(600, 6_000_000, made=False)
         state = wait_for_state(tmp_path, images=600, shards=1, bytes=6_000_000)
         assert (state["images_per_second"], state["seconds_left"]) == (0, None)
