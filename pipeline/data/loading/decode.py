@@ -141,16 +141,10 @@ def _format(data: bytes) -> str:
 
 
 def _may_have_exif(data: bytes) -> bool:
-    """False only for a JPEG whose segments before the scan are well-formed and contain no EXIF."""
-    at = 2
-    while data[at : at + 1] == b"\xff":
-        marker = data[at + 1 : at + 2]
-        if marker == _START_OF_SCAN:
-            return False
-        if data[at + 4 : at + 10] == _EXIF:
-            return True
-        at += 2 + int.from_bytes(data[at + 2 : at + 4])
-    return data.find(_EXIF, 0, _EXIF_SEARCH_BYTES) >= 0
+    """False only for a JPEG that has no EXIF before its scan, or in its first bytes if its segments are malformed."""
+    end = _start_of_scan(data)
+    is_well_formed = data[end : end + 2] == b"\xff" + _START_OF_SCAN
+    return data.find(_EXIF, 0, end if is_well_formed else _EXIF_SEARCH_BYTES) >= 0
 
 
 def _start_of_scan(data: bytes) -> int:
