@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,8 +49,13 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
     record = cache_home() / "proven" / f"{name[:32]}.json"
     if json_record.read_or_none(record, _CachedChecksum) == _CachedChecksum(absolute, _state(path), expected):
         return expected
-    # The ranks of a node start together; one of them reads the file.
-    with _locked_if_possible(record.with_suffix(".lock")) as can_write:
+    with contextlib.ExitStack() as stack:
+        # The ranks of a node start together; one of them reads the file.
+        can_write = False
+        with contextlib.suppress(OSError):
+            record.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(record.with_suffix(".lock")))
+            can_write = True
         known = _CachedChecksum(absolute, _state(path), expected)
         if json_record.read_or_none(record, _CachedChecksum) == known:
             return expected
@@ -76,16 +81,3 @@ def _state(path: AnyPath) -> str:
         return version(path)
     stat = path.stat()
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-
-
-@contextlib.contextmanager
-def _locked_if_possible(file: Path) -> Iterator[bool]:
-    """Hold a lock, where the folder can be written; yields whether it can."""
-    with contextlib.ExitStack() as stack:
-        can_write = True
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(file))
-        except OSError:
-            can_write = False
-        yield can_write
