@@ -91,14 +91,10 @@ class DatasetFiles:
 
     def text(self, name: str) -> str:
         """Returns the text of the file of this name. Raises MissingError."""
-        return self.content(name).decode()
-
-    def content(self, name: str) -> bytes:
-        """Returns the bytes of the file of this name. Raises MissingError."""
         place = self.find(name)
         if place is None:
             raise self.missing(name)
-        return self.read([place])[0]
+        return self.read([place])[0].decode()
 
     def read(self, places: Iterable[FileLocation]) -> list[bytes]:
         """Returns the bytes of each file. Raises UserError for one that cannot be read."""
