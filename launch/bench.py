@@ -40,7 +40,7 @@ def bench_train(config: TrainBenchConfig) -> None:
         from pipeline.data.mixture.subset import run_splits
 
         run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
-    measure("train", "training.training_step", config)
+    measure("train", "training_step", config)
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:

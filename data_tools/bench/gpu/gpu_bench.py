@@ -291,7 +291,7 @@ def _make_shards(folder: Path, images: int) -> Iterator[Row]:
 
 
 def _train_from_shards(config: TrainBenchConfig) -> Iterator[Row]:
-    from data_tools.bench.training.training_step import from_shards  # Late, as in gpu_step.py.
+    from data_tools.bench.training_step import from_shards  # Late, as in gpu_step.py.
 
     found = from_shards(config)
     # Of a minute with one checkpoint.

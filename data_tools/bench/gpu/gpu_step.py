@@ -198,7 +198,7 @@ def fits(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
 
 def objective(case: Case, setup: Setup, loss: str) -> Iterator[Row]:
     """One row of the engine's step of an objective, `train.loss`, with as many of the case's images as are predicted to fit a GPU."""
-    from data_tools.bench.training.training_step import pipeline_engine  # Late, as in `_engine_step`.
+    from data_tools.bench.training_step import pipeline_engine  # Late, as in `_engine_step`.
     from pipeline.train.loop import training_step
 
     run = objective_run(loss, case.model, case.pixels, case.batch)
@@ -279,7 +279,7 @@ def _plain_step(
 def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[Step, None, Callable[[], list[Tensor]]]:
     """Like `_plain_step`, of the engine, which has no way back to the start. sizes: two steps of each in turn, at first."""
     # Late: imports DeepSpeed, which may use CUDA, and processes are forked from one that has imported this file.
-    from data_tools.bench.training.training_step import pipeline_engine
+    from data_tools.bench.training_step import pipeline_engine
     from pipeline.train.loop import training_step
 
     if setup.graph:

@@ -10,7 +10,7 @@ import pytest
 from forked import Forge
 from tiny import make_dataset
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_step_beside_a_bare_loop(forge: Forge, tmp_path: Path) -> None:
