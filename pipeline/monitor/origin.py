@@ -7,7 +7,8 @@ import contextlib
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -16,8 +17,6 @@ from pipeline.monitor.mlflow.state import run_id_of, tracked_folder_of
 from pipeline.monitor.page_folder import PAGE, PageFolder
 from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.process.committed import NAME, read_checksums
-
-_MAX_HEADER = 1 << 26  # Bytes of the header of a .safetensors.
 
 
 def find_origin(file: Path, named: str) -> WeightsOrigin:
@@ -52,10 +51,9 @@ def _made_by(file: Path) -> _MadeBy:
         return _MadeBy()
     from pipeline.model.weights import METADATA  # Late: imports torch.
 
-    with contextlib.suppress(OSError, UserError), open(file, "rb") as stream:  # `load` says what is wrong with a file.
-        header = stream.read(min(int.from_bytes(stream.read(8), "little"), _MAX_HEADER))
-        tensors = json_record.parse(header, dict[str, Any], str(file))
-        metadata = json_record.convert(tensors.get("__metadata__", {}), dict[str, str], str(file))
+    # `load` says what is wrong with a file.
+    with contextlib.suppress(OSError, SafetensorError, UserError), safe_open(file, framework="np") as tensors:
+        metadata = tensors.metadata() or {}
         return json_record.parse(metadata.get(METADATA, "{}"), _Description, str(file)).extra
     return _MadeBy()
 
