@@ -47,9 +47,7 @@ class SyncState:
 def read_states(path: Path) -> tuple[dict[str, SyncState], str]:
     """Returns (tracking URI without its password -> state, reason why the file is damaged); both are empty without a file."""
     try:
-        states = json_record.read(path, dict[str, SyncState])
-        # Earlier versions wrote the password.
-        return {hide_passwords(uri): state for uri, state in states.items()}, ""
+        return json_record.read(path, dict[str, SyncState]), ""
     except FileNotFoundError:
         return {}, ""
     except UserError as error:

@@ -33,8 +33,7 @@ _MAX_PARAMETERS = 100
 # MLflow does not show tags that begin with "mlflow."
 _NOTE_DIGEST = "mlflow.note.digest"
 # Prefix of the tags of a run that name the runs made from it, as Markdown for its description, and the heading above them there.
-# Earlier versions used the second one, which the page of the run shows.
-_CHILD, _SHOWN_CHILD = "mlflow.made_from_this.", "made_from_this."
+_CHILD = "mlflow.made_from_this."
 _CHILDREN = "\n\n**Made from this run**\n\n"
 
 
@@ -196,11 +195,7 @@ class MlflowStore:
         if (link := f"{_CHILD}{replaced}") in found.data.tags:
             self.client.delete_tag(parent, link)
         note = found.data.tags.get(NOTE, "").partition(_CHILDREN)[0]
-        shown = {tag: text for tag, text in found.data.tags.items() if tag.startswith(_SHOWN_CHILD)}
-        children = {_CHILD + tag.removeprefix(_SHOWN_CHILD): text for tag, text in shown.items()}
-        self.set_tags(parent, {**children, _CHILD + run_id: f"{kind} {page}", NOTE: note})
-        for tag in shown:
-            self.client.delete_tag(parent, tag)
+        self.set_tags(parent, {_CHILD + run_id: f"{kind} {page}", NOTE: note})
         return found.info.run_name, _link(found.info.run_name, found.info)
 
     def end_run(self, run_id: str, status: str, ended: int | None = None) -> None:
@@ -295,7 +290,7 @@ class MlflowStore:
 
 def _with_children(note: str, tags: dict[str, str]) -> str:
     """The description, and links to the runs that were made from this one, which its tags name; as many as it may hold."""
-    children = [text for name, text in sorted(tags.items()) if name.startswith((_CHILD, _SHOWN_CHILD))]
+    children = [text for name, text in sorted(tags.items()) if name.startswith(_CHILD)]
     lines = [f"- {child}\n" for child in dict.fromkeys(children)]
     room, shown = _MAX_TAG - len(note) - len(_CHILDREN) - len(_others(len(lines))), len(lines)
     while shown and sum(map(len, lines[:shown])) > room:

@@ -4,7 +4,6 @@ MLflow keeps saved views as tags of the experiment; they are listed under *Views
 one. The fields are those that the page of MLflow 3.17 saves; unknown fields are ignored, missing ones have their defaults.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -35,18 +34,12 @@ _IMAGES, _FLOPS = "train/images_seen", "train/exaflops"
 _OBJECTIVES = [kind if kind != "softmax" else "" for kind in OBJECTIVES]
 # Closed sections, to which MLflow adds charts of all metrics of a group; "Model metrics" has those without a group.
 _CLOSED = ("eval", "probe", "train", "speed", "health", "Model metrics", "System metrics")
-# SHA-256 of what earlier versions wrote.
-_EARLIER = {
-    "3f3b54cd7b33df8781bb28d8cf80a636bf8ddcd8805abf03eb0011e73b2582c8",
-    "2772ed493adf56a937e21de1439bbd471bce7af3c1a8822d486af3da19840e2a",
-}
 _LARGE = {"columns": 2, "cardHeight": 400}
 
 
 def is_earlier(tag: str) -> bool:
-    """Whether a value of VIEW_TAG is what an earlier version wrote, and nobody has changed: then it is replaced."""
-    with_fewer = (view_tag(_OBJECTIVES[:count]) for count in range(1, len(_OBJECTIVES)))
-    return hashlib.sha256(tag.encode()).hexdigest() in _EARLIER or tag in with_fewer
+    """Whether a value of VIEW_TAG is what a version with fewer objectives wrote, and nobody has changed: then it is replaced."""
+    return tag in (view_tag(_OBJECTIVES[:count]) for count in range(1, len(_OBJECTIVES)))
 
 
 def view_tag(objectives: Sequence[str] = _OBJECTIVES) -> str:
