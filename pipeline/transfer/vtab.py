@@ -28,7 +28,6 @@ from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words, read_results, unpublished_warning
 from pipeline.transfer.sweep import (
-    SWEEP_FILE,
     Outcome,
     Sweep,
     cell_name,
@@ -107,11 +106,8 @@ def output(config: VtabConfig) -> Path:
     """The folder of a sweep's results. Raises UserError for a URL, and for a path that is a file."""
     if "://" in config.out:
         raise UserError(f"out = {config.out}: the results are small files in a folder. Choose one on a disk.")
-    path, name = Path(config.weights), f"{config.protocol.name}-{config.method}"
-    # Where earlier versions put a sweep of a checkpoint: the command that began it has to find it.
-    earlier = Path("runs/vtab", f"{path.resolve().stem}-{name}")
-    is_there = (earlier / SWEEP_FILE).is_file() and not (path / "checkpoints").is_dir()
-    return output_folder(config.out or str(earlier) * is_there, config.weights, "vtab", name, holds="VTAB-1k sweep")
+    name = f"{config.protocol.name}-{config.method}"
+    return output_folder(config.out, config.weights, "vtab", name, holds="VTAB-1k sweep")
 
 
 def _run(
@@ -179,10 +175,8 @@ def _with_earlier(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str,
     """The results, with the earlier scores that are not among them: of tasks and seeds that this start left out."""
     if not earlier:
         return results
-    # Earlier versions gave a probe, which draws nothing, the first of the seeds: it is the same score.
-    draws = results["method"] == "finetune"
-    known = {(row["task"], draws and row["seed"]) for row in results["scores"]}
-    kept = [row for row in earlier["scores"] if (row["task"], draws and row["seed"]) not in known]
+    known = {(row["task"], row["seed"]) for row in results["scores"]}
+    kept = [row for row in earlier["scores"] if (row["task"], row["seed"]) not in known]
     tasks = {row["task"] for row in kept}
     if kept:
         print(

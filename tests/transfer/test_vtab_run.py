@@ -432,13 +432,8 @@ def test_copies_that_dedup_marked_are_told(prepared: list[str], finished: Path, 
     )
 
 
-def test_a_sweep_of_a_checkpoint_is_in_its_run_unless_an_earlier_version_began_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_of_a_checkpoint_is_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = schema.load(VtabConfig, PROTOCOLS / "lightweight.yaml", ["weights=runs/a/checkpoints/step-00001000"])
     name = f"step-00001000-{config.protocol.name}-{config.method}"
     assert vtab.output(config) == tmp_path / "runs/a/vtab" / name
-    Path("runs/vtab", name).mkdir(parents=True)
-    Path("runs/vtab", name, "sweep.json").write_text("{}")
-    assert vtab.output(config) == Path("runs/vtab", name)
