@@ -7,7 +7,7 @@ makes the record from either, and both give the same record.
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
 from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.state import run_id_of
-from pipeline.monitor.page_folder import PAGE, End, PageFolder, parse_starts
+from pipeline.monitor.page_folder import PAGE, End, PageFolder, SavedFacts, parse_starts
 from pipeline.monitor.run_page import (
     METRICS_TAG,
     SCORE,
@@ -176,7 +176,7 @@ def from_folder(folder: Path) -> RunRecord:
     if facts is not None:
         tags = facts.all_tags() | tags
     return _record(
-        files, folder.resolve().name, str(folder), facts, tags, facts.parameters if facts else _from_checkpoint(folder), metrics,
+        files, folder.resolve().name, str(folder), facts, tags, facts.parameters if facts else {}, metrics,
         datasets=facts.datasets if facts else (), ignored=ignored, parents=facts.parents if facts else {},
         origin=facts.origin if facts else origin_in(tags), folder=folder, run_id=run_id_of(folder), status=word,
         outcome=tags.get("outcome", outcome or word), num_damaged=num_damaged, declared=facts.metrics if facts else {},
@@ -210,17 +210,6 @@ def _all_series(
         if possible:
             metrics[name] = Series.of(possible)
     return metrics, impossible
-
-
-def _from_checkpoint(folder: Path) -> dict[str, Any]:
-    """What the newest checkpoint of an earlier version's run says: fingerprint, classes, ranks, exclusions."""
-    with contextlib.suppress(UserError):
-        for path in Checkpoints(folder / "checkpoints").candidates()[:1]:
-            identity = read_state(path).identity
-            return {
-                name: identity[name] for name in ("fingerprint", "classes", "ranks", "excluded") if name in identity
-            }
-    return {}
 
 
 # ---------------------------------------------------------------------- from MLflow
@@ -263,7 +252,7 @@ def _record(
     files: RunFiles, name: str, address: str, facts: RunFacts | None, tags: Mapping[str, str], parameters: Mapping[str, Any],
     metrics: dict[str, Series], *, datasets: Sequence[DatasetFacts], ignored: Sequence[str], **known: Any,
 ) -> RunRecord:  # fmt: skip
-    """The record, with what follows from files, tags and parameters. datasets: without any, made from settings and parameters."""
+    """The record, with what follows from files, tags and parameters."""
     parameters = {key: str(value) for key, value in parameters.items()}
     results = _results(files)
     starts, num_cut = parse_starts(files.read("starts.jsonl") or b"")
@@ -281,7 +270,7 @@ def _record(
     planned = facts.steps if facts and facts.steps else as_count(parameters.get("steps"))
     if config is not None and not planned and str(config.train.length).endswith("steps"):
         planned = config.train.length.steps(1, config.train.global_batch)
-    record = RunRecord(
+    return RunRecord(
         facts.name if facts else config.name if config else str(results.get("name") or name),
         tags.get("kind", kind), address, files, settings=settings, has_all_settings=config is not None,
         parameters=parameters, metrics=metrics, tags=dict(tags), datasets=tuple(datasets), steps=planned,
@@ -290,17 +279,6 @@ def _record(
         starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,
         ignored=(*[f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored"] * bool(num_cut), *ignored), **known,
     )  # fmt: skip
-    if datasets or not settings.get("data.path"):
-        return record
-    path, digest = str(settings["data.path"]), parameters.get("fingerprint", "")
-    classes, samples = (as_count(parameters.get(name)) for name in ("classes", "samples"))
-    splits = [(str(settings.get("data.train_split", "train")), samples, "training")]
-    if record.split or "data.eval_split" not in settings:
-        splits.append((record.split, 0, "evaluation"))
-    made = [
-        DatasetFacts(Path(path).name, path, digest, split, count, classes, context) for split, count, context in splits
-    ]
-    return replace(record, datasets=tuple(made))
 
 
 def _config(files: RunFiles) -> RunConfig | None:
@@ -361,10 +339,8 @@ def _results(files: RunFiles) -> dict[str, Any]:
 
 def _facts(files: RunFiles) -> RunFacts | None:
     """Content of page/facts.json; None if it is missing."""
-    tree = _mapping(files, "facts.json")
-    if not tree:
-        return None
-    return json_record.convert(tree.get("facts", tree), RunFacts, files.where("facts.json"))
+    saved = _parsed(files, "facts.json", SavedFacts)
+    return saved.facts if saved else None
 
 
 def _mapping(files: RunFiles, name: str) -> dict[str, Any]:
