@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.base import json_record, random_numbers
+from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
@@ -33,7 +33,6 @@ from pipeline.model.weights import read_additions
 from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
 from pipeline.settings.objective_checks import MASK_SHARE, check_encodes_kept, num_kept
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import build as build_settings
 from pipeline.settings.schema import setting
 
 _REMOVED = Purpose.named("mae_mask")
@@ -153,8 +152,6 @@ class Mae(Objective):
         embed, usual = additions.get("decoder_embed.weight"), MaeSettings()
         if embed is None:
             return None
-        if facts.num_heads is None:
-            facts = _facts_of_run(path) or facts
         facts = replace(facts, **{name: value for name, value in known.items() if value is not None})
         if facts.num_heads is None or facts.normalise is None:
             say(
@@ -274,16 +271,6 @@ class Mae(Objective):
 
     def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": self.losses(views, facts)}
-
-
-def _facts_of_run(path: Path) -> DecoderFacts | None:
-    """What the settings of a run say of the decoder in its checkpoint, which earlier versions did not write into the weights."""
-    try:
-        tree = json_record.read(path.resolve().parents[2] / "config.json", dict)
-    except (FileNotFoundError, IndexError):
-        return None
-    given = build_settings(MaeSettings, tree.get("objective", {}), f"the settings of {path}", "objective")
-    return DecoderFacts(given.decoder_heads, given.normalise, *_PIXELS[given.pixels])
 
 
 def draw_masks(
