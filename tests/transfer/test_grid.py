@@ -283,7 +283,7 @@ def test_names_of_data_sets_tell_them_apart() -> None:
         return [name.metric for name in data_names(entries).values()]
 
     assert metrics_of("a/x:val", "b/y:test", "b/z") == ["x_val", "y_test", "z"]
-    assert metrics_of("a/x:val", "b/x:val", "a/x:test", "y") == ["a_x_val", "b_x_val", "x_test", "y"]
+    assert metrics_of("a/x:val", "b/x:val", "a/x:test", "y") == ["a_x_val", "b_x_val", "a_x_test", "y"]
     assert metrics_of("x:val", "/b/x:val", "c/b/x:val") == ["x_val", "_b_x_val", "c_b_x_val"]
     assert metrics_of("x_val:test", "a/x:val_test") == ["x_val_test", "a_x_val_test"]
     assert metrics_of("s3://one/x?region=eu-west-1", "gs://two/x") == ["one_x", "two_x"]

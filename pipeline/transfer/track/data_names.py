@@ -22,35 +22,21 @@ class DataName(NamedTuple):
 def data_names(entries: Sequence[str]) -> dict[str, DataName]:
     """Entry, `folder` or `folder:split` -> its names, which no other entry has. entries: different ones.
 
-    They are made of the data set's folder alone, and begin with folders above it where these tell two entries apart. Raises
-    UserError where they do not.
+    They are made of the data set's folder alone, and where these do not tell entries apart, of as many folders above it, too, as do.
+    Raises UserError where none do.
     """
     # Once, because it may ask the store of a URL.
     found = {entry: location_and_split(entry) for entry in entries}
     folders = {entry: _folders(location) for entry, (location, _) in found.items()}
-    depths = dict.fromkeys(entries, 1)
-    while True:
-        names = {entry: _names(folders[entry][-depth:], found[entry][1]) for entry, depth in depths.items()}
-        clashes = [
-            [entry, *others]
-            for entry, name in names.items()
-            if (others := [other for other in entries if other != entry and _are_same(name, names[other])])
-            or name.metric == _TAKEN
-        ]
-        if not clashes:
+    for depth in range(1, max(map(len, folders.values()), default=1) + 1):
+        names = {entry: _names(folders[entry][-depth:], found[entry][1]) for entry in entries}
+        metrics = {name.metric for name in names.values()}
+        if len(metrics) == len({name.folder for name in names.values()}) == len(names) and _TAKEN not in metrics:
             return names
-        longer = [entry for entry, *_ in clashes if depths[entry] < len(folders[entry])]
-        if not longer:
-            entries_of_one, metric = " and ".join(clashes[0]), names[clashes[0][0]].metric
-            raise UserError(
-                f"also: the scores on {entries_of_one} would have the name of others, top1_{metric}. Leave one out, or rename a folder."
-            )
-        for entry in longer:
-            depths[entry] += 1
-
-
-def _are_same(one: DataName, other: DataName) -> bool:
-    return one.metric == other.metric or one.folder == other.folder
+    raise UserError(
+        f"also: the scores on {' and '.join(entries)} would have the name of others, top1_{' or top1_'.join(sorted(metrics))}. Leave one "
+        "out, or rename a folder."
+    )
 
 
 def _folders(location: str) -> tuple[str, ...]:
