@@ -23,7 +23,6 @@ from pipeline.base.files import hidden_folder, remove_unfinished, sync_folder, s
 from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, files
-from pipeline.model.convert.plain import without_layer_scale
 from pipeline.model.convert.preprocessing import eval_resize, written_crop, written_filter
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ExportConfig
@@ -77,8 +76,6 @@ def run(config: ExportConfig) -> LogitDifference:
         content=content,
     ).eval()
     del content  # whose tensors the model has copied
-    if config.fold_layer_scale and isinstance(model, VisionTransformer):
-        model = without_layer_scale(model)
     for note in models.resizing_notes(trained, model.config):
         print(note)
     if config.format in _FOLDERS:

@@ -231,17 +231,6 @@ def test_that_fixed_positions_become_a_table_is_said(tmp_path, capsys, form, pos
         assert not torch.allclose(load(file, image_size=32).eval()(images), expected, atol=0.1)
 
 
-def test_layer_scale_is_folded_if_asked_for(tmp_path):
-    model = random_weights(tmp_path / "model.pt", layer_scale=0.5)
-    run(tmp_path / "model.pt", "safetensors", tmp_path / "a.safetensors")
-    assert load(tmp_path / "a.safetensors").config.layer_scale == 0.5
-    run(tmp_path / "model.pt", "safetensors", tmp_path / "b.safetensors", fold_layer_scale=True)
-    back, images = load(tmp_path / "b.safetensors").eval(), torch.rand(3, 3, 16, 16)
-    assert back.config.layer_scale is None
-    with torch.no_grad():
-        torch.testing.assert_close(back(images), model(images), rtol=1e-5, atol=1e-5)
-
-
 def test_of_hugging_face_into_ours_asks_transformers_first(weights, tmp_path, capsys):
     run(weights, "huggingface", tmp_path / "hf")
     processor = json.loads((tmp_path / "hf" / "preprocessor_config.json").read_text())

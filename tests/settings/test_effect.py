@@ -172,7 +172,7 @@ def test_the_plan_says_it_too() -> None:
         (RunConfig, [*RUN, "train.lora_layers=[up]"], "train.lora_layers = ['up'] has no effect without train.lora_rank"),
         (reports.CompareConfig, ["runs=[a,b]", "data=d", "batch=8"], "data = d, batch = 8 have no effect without score or split. Set what"),
         (weights.ExportConfig, ["weights=w", "format=mae", "out=a.pth", "head=false"], "writes MAE as it was trained"),
-        (weights.ExportConfig, ["weights=w", "format=huggingface_mae", "out=a", "fold_layer_scale=true"], "writes MAE as it was trained"),
+        (weights.ExportConfig, ["weights=w", "format=huggingface_mae", "out=a", "image_size=32"], "writes MAE as it was trained"),
         (weights.ScoreConfig, ["weights=w", "data=d", "experiment=e"], "experiment = e has no effect without mlflow"),
         (weights.ScoreConfig, ["weights=w", "data=d", "neighbour_images=9"], "neighbour_images = 9 has no effect without neighbours"),
         (weights.FeaturesConfig, ["weights=w", "images=i", "out=a.parquet", "num_like=3"], "num_like = 3 has no effect without like"),

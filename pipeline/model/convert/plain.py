@@ -1,7 +1,6 @@
 """Converts our ViTs to the form that other projects' files can hold, or refuses those that they cannot hold."""
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,7 +8,6 @@ from torch import Tensor
 from pipeline.architecture.config import OPTIONS, Pool, ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.model import position
-from pipeline.model.build import build
 from pipeline.model.vit import VisionTransformer
 
 
@@ -40,7 +38,7 @@ def as_plain(
         "a representation layer (leave it out with the head: head=false)": config.representation and not representation,
     }
     if "layer_scale" not in holds and config.layer_scale is not None:
-        config, state = replace(config, layer_scale=None), fold_layer_scale(state)
+        config, state = replace(config, layer_scale=None), _fold_layer_scale(state)
     for field in ("qkv_bias", "out_bias", "mlp_bias"):
         if field not in holds:
             config = replace(config, **{field: getattr(ViTConfig, field)})
@@ -58,16 +56,7 @@ def as_plain(
     return config, state
 
 
-def without_layer_scale(model: VisionTransformer) -> VisionTransformer:
-    """The model, or one without LayerScale that computes the same, but for rounding."""
-    if model.config.layer_scale is None:
-        return model
-    plain = build(replace(model.config, layer_scale=None))
-    plain.load_state_dict(fold_layer_scale(model.state_dict()))
-    return cast(VisionTransformer, plain.train(model.training))
-
-
-def fold_layer_scale(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _fold_layer_scale(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of a model whose layers with LayerScale are plain ones that compute the same, but for rounding."""
     folded = {name: tensor for name, tensor in state.items() if not name.endswith(".scale")}
     for name, scale in (

@@ -122,10 +122,6 @@ class ExportConfig:
     image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
     kernel: Kernel | None = kernel_setting()
     head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
-    fold_layer_scale: bool = setting(
-        False,
-        "Fold the factors of LayerScale into the layers that they scale also in a format that has LayerScale; others always do.",
-    )
     tolerance: float = setting(
         1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit.", min=0, below=1
     )
@@ -144,9 +140,9 @@ class ExportConfig:
             raise UserError(
                 f"out = {as_typed(self.out)} of format = {self.format} must end in {suffixes[self.format]}."
             )
-        if self.format.endswith("mae") and (self.image_size or self.kernel or not self.head or self.fold_layer_scale):
+        if self.format.endswith("mae") and (self.image_size or self.kernel or not self.head):
             raise UserError(
-                f"format = {self.format} writes MAE as it was trained: leave out image_size, kernel, head and fold_layer_scale."
+                f"format = {self.format} writes MAE as it was trained: leave out image_size, kernel and head."
             )
 
 
