@@ -27,7 +27,7 @@ from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import outcomes
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
 from pipeline.evaluate.predict import open_images, predict_all
-from pipeline.evaluate.probes.features import requests
+from pipeline.evaluate.probes.features import read_pixels
 from pipeline.explain import figures, galleries
 from pipeline.explain.attention import compute_attention, concatenate, patch_distances
 from pipeline.explain.components import patch_components
@@ -208,16 +208,13 @@ def _draw_images(
 def read_images(config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
     """The rows that can be read, and their pixels as the model reads them, uint8 (n, S, S, 3). Raises UserError for none."""
     view = eval_view(loaded.view, loaded.image_size)
-    kept, pixels = [], []
     with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
-        for batch in loader.batches(requests(rows, config.batch)):
-            kept.append(batch.rows[batch.valid.numpy()])
-            pixels.append(batch.images[batch.valid])
+        kept, pixels = read_pixels(loader, rows, config.batch)
     for row, reason in loader.bad.items():
         print(printable(f"left out: {split.keys([row])[0]} cannot be read ({reason})"))
     if len(loader.bad) == len(rows):
         raise UserError(f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read.")
-    return np.concatenate(kept), torch.cat(pixels)
+    return kept, pixels
 
 
 def _caption(pictures: AdhocSplit, row: int) -> str:
@@ -273,12 +270,8 @@ def _draw_predictions(
     if len(known):
         right = (true == predicted)[known]
         rows = known[galleries.order_by_mistake(right, confidence[known], _NUM_PREDICTIONS)]
-        num_wrong = int((~right).sum())
-        note = (
-            f"True class, then prediction: {num_wrong:,} of {len(known):,} are wrong. "
-            "The most confident mistakes first, then right predictions, the least confident first."
-        )
-        results.numbers["predictions"] = {"images": len(known), "wrong": num_wrong}
+        note = galleries.note_on_mistakes(right)
+        results.numbers["predictions"] = {"images": len(known), "wrong": int((~right).sum())}
     else:
         readable = np.flatnonzero(predictions.readable)
         rows = readable[np.argsort(-confidence[readable], kind="stable")[:_NUM_PREDICTIONS]]

@@ -140,6 +140,14 @@ def order_by_mistake(right: np.ndarray, confidence: np.ndarray, most: int) -> np
     return np.concatenate([wrong[:num_wrong], good[: most - num_wrong]])
 
 
+def note_on_mistakes(right: np.ndarray) -> str:
+    """What a sheet in the order of `order_by_mistake` says."""
+    return (
+        f"True class, then prediction: {int((~right).sum()):,} of {len(right):,} are wrong. The most confident mistakes first, "
+        "then right predictions, the least confident first."
+    )
+
+
 def draw_predictions(
     pixels: np.ndarray, true: Sequence[str | None], predicted: Sequence[str], confidence: np.ndarray, note: str
 ) -> Figure:

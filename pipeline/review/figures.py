@@ -13,7 +13,7 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.views import eval_view
 from pipeline.evaluate.classify import per_class
-from pipeline.evaluate.probes.features import requests
+from pipeline.evaluate.probes.features import read_pixels
 from pipeline.explain import galleries
 from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, running_mean
 from pipeline.review.record import LastPredictions, RunRecord, Series, title_of
@@ -155,29 +155,14 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
         return None
     right = found.true[known] == found.predicted[known]
     chosen = known[galleries.order_by_mistake(right, found.probability[known], _NUM_IMAGES)]
-    pixels = _read(split, found.rows[chosen], config)
-    kept = np.array([i for i, row in enumerate(found.rows[chosen].tolist()) if row in pixels], np.int64)
-    if not len(kept):
-        return None
-    chosen = chosen[kept]
-    note = (
-        f"True class, then prediction: {int((~right).sum()):,} of {len(known):,} are wrong. The most confident mistakes first, "
-        "then right predictions, the least confident first."
-    )
-    figure = galleries.draw_predictions(
-        np.stack([pixels[row] for row in found.rows[chosen].tolist()]), [names[c] for c in found.true[chosen].tolist()],
-        [names[c] for c in found.predicted[chosen].tolist()], found.probability[chosen], note,
-    )  # fmt: skip
-    return png(figure, DPI)
-
-
-def _read(split: Split, rows: np.ndarray, config: RunConfig) -> dict[int, np.ndarray]:
-    """Row -> pixels, uint8 (H, W, 3), of the images that can be read, in the evaluation's view."""
-    found = {}
     view = eval_view(config.augment, config.model.image_size)
     with Loader(split, view, _THREADS, prefetch=2, max_bad_share=1.0) as loader:
-        for batch in loader.batches(requests(rows, 16)):
-            for row, valid, pixels in zip(batch.rows.tolist(), batch.valid.tolist(), batch.images.numpy(), strict=True):
-                if valid:
-                    found[row] = pixels
-    return found
+        rows, pixels = read_pixels(loader, found.rows[chosen], 16)
+    if not len(rows):
+        return None
+    chosen = chosen[np.isin(found.rows[chosen], rows)]
+    figure = galleries.draw_predictions(
+        pixels.numpy(), [names[c] for c in found.true[chosen].tolist()], [names[c] for c in found.predicted[chosen].tolist()],
+        found.probability[chosen], galleries.note_on_mistakes(right),
+    )  # fmt: skip
+    return png(figure, DPI)

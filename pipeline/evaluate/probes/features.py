@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.data.loading.loader import Loader
 from pipeline.evaluate.split_reader import SplitReader
 
 
@@ -54,3 +55,12 @@ def requests(
         start = min(first + rank, last) * batch
         part = rows[start : start + batch]
         yield part, np.zeros(len(part), dtype=np.int64)
+
+
+def read_pixels(loader: Loader, rows: np.ndarray, batch: int) -> tuple[np.ndarray, Tensor]:
+    """Those of the rows that can be read, in their order, and their pixels, uint8 (n, H, W, 3)."""
+    kept, pixels = [], []
+    for loaded in loader.batches(requests(rows, batch)):
+        kept.append(loaded.rows[loaded.valid.numpy()])
+        pixels.append(loaded.images[loaded.valid])
+    return np.concatenate(kept), torch.cat(pixels)
