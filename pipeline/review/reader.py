@@ -219,14 +219,12 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     with_points: read all points of the metrics; otherwise each metric has its last value only, at step 0, which is one request.
     """
     stored: StoredRun = store.read_run(run_id)
-    points: dict[str, list[tuple[int, float, int]]] = {}
     shown = {name: value for name, value in stored.metrics.items() if name != SCORE}  # A copy of another metric.
     wanted = [name for name in shown if not plain_name(name).startswith(_NOT_READ)]
     last = [(name, [(0, value, 0)]) for name, value in shown.items()]
-    for name, found in store.read_points(stored, wanted) if with_points else last:
-        grouped = plain_name(name)
-        # A run that an earlier version began has points without a group too, which are the older ones.
-        points[grouped] = [*found, *points.get(grouped, [])] if name == grouped else [*points.get(grouped, []), *found]
+    points = {
+        plain_name(name): list(found) for name, found in (store.read_points(stored, wanted) if with_points else last)
+    }
     files = StoredFiles(store, stored.run_id)
     declared = from_tag(stored.tags.get(METRICS_TAG, ""))
     metrics, impossible = _all_series(
