@@ -21,7 +21,6 @@ from pipeline.base.json_record import Count, Share
 from pipeline.base.metric import Metric, from_tag, metric_of
 from pipeline.base.tracking_uri import sqlite_file
 from pipeline.base.words import counted, on_one_line
-from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
@@ -266,8 +265,6 @@ def _record(
     kinds = [kind for name, kind in _KIND_BY_RESULT.items() if name in results]
     kind = kinds[0] if kinds else "finetune" if settings.get("init.weights") else "pretrain"
     planned = facts.steps if facts and facts.steps else as_count(parameters.get("steps"))
-    if config is not None and not planned and str(config.train.length).endswith("steps"):
-        planned = config.train.length.steps(1, config.train.global_batch)
     return RunRecord(
         facts.name if facts else config.name if config else str(results.get("name") or name),
         tags.get("kind", kind), address, files, settings=settings, has_all_settings=config is not None,
@@ -294,13 +291,9 @@ def _config(files: RunFiles) -> RunConfig | None:
 
 def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
     """Returns (architecture as settings, FLOPs of training on one image); ({}, 0) if the files do not have it."""
-    where = files.where(architecture.FILE)
     values = _parsed(files, architecture.FILE, dict[str, Any])
     if values is None:
-        found = Checkpoints(files.path / "checkpoints").candidates() if isinstance(files, FolderFiles) else []
-        if not found:
-            return {}, 0.0
-        values, where = read_state(found[0]).model, f"{found[0]}/state.json"
+        return {}, 0.0
     try:
         config = models.config_from_dict(values)
         flops = float(models.training_flops_per_image(config))
@@ -309,7 +302,7 @@ def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
         return architecture.as_settings(config), flops
     except (UserError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
         reason = on_one_line(error)
-        raise UserError(f"{where} is damaged ({reason}). Remove it if the run has a checkpoint.") from None
+        raise UserError(f"{files.where(architecture.FILE)} is damaged ({reason}). Remove it.") from None
 
 
 def _flops_per_image(

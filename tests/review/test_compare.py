@@ -16,7 +16,6 @@ from review_runs import write_run
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.page import markdown
-from pipeline.checkpoint.store import FORMAT
 from pipeline.evaluate import architecture
 from pipeline.monitor.run_page import FLOPS_OF_PARTS
 from pipeline.process.outputs import kind_of
@@ -31,9 +30,7 @@ from pipeline.transfer.vtab_tasks import TASKS
 WIDE = models.configure("ViT-Ti/16", 32, 4, width=32, depth=2, mlp_width=64, num_heads=2)
 
 
-def older_run(
-    folder: Path, config: models.Config, *settings: str, steps: int = 20, in_checkpoint: bool = False
-) -> Path:
+def older_run(folder: Path, config: models.Config, *settings: str, steps: int = 20) -> Path:
     """A run folder of an earlier version, without weights and without page/."""
     overrides = ["data.path=x", "train.length=9 steps", "train.global_batch=16", f"name={folder.name}", *settings]
     folder.mkdir(parents=True)
@@ -41,12 +38,7 @@ def older_run(
     (folder / "config.json").write_text(json.dumps(run))
     lines = [{"step": s, "time": s, "metrics": {"loss": 1 / s, "images_per_second": s}} for s in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if in_checkpoint:
-        checkpoint = folder / "checkpoints" / "step-00000009"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "step": 9, "model": config.to_dict()}))
-    else:
-        (folder / architecture.FILE).write_text(json.dumps(config.to_dict()))
+    (folder / architecture.FILE).write_text(json.dumps(config.to_dict()))
     return folder
 
 
@@ -54,12 +46,11 @@ def differences(*folders: Path) -> list[tuple[str, ...]]:
     return compare.differences(compare.settings_of(compare.named([from_folder(folder) for folder in folders])))
 
 
-@pytest.mark.parametrize("in_checkpoint", [False, True])
-def test_a_model_that_came_with_weights_is_no_difference(tmp_path: Path, in_checkpoint: bool) -> None:
+def test_a_model_that_came_with_weights_is_no_difference(tmp_path: Path) -> None:
     named = ["model.name=ViT-Ti/16", "model.width=32", "model.depth=2", "model.mlp_width=64", "model.num_heads=2",
              "model.image_size=32"]  # fmt: skip
-    a = older_run(tmp_path / "a", WIDE, *named, in_checkpoint=in_checkpoint)
-    b = older_run(tmp_path / "b", WIDE, "init.weights=a", "model.image_size=32", "seed=3", in_checkpoint=in_checkpoint)
+    a = older_run(tmp_path / "a", WIDE, *named)
+    b = older_run(tmp_path / "b", WIDE, "init.weights=a", "model.image_size=32", "seed=3")
     assert differences(a, b) == [("seed", "0", "3"), ("init.weights", "None", "a")]
 
 
