@@ -48,6 +48,7 @@ class _Extra:
     preprocessing: SavedPreprocessing | None = None
     loss: str | None = None
     fingerprint: str | None = None
+    train_split: str | None = None
     decoder: DecoderFacts | None = None
 
 

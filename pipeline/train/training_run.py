@@ -270,7 +270,8 @@ class TrainingRun:
         }
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
         extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
-                 "fingerprint": dataset.fingerprint, "run": config.name, "step": progress.step}  # fmt: skip
+                 "fingerprint": dataset.fingerprint, "train_split": config.data.train_split, "run": config.name,
+                 "step": progress.step}  # fmt: skip
         if dataset.class_names != dataset.classes:
             extra["class_names"] = dataset.class_names
         extra |= engine.objective.extra()

@@ -20,6 +20,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.words import counted
 from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
+from pipeline.data.dataset.manifest import location_and_split
+from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.monitor.mlflow.state import run_of_weights
@@ -198,10 +200,16 @@ def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
     """Task -> number of pre-training images marked as copies of its test images; None if they were not searched for."""
     if not pretrained_on:
         return dict.fromkeys(sweep.datasets)
-    path = Path(pretrained_on) / DEDUP_REPORT
-    remedy = f"launch/dedup.py data={pretrained_on} against=..."
+    place, named = location_and_split(pretrained_on)
+    path = to_path(place) / DEDUP_REPORT
+    extra = models.read_weights(sweep.config.weights)[2]
+    trained, split = extra.get("fingerprint"), extra.get("train_split")
+    if named and split and named != split:
+        raise UserError(f"pretrained_on = {pretrained_on}, but the weights were trained on its split {split}.")
+    split = named or split or "train"
+    remedy = f"launch/dedup.py data={place} split={split} against=..."
     try:
-        report = read_dedup_report(Path(pretrained_on))
+        report = read_dedup_report(to_path(place))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is missing. Make it with {remedy}") from None
     except UserError as error:
@@ -209,11 +217,18 @@ def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
         raise UserError(
             f"{path} is damaged, or no report of launch/dedup.py ({reason}). Make it again with {remedy}"
         ) from None
-    trained = models.read_weights(sweep.config.weights)[2].get("fingerprint")
     if trained and trained != report.data.fingerprint:
         raise UserError(
-            f"pretrained_on = {pretrained_on} is {report.data.fingerprint}, but the weights were trained on {trained}."
+            f"pretrained_on = {place} is {report.data.fingerprint}, but the weights were trained on {trained}."
         )
+    if not report.data.is_split(split):
+        known = "" if extra.get("train_split") else f", or name the split of the weights: pretrained_on={place}:SPLIT"
+        print(
+            f"note: {path} is a search of {report.data.name}, so copies of test images in its split {split} count as not searched. "
+            f"Search it with {remedy}{known}",
+            flush=True,
+        )
+        return dict.fromkeys(sweep.datasets)
     tests = [part for part in report.against if part.name.endswith(f":{TEST}")] if report.marked else []
     copies = {part.fingerprint: part.copies for part in tests}
     return {name: copies.get(dataset.fingerprint) for name, dataset in sweep.datasets.items()}

@@ -432,6 +432,36 @@ def test_copies_that_dedup_marked_are_told(prepared: list[str], finished: Path, 
     )
 
 
+def test_a_search_of_another_split_counts_as_none(
+    prepared: list[str], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dtd = json.loads((finished / "results.json").read_text())["data"]["dtd"]
+    (tmp_path / "dedup").mkdir()
+    recorded = tmp_path / "weights.pt"
+    models.save(models.create("ViT-mu/4", 8, 7), recorded, {"fingerprint": "f" * 16, "train_split": "trainval"})
+    of_run = [*prepared, f"weights={recorded}"]
+
+    def copies(searched: str, settings: list[str], named: str = "") -> int | None:
+        report = {"data": {"fingerprint": "f" * 16, "name": f"photos:{searched}"}, "marked": True,
+                  "against": [{"name": "dtd:test", "fingerprint": dtd, "copies": 3}]}  # fmt: skip
+        (tmp_path / "dedup" / "report.json").write_text(json.dumps(report))
+        more = [f"pretrained_on={tmp_path}{named}", "tasks=[dtd]"]
+        sweep = open_sweep(schema.load(VtabConfig, None, [*settings, *more]), tmp_path / "out")
+        return vtab._contamination(sweep, sweep.config.pretrained_on)["dtd"]
+
+    assert copies("train", prepared) == copies("trainval", of_run) == copies("trainval", prepared, ":trainval") == 3
+    assert "not searched" not in capsys.readouterr().out
+    assert copies("val", prepared) is None
+    printed = capsys.readouterr().out
+    assert "is a search of photos:val, so copies of test images in its split train count as not searched. " in printed
+    assert f"launch/dedup.py data={tmp_path} split=train against=..., or name the split" in printed
+    assert copies("train", of_run) is None
+    assert capsys.readouterr().out.endswith(f"launch/dedup.py data={tmp_path} split=trainval against=...\n")
+    assert "but the weights were trained on its split trainval." in refused(
+        tmp_path / "out", [*of_run, f"pretrained_on={tmp_path}:train", "tasks=[dtd]"]
+    )
+
+
 def test_a_sweep_of_a_checkpoint_is_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = schema.load(VtabConfig, PROTOCOLS / "lightweight.yaml", ["weights=runs/a/checkpoints/step-00001000"])

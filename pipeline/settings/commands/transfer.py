@@ -139,8 +139,8 @@ class VtabConfig:
     kernel: Kernel | None = kernel_setting()
     pretrained_on: str = setting(
         "",
-        "Data set that the weights were trained on; the results then include the number of copies of test images that "
-        "launch/dedup.py marked in it.",
+        "Data set that the weights were trained on, as folder or folder:split; the results then include the number of copies of test "
+        "images that launch/dedup.py marked in it. Without a split it is that of the weights' run, or train.",
         path=True,
     )
     micro_batch: int = batch_size(
