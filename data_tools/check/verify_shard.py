@@ -213,7 +213,7 @@ def _check_rows(
         if wrong := [label for label in of_row if not 0 <= label < job.num_classes]:
             findings.add("label range", f"label {wrong[0]} of {counted(job.num_classes, 'class')}", row, key)
         sample = in_tar.get(offset) if job.num_classes else None
-        if sample and ((sample.fault and not sample.is_unlabelled) or sample.labels != sorted(set(of_row))):
+        if sample and ((sample.fault and not sample.is_unlabelled) or sample.labels != sorted(of_row)):
             # In a damaged tar, the tar's label is wrong; training uses the manifest's.
             found = sample.fault or sample.labels
             findings.add("label", f"{found} in the tar, {of_row} in the manifest", row, key, is_unfit=is_intact)

@@ -214,6 +214,15 @@ def test_a_manifest_that_disagrees_with_its_tar(copy: Dataset) -> None:
     assert listed(copy) == [("train", row) for row in (3, 5, 9, 11, 15, 149)]
 
 
+def test_a_label_twice_in_a_row(copy: Dataset) -> None:
+    def change(rows: list[dict]) -> None:
+        rows[9]["labels"] *= 2
+
+    rewrite_rows(copy, change)
+    assert kinds(check(copy.path)) == {"label": 1}
+    assert listed(copy) == [("train", 9)]
+
+
 @pytest.mark.parametrize("forged", [False, True], ids=["flipped", "of other rows"])
 def test_an_index_that_is_not_what_training_should_read(
     forged: bool, copy: Dataset, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
