@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
             findings.append(checked.findings)
             num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded
             progress.add(tables.shards[number].samples, checked.bytes)
-    findings.append(findings_table(keys.duplicates(tables)))
+    findings.append(findings_table([*keys.duplicates(tables), *_listed_again(tables)]))
     found = pa.concat_tables(findings).sort_by([("shard", "ascending"), ("row", "ascending")])
 
     report = {
@@ -246,6 +247,29 @@ class _Keys:
                     findings.append(("duplicate", split, shard_of[row], row, keys[row].as_py(), detail, False))
             first += len(hashes)
         return findings
+
+
+def _listed_again(tables: _Tables) -> list[tuple]:
+    """Findings for each tar that an earlier row of shards.parquet lists too, of whatever split, and for its rows."""
+    findings = []
+    first_splits: dict[str, str] = {}
+    num_rows = Counter[str]()
+    for number, (shard, count) in enumerate(zip(tables.shards, tables.counts.tolist(), strict=True)):
+        first_row = num_rows[shard.split]
+        num_rows[shard.split] += count
+        if shard.name not in first_splits:
+            first_splits[shard.name] = shard.split
+            continue
+        detail = f"an earlier shard of {first_splits[shard.name]} is the same tar"
+        findings.append(("duplicate", shard.split, shard.name, -1, "", detail, False))
+        if tables.samples:
+            start = int(tables.counts[:number].sum())
+            keys = tables.samples.read(columns=["key"]).column("key").slice(start, count).to_pylist()
+            findings += [
+                ("listed again", shard.split, shard.name, first_row + row, key, detail, True)
+                for row, key in enumerate(keys)
+            ]
+    return findings
 
 
 def _summary(found: pa.Table) -> dict[str, Any]:

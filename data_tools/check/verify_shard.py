@@ -29,6 +29,7 @@ SAMPLE_KINDS = {
     "undecodable": "the image cannot be decoded to its last row",
     "label": "the tar's label is not the manifest's",
     "label range": "a label is not a valid class number",
+    "listed again": "the tar is listed a second time, and so are its images",
 }
 TAR_KINDS = {
     "missing": "the tar is not there",

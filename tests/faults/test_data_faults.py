@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from data_tools.check import verify
 from data_tools.sharding import shard
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
-from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
+from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, Dataset, open_dataset, write_dataset
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.views import train_view
 from pipeline.data.storage.atomic import replacing
@@ -221,6 +222,25 @@ def test_a_label_twice_in_a_row(copy: Dataset) -> None:
     rewrite_rows(copy, change)
     assert kinds(check(copy.path)) == {"label": 1}
     assert listed(copy) == [("train", 9)]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_tar_that_is_listed_twice(split: str, copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+    """The images of the second place are excluded, also where they were held out."""
+    shards, tables = copy.shards(), []
+    for number in range(len(shards)):
+        rows = pq.read_table(copy.path / SAMPLES_FILE, filters=[("shard", "=", number)])
+        tables.append(rows.select(ROWS.names).cast(ROWS).replace_schema_metadata(None))
+    place = 4 if split == "train" else 5
+    shards.insert(place, replace(shards[1], split=split))
+    tables.insert(place, tables[1])
+    again = write_dataset(copy.path, shards, tables, copy.classes, copy.info["source"], copy.info["settings"])
+    first = 150 if split == "train" else 37
+    report = check(copy.path)
+    assert report["kinds"]["listed again"]["count"] == report["unfit_samples"] == 40
+    assert f"{SHARD}: an earlier shard of train is the same tar" in capfd.readouterr().out
+    assert listed(again) == [(split, row) for row in range(first, first + 40)]
+    assert (len(again.split("train")), len(again.split("val"))) == (150, 37)
 
 
 @pytest.mark.parametrize("forged", [False, True], ids=["flipped", "of other rows"])
