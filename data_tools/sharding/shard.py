@@ -207,17 +207,19 @@ def _run_jobs(
 def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig, num_read: int) -> None:
     """Raises UserError when too many images are bad. num_read: images read so far, without items that could not be listed."""
     num_items = len(listing) + len(listing.skipped)
-    budget = BadBudget(config.max_bad_share).allowed(num_items)
+    budget = 0 if listing.needs_all else BadBudget(config.max_bad_share).allowed(num_items)
     if len(skipped) > budget:
         of = (
             f"of the {counted(num_read + len(listing.skipped), 'image')} read so far are bad"
             if num_read
             else "items of the source cannot be used"
         )
+        allowed = f"more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of {num_items:,}"
+        limit = f"but all {num_items:,} are needed" if listing.needs_all else allowed
+        or_raise = "" if listing.needs_all else " or raise max_bad_share"
         raise UserError(
-            f"{len(skipped):,} {of}, more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of "
-            f"{num_items:,}: {reasons(skipped)}. To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
-            "sizes change, choose another out=... too."
+            f"{len(skipped):,} {of}, {limit}: {reasons(skipped)}. To go on, make them readable{or_raise}, and run again; if you remove "
+            "them, or their sizes change, choose another out=... too."
         )
 
 

@@ -54,6 +54,7 @@ class Listing:
     written; a module-level function, so that it can be pickled for tasks. None copies the bytes. about: further entries for
     `source` in dataset.json. extra_tables: further tables for the data set's folder, by file name. class_names: readable names of
     classes, if the source has them. is_labelled: whether its shards have labels; False for a source of images alone.
+    needs_all: whether one bad image is an error, whatever max_bad_share allows.
     """
 
     source: AnyPath
@@ -69,6 +70,7 @@ class Listing:
     skipped: list[Skipped] = field(default_factory=list)
     class_names: dict[str, str] = field(default_factory=dict)
     is_labelled: bool = True
+    needs_all: bool = False
 
     def __len__(self) -> int:
         return len(self.table)

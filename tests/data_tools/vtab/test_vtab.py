@@ -602,6 +602,17 @@ def test_arrays_of_other_samples_than_the_labels_are_refused(vtab_tasks: tuple[P
     assert not list((tmp_path / "out").rglob("*"))
 
 
+def test_a_bad_image_is_an_error_that_names_what_can_be_done(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+    originals = tmp_path / "originals"
+    shutil.unpack_archive(vtab_tasks[0] / "originals" / "dtd" / "dtd-r1.0.1.tar.gz", originals / "dtd")
+    for image in originals.rglob("*.jpg"):
+        image.write_bytes(image.read_bytes()[:-2])
+    said = refused(settings(tmp_path / "out", originals=str(originals)))
+    assert "read so far are bad, but all 62 are needed: dtd/images/banded/" in said
+    assert ". To go on, make them readable, and run again; if you remove them" in said
+    assert "max_bad_share" not in said
+
+
 def test_other_forms_of_the_same_files(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     """dSprites as .npz, Caltech101 without the official list, CLEVR and KITTI unpacked: what differs is said."""
     originals = tmp_path / "originals"
