@@ -44,7 +44,7 @@ from pipeline.settings.commands.data import ShardConfig
 
 # Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
 Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]
-STAGING, SKIPPED, COPIES, HASHES = ".staging", "skipped.csv", "copies.csv", "hashes"
+STAGING, SKIPPED, FILLED, COPIES, HASHES = ".staging", "skipped.csv", "filled.csv", "copies.csv", "hashes"
 # Settings that determine the bytes; a folder made with other values is refused.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
 # The same, recorded only if set. (Class lists and maps are part of the listing's digest.)
@@ -243,6 +243,13 @@ def _finish(
     if empty := sorted({done.shard.split for done in results} - {shard.split for shard in kept}):
         raise UserError(f"no image of split {empty[0]!r} can be used: {reasons(skipped)}.")
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
+    filled = sorted(row for done in results for row in done.filled)
+    write_table(out / FILLED, ("key", "where"), filled)
+    if filled:
+        print(
+            f"note: {counted(len(filled), 'image')} of the source cannot be read completely, such as {filled[0][1]}; the rest is grey (see "
+            f"{FILLED}). If your copies are damaged, and not the originals: replace them, remove {out}, and run again."
+        )
     source = identity["source"]
     if copies is not None:
         write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)

@@ -5,7 +5,7 @@ import json
 import os
 import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from data_tools.sources.split_files import PARTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard, file_sha256
-from pipeline.data.loading.decode import check_end, decode, inspect
+from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
 from pipeline.data.storage.content import content_hash
@@ -68,8 +68,9 @@ class ShardingJob:
 class Done:
     """The result of a job. skipped: (key, where, reason) of each bad image. made: False for an existing shard.
 
-    etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels. All but `made` is the
-    metadata of its part file, of which earlier versions have no etag or rows.
+        etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels. filled: (key, where) of
+    XX but `made` is the
+        metadata of its part file, of which earlier versions have no etag, rows or filled.
     """
 
     shard: Shard
@@ -77,6 +78,7 @@ class Done:
     made: bool = False
     etag: str = ""
     rows: str = ""
+    filled: list[tuple[str, str]] = field(default_factory=list)
 
 
 def write_shard(job: ShardingJob) -> Done:
@@ -107,14 +109,14 @@ def write_shard(job: ShardingJob) -> Done:
 
     with replacing(out / job.name) as file:
         tar = _Tar(file)
-        columns, skipped = _write_samples(tar, job)
+        columns, skipped, filled = _write_samples(tar, job)
         tar.finish()
     shard = Shard(job.name, job.split, len(columns["key"]), tar.size, tar.sha256.hexdigest())
     table = pa.Table.from_pydict(columns, ROWS)
     etag = _etag(out / job.name)
-    about = json.dumps({"shard": asdict(shard), "skipped": skipped, "etag": etag, "rows": rows})
+    about = json.dumps({"shard": asdict(shard), "skipped": skipped, "etag": etag, "rows": rows, "filled": filled})
     write_part(part, table, about)
-    return Done(shard, skipped, made=True, etag=etag, rows=rows)
+    return Done(shard, skipped, made=True, etag=etag, rows=rows, filled=filled)
 
 
 def part_path(out: AnyPath, shard_name: str) -> AnyPath:
@@ -231,16 +233,21 @@ class _Tar:
         self._started = end
 
 
-def _write_samples(tar: _Tar, job: ShardingJob) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]]]:
+def _write_samples(
+    tar: _Tar, job: ShardingJob
+) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], list[tuple[str, str]]]:
+    """Returns (columns of ROWS, skipped, filled); see `Done`."""
     rows: list[tuple[Any, ...]] = []
-    skipped = []
+    skipped, filled = [], []
     with Reader() as reader:
         for key, labels, name, *place in _samples(job, "key", "labels", "name", *_PLACE):
             image = _read_image(reader, place, job)
             if isinstance(image, str):
                 skipped.append((key, name, image))
                 continue
-            data, ext, width, height = image
+            data, ext, width, height, is_filled = image
+            if is_filled:
+                filled.append((key, name))
             if not job.has_labels:
                 begin = tar.add(f"{key}.{ext}", data)
             elif len(labels) == 1:
@@ -249,7 +256,7 @@ def _write_samples(tar: _Tar, job: ShardingJob) -> tuple[dict[str, list[Any]], l
                 begin = tar.add(f"{key}.{ext}", data, f"{key}.json", json.dumps({"labels": labels}).encode())
             rows.append((key, begin, len(data), ext, labels, width, height, content_hash(data)))
     columns = zip(*rows, strict=True) if rows else ([] for _ in ROWS.names)
-    return dict(zip(ROWS.names, map(list, columns), strict=True)), skipped
+    return dict(zip(ROWS.names, map(list, columns), strict=True)), skipped, filled
 
 
 def _samples(job: ShardingJob, *columns: str) -> Iterator[tuple[Any, ...]]:
@@ -266,7 +273,7 @@ def _can_read_any(skipped: list[tuple[str, str, str]], job: ShardingJob) -> bool
         )
 
 
-def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> tuple[bytes, str, int, int] | str:
+def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> tuple[bytes, str, int, int, bool] | str:
     """Returns `_image` of the file at `place` (path, offset, size, packed), or what is wrong with it. Raises LostError."""
     try:
         return _image(reader.read(*place), job)
@@ -277,19 +284,35 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> tuple[byt
         return str(error)
 
 
-def _image(data: bytes, job: ShardingJob) -> tuple[bytes, str, int, int]:
-    """Returns (file, extension, width, height) for the shard from a source file. Raises ValueError for a bad image."""
+def _image(data: bytes, job: ShardingJob) -> tuple[bytes, str, int, int, bool]:
+    """Returns (file, extension, width, height, is_filled) for the shard from a source file. Raises ValueError for a bad image.
+
+    is_filled: whether a conversion has filled what could not be read.
+    """
+    is_filled = False
     if job.convert:
-        data = job.convert(data)
+        converted = job.convert(data)
+        is_filled = converted is not data and _is_spoilt_jpeg(data)
+        data = converted
     ext, width, height = inspect(data, decode_all=False)
     if 0 < job.config.resize_short < min(width, height):
         data, width, height = shrink(data, job.config.resize_short, job.config.resize_filter, job.config.jpeg_quality)
-        return data, "jpg", width, height
+        return data, "jpg", width, height, is_filled
     if job.config.inspect == "decode":
         decode(data)
     else:
         check_end(data, ext)
-    return data, ext, width, height
+    return data, ext, width, height, is_filled
+
+
+def _is_spoilt_jpeg(data: bytes) -> bool:
+    """Whether pixels of a JPEG are missing. OpenCV, which converts some, only prints a warning and leaves grey there."""
+    try:
+        if data.startswith(b"\xff\xd8"):
+            decode(data)
+    except DecodeError:
+        return True
+    return False
 
 
 def _is_complete(out: AnyPath, shard: Shard, etag: str = "") -> bool:

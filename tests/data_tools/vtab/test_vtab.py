@@ -613,6 +613,23 @@ def test_a_bad_image_is_an_error_that_names_what_can_be_done(vtab_tasks: tuple[P
     assert "max_bad_share" not in said
 
 
+def test_originals_with_damage_inside_are_counted(
+    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Separate files have no checksum, and OpenCV converts what it can read of a JPEG."""
+    originals = shutil.copytree(vtab_tasks[0] / "originals" / "retinopathy", tmp_path / "originals" / "retinopathy")
+    for number in range(4):
+        image = originals / "test" / f"{number}_right.jpeg"
+        image.write_bytes(image.read_bytes()[:-60] + b"\xff\xd9")
+    with small_splits():
+        run(settings(tmp_path / "out", originals=str(tmp_path / "originals"), tasks=["retinopathy"]))
+    rows = (tmp_path / "out" / "retinopathy" / "filled.csv").read_text().splitlines()
+    assert rows == ["key,where", *(f"test/{number}_right,test/{number}_right.jpeg" for number in range(4))]
+    said = "note: 4 images of the source cannot be read completely, such as test/0_right.jpeg; the rest is grey"
+    assert said in capsys.readouterr().out
+    assert not [*(vtab_tasks[0] / "out").glob("*/filled.csv")]
+
+
 def test_other_forms_of_the_same_files(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     """dSprites as .npz, Caltech101 without the official list, CLEVR and KITTI unpacked: what differs is said."""
     originals = tmp_path / "originals"
