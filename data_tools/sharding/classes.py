@@ -42,7 +42,7 @@ def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
         kept = [name for name, count in zip(listing.classes, counts, strict=True) if count > config.min_images]
         if not kept:
             raise UserError(
-                f"min_images = {config.min_images:,} leaves no class: the largest has {counts.max(initial=0):,} images."
+                f"min_images = {config.min_images:,} leaves no class: the largest has {counted(counts.max(initial=0), 'image')}."
             )
         listing = _choose(listing, kept, f"of at most min_images = {counted(config.min_images, 'image')}")
     return listing

@@ -141,7 +141,9 @@ def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, 
                     containers[place.archive] = collector.add_container(to_path(place.archive))
                 label = int(pool.labels[row])
                 if not 0 <= label < len(original.classes):
-                    raise UserError(f"{source}: {pool.keys[row]} has label {label} of {len(original.classes)} classes.")
+                    raise UserError(
+                        f"{source}: {pool.keys[row]} has label {label} of {counted(len(original.classes), 'class')}."
+                    )
                 collector.sample(
                     split, shard_key(name, pool.keys[row]), [original.classes[label]], place.name,
                     containers[place.archive], place.offset, place.size, place.packed,

@@ -136,7 +136,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     if steps < 1:
         raise UserError(
             f"train.length = {train.length} is {counted(steps, 'step')} of train.global_batch = {train.global_batch} on "
-            f"{num_samples:,} samples. Train longer, or use a smaller batch."
+            f"{counted(num_samples, 'sample')}. Train longer, or use a smaller batch."
         )
     warmup = config.schedule.warmup.steps(num_samples, train.global_batch, steps)
     if warmup >= steps:
@@ -148,7 +148,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     if warmup + cooldown > steps:
         raise UserError(
             f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown = {config.schedule.cooldown} "
-            f"({counted(cooldown, 'step')}) are longer than the run of {steps:,} steps. Shorten one of them."
+            f"({counted(cooldown, 'step')}) are longer than the run of {counted(steps, 'step')}. Shorten one of them."
         )
     intervals = {"scores": config.evaluate.every} if config.data.evaluated else {}
     intervals |= {name: section.every for name, section in config.evaluators.items() if section.every.amount}

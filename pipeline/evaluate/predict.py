@@ -81,7 +81,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     own = read_class_names(config) or (loaded.extra.get("classes") if num_classes else None)
     if own is not None and len(own) != num_classes:
         raise UserError(
-            f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights} {num_classes:,} classes."
+            f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights} {counted(num_classes, 'class')}."
         )
     numbers = [f"class {number}" for number in range(num_classes)]
     images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers)

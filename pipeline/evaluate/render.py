@@ -89,7 +89,7 @@ def _how(scores: dict[str, Any]) -> str:
         crop = f"{resized} resized to {scores['eval_resize']}, central crop"
     excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
     return (
-        f"{origin}Data {scores['fingerprint']}, {scores['num_classes']:,} classes. {excluded}"
+        f"{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}. {excluded}"
         f"Images at {scores['image_size']} pixels: {crop}. Computed in {scores['precision']} on {scores['device']}."
     )
 

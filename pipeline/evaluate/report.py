@@ -181,7 +181,9 @@ def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | Non
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != dataset.num_classes:
         head = f"{counted(num_classes, 'class')}" if num_classes else "no head"
-        raise UserError(f"{config.weights} has {head}, {config.data} has {dataset.num_classes:,} classes. {remedy}")
+        raise UserError(
+            f"{config.weights} has {head}, {config.data} has {counted(dataset.num_classes, 'class')}. {remedy}"
+        )
     if names is None or not config.match_classes:
         return
     for number, (there, here) in enumerate(zip(names, dataset.classes, strict=True)):

@@ -68,7 +68,7 @@ def _open_query(config: FeaturesConfig) -> AdhocSplit:
         raise UserError(f"like = {config.like} is no image file on this machine. Give the path of one.")
     query = open_adhoc_split([config.like], "", "none", [])
     if len(query.split) != 1:
-        raise UserError(f"like = {config.like} has {len(query.split):,} images. Give the path of one.")
+        raise UserError(f"like = {config.like} has {counted(len(query.split), 'image')}. Give the path of one.")
     return query
 
 

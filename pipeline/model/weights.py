@@ -186,13 +186,15 @@ def _check_extra(extra: dict[str, Any], config: Config) -> list[str]:
     """Raise UserError for fields that the commands could not use. Returns notes."""
     found = json_record.convert(_as_json(extra), _Extra, "extra")
     if found.class_names is not None and len(found.class_names) != len(found.classes or ()):
-        raise UserError(f"extra has {len(found.class_names):,} class_names for {len(found.classes or ()):,} classes.")
+        raise UserError(
+            f"extra has {len(found.class_names):,} class_names for {counted(len(found.classes or ()), 'class')}."
+        )
     # Without a head, class names may remain from the head that was removed.
     if found.classes is None or not config.num_classes:
         return []
     if len(found.classes) != config.num_classes:
         raise UserError(
-            f"its class names do not fit its head: {counted(len(found.classes), 'name')}, {config.num_classes:,} classes. "
+            f"its class names do not fit its head: {counted(len(found.classes), 'name')}, {counted(config.num_classes, 'class')}. "
             "Correct the names where the file was written."
         )
     # Not an error: the published names of ImageNet-1k contain "crane" twice.

@@ -112,7 +112,9 @@ def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
         wnids = {row[0].partition(".")[0]: row[1] for row in rows if len(row) > 1}
     else:
         if len(rows) != len(stems):
-            raise UserError(f"val_labels = {val_labels} has {counted(len(rows), 'line')} for {len(stems):,} images.")
+            raise UserError(
+                f"val_labels = {val_labels} has {counted(len(rows), 'line')} for {counted(len(stems), 'image')}."
+            )
         column = [row[0] for row in rows]
         if whole_number(column[0]) is not None:
             column = _by_number(column, val_labels)

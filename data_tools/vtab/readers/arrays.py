@@ -226,7 +226,7 @@ def _in_turn(
         block = np.frombuffer(data[: len(data) // row_bytes * row_bytes], dtype).reshape(-1, *shape[1:])
         wanted = rows[(rows >= start) & (rows < start + per_block)] - start
         if len(wanted) and wanted[-1] >= len(block):
-            raise UserError(f"{where} is truncated: it has fewer than {shape[0]:,} rows. Fetch it again.")
+            raise UserError(f"{where} is truncated: it has fewer than {counted(shape[0], 'row')}. Fetch it again.")
         yield from block[wanted]
 
 

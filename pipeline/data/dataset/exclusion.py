@@ -76,7 +76,7 @@ def excluded_rows(dataset: ManifestTables, split: str, choice: str) -> tuple[np.
         if len(in_list) and not 0 <= in_list[0] <= in_list[-1] < num_samples:
             raise UserError(
                 f"{dataset.path / FOLDER / name}.parquet has rows from {in_list[0]} to {in_list[-1]} of split {split!r}, "
-                f"which has {num_samples:,} samples. Remove it, and make it again."
+                f"which has {counted(num_samples, 'sample')}. Remove it, and make it again."
             )
         _refuse_other_keys(dataset, split, name, lists[name])
     together = np.unique(np.concatenate([np.empty(0, np.int64), *rows.values()]))

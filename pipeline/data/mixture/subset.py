@@ -49,7 +49,7 @@ def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
     count = round(share * len(split))
     if not 0 < count < len(split):
         raise UserError(
-            f"data.dev_share = {share} of the {counted(len(split), 'sample')} of {split.name!r} is {count:,} samples."
+            f"data.dev_share = {share} of the {counted(len(split), 'sample')} of {split.name!r} is {counted(count, 'sample')}."
         )
     rows = np.arange(len(split))
     # By rows of the manifest, so that the choice of a sample does not depend on which others are excluded.

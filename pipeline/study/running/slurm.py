@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from pipeline.base.files import as_bytes, replacing
+from pipeline.base.words import counted
 from pipeline.study.running.cells import Study
 from pipeline.study.running.cost import CostEstimate
 
@@ -66,4 +67,4 @@ def write_script(study: Study, estimated: CostEstimate, file: str) -> None:
     else:
         with replacing(Path(file), mode=0o600) as script:  # The command may hold a password, as in track.uri.
             script.write(as_bytes(text))
-        print(f"{file}: {len(jobs)} array tasks. Submit it with: sbatch {file}")
+        print(f"{file}: {counted(len(jobs), 'array task')}. Submit it with: sbatch {file}")
