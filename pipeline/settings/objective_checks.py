@@ -37,12 +37,18 @@ def check_objective(config: "RunConfig") -> None:
 
 
 def refuse_without_labels(config: "RunConfig", num_classes: int) -> None:
-    """Raise UserError if a run learns labels and its data set, of num_classes classes, has none."""
+    """Raise UserError if a run learns labels and its data set, of num_classes classes, has none, or one from which nothing is learned."""
+    others = [loss for loss in OBJECTIVES if loss not in READS_LABELS]
     if config.reads_labels and not num_classes:
-        others = [loss for loss in OBJECTIVES if loss not in READS_LABELS]
         raise UserError(
             f"train.loss = {config.train.loss} learns labels, and this data set has none (0 classes). Use an objective that needs "
             f"none (train.loss={' | '.join(others)}), or a data set with labels."
+        )
+    if config.train.loss == "softmax" and num_classes == 1:
+        raise UserError(
+            "train.loss = softmax needs at least two classes, and this data set has one: its loss is 0 and its accuracy 100 % from the "
+            f"first step, and nothing is learned. Use an objective that needs no labels (train.loss={' | '.join(others)}), or "
+            "train.loss=sigmoid if some images do not have the label."
         )
 
 

@@ -1,6 +1,7 @@
 """Runs on a data set without labels or without a held-out split: what they measure, what they refuse, exact resume."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,6 +162,19 @@ def test_an_objective_that_measures_no_held_out_image_does_not_advise_to_hold_ou
     assert ", no evaluation" in "\n".join(describe(make_forecast(schema.load(PlanConfig, None, run)))).replace(
         "  ", " "
     )
+
+
+def test_one_class_is_too_few_to_learn_from(photos: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(photos, tmp_path / "one")
+    info = json.loads((folder / "dataset.json").read_text())
+    del info["checksum"], info["num_classes"]
+    (folder / "dataset.json").write_text(json.dumps({**info, "classes": ["thing"]}))
+    with pytest.raises(UserError, match="softmax needs at least two classes, and this data set has one"):
+        prepare(load(folder, "data.eval_split="))
+    with pytest.raises(UserError, match="softmax needs at least two classes"):
+        make_forecast(schema.load(PlanConfig, None, settings(folder, tmp_path, "x", "data.eval_split=")))
+    # Images without the label are of another kind.
+    assert prepare(load(folder, "train.loss=sigmoid", "data.eval_split=")).data.dataset.num_classes == 1
 
 
 def test_the_plan_says_it(photos: Path) -> None:
