@@ -177,6 +177,23 @@ def test_names_taken_from_the_data_set_are_said(weights: Path, data: Dataset, tm
     assert note not in capsys.readouterr().out
 
 
+def test_names_that_replace_those_of_the_weights_are_said(data: Dataset, tmp_path: Path, capsys) -> None:
+    named = save(tmp_path / "named.pt", classes=CLASSES, class_names=[f"the {name}" for name in CLASSES])
+    file = tmp_path / "names.txt"
+    for names, said in (
+        (CLASSES, ""),
+        ([f"the {name}" for name in CLASSES], ""),
+        (
+            [CLASSES[0], "x", "y"],
+            f"2 of 3 names differ from those of {named}: class 1 is shown as 'x', not 'the {CLASSES[1]}'\n",
+        ),
+    ):
+        file.write_text("\n".join(names))
+        run(named, data.path, f"class_names={file}")
+        printed = capsys.readouterr().out
+        assert (f"class_names = {file}: {said}" in printed) if said else "differ from" not in printed
+
+
 def test_true_classes_are_those_of_the_same_name(weights: Path, make_dataset, tmp_path: Path) -> None:
     """Of a set of a mixture, say, which has some of the weights' classes in another order."""
     part = make_dataset({"val": [[1], [0], []]}, [CLASSES[2], CLASSES[0]])
