@@ -46,11 +46,15 @@ def estimate(study: Study, results: Sequence[CellResult]) -> CostEstimate:
         usual = median(per_flop.values())
         hours = {cell.name: added[cell.name] * per_flop.get(cell.model.name, usual) for cell in study.cells}
         return CostEstimate(hours, f"as measured in {counted(sum(map(len, measured.values())), 'cell')} of this study")
+    # How long it takes depends on the model and the device: measured hours include it.
+    compiles = any(cell.run.config.engine.compile for cell in study.cells)
+    without = ", without the time to compile the models (engine.compile)" if compiles else ""
     fixed = {cell.name: _SECONDS_OF_A_PROCESS * (1 + len(cell.finetunes)) / 3600 for cell in study.cells}
     if config.minutes:
         rates = {cell.name: cell.model.speed * cell.flops_per_image * 3600 for cell in study.cells}
         return CostEstimate(
-            {name: flops / rates[name] + fixed[name] for name, flops in added.items()}, "at the models' speeds"
+            {name: flops / rates[name] + fixed[name] for name, flops in added.items()},
+            f"at the models' speeds{without}",
         )
     devices = max(1, config.gpus)
     if config.tflops:
@@ -62,7 +66,7 @@ def estimate(study: Study, results: Sequence[CellResult]) -> CostEstimate:
         return CostEstimate(
             {}, "of unknown speed: set tflops=..., what a device keeps up in training (launch/plan.py predicts it)"
         )
-    return CostEstimate({name: flops / rate / 3600 + fixed[name] for name, flops in added.items()}, source)
+    return CostEstimate({name: flops / rate / 3600 + fixed[name] for name, flops in added.items()}, source + without)
 
 
 def _speed_of_this_cpu() -> float:

@@ -535,3 +535,9 @@ def test_what_diverged_is_no_work_that_is_left(base: Path) -> None:
     assert f"those left take {duration(3600 * hours)} with" in summary
     on_ray = open_study(make(base, SIZES, "tflops=1", "on=ray"))
     assert "(tflops), 3 at a time" in plan_table(on_ray, estimate(on_ray, []), results, 3)[-1]
+    assert "compile" not in summary
+    compiled = open_study(make(base, SIZES, "tflops=1", "settings=[engine.compile=true]"))
+    assert (
+        ", without the time to compile the models (engine.compile)"
+        in plan_table(compiled, estimate(compiled, []), results, 1)[-1]
+    )
