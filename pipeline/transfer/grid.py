@@ -90,6 +90,7 @@ class _GridResults:
     runs: list[_SeedRun]
     dev_share: Share
     also: dict[str, _MeanScore]
+    num_train: Count | None = None  # Earlier versions have none.
 
 
 def check_results(results: dict[str, Any], where: str) -> None:
@@ -120,7 +121,7 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     """
     trials = [make_run(config, config.trial_name(lr), lr, config.seeds[0], config.dev_share) for lr in config.lr]
     make_run(config, "final", config.lr[0], config.seeds[0], dev_share=0.0)  # To be refused before the trials.
-    dataset, by_number = _check_data(trials[0], config)
+    dataset, num_train, by_number = _check_data(trials[0], config)
     _claim(config)
     # Late: these import Matplotlib, which a mistake in the settings need not wait for.
     from pipeline.transfer.track.grid_page import GridPage
@@ -129,8 +130,8 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     settings = trials[0].config
     uri = uri_of_runs(config.mlflow, settings.track, config.out)
     num_runs = len(trials) + len(config.seeds)
-    with GridPage(config, settings, dataset, num_runs, uri) if uri else contextlib.nullcontext() as page:
-        result = _run(config, trials, start, page, by_number)
+    with GridPage(config, settings, dataset, num_train, num_runs, uri) if uri else contextlib.nullcontext() as page:
+        result = {**_run(config, trials, start, page, by_number), "num_train": num_train}
         _write_report(result, config)
         if page:
             page.scored(result)
@@ -193,8 +194,10 @@ def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: flo
     return run
 
 
-def _check_data(trial: ChildRun, config: GridConfig) -> tuple[Dataset, set[str]]:
-    """Returns (the data set of the runs, those of config.also whose classes have other names, and are matched by number).
+def _check_data(trial: ChildRun, config: GridConfig) -> tuple[Dataset, int, set[str]]:
+    """Returns (the data set of the runs, the images that the final ones train on, by_number).
+
+    by_number: those of config.also whose classes have other names, and are matched by number.
 
     Raises UserError for splits and data sets that would fail in the final runs, after days.
     """
@@ -218,7 +221,7 @@ def _check_data(trial: ChildRun, config: GridConfig) -> tuple[Dataset, set[str]]
             _check_order(data, other.classes, settings.path, opened.dataset.classes)
             by_number.add(data)
     data_names(config.also)
-    return dataset, by_number
+    return dataset, len(opened.split), by_number
 
 
 def _check_order(data: str, classes: list[str], path: str, trained: list[str]) -> None:
@@ -331,13 +334,15 @@ def page(result: dict[str, Any]) -> list[Block]:
     ]  # fmt: skip
     chosen = frozenset(i for i, trial in enumerate(result["trials"]) if trial["lr"] == result["lr"])
     spread = ": mean ± standard deviation" if len(accuracies) > 1 else ""
+    num_train = result.get("num_train")
+    of_train = f"the {counted(num_train, 'training image')}" if num_train else "the training images"
     return [
         Paragraph(f"Weights {result['weights']}, run {result['run']} {' '.join(result['settings'])}".rstrip() + "."),
         Table(("data", f"top-1, %{spread}", "images"), rows),
         Heading("Choice of the learning rate"),
         Paragraph(
-            f"On {counted(best_rate(result['trials'])[1], 'image')}, {100 * result['dev_share']:g} % of the training split, held out "
-            "at random; the final runs then train on all of it, with the rate in bold."
+            f"On {counted(best_rate(result['trials'])[1], 'image')}, {100 * result['dev_share']:g} % of {of_train}, held out "
+            "at random; the final runs then train on all of them, with the rate in bold."
         ),
         Table(("lr", "top-1 on dev, %", "loss"), trials, chosen),
         Heading("Final runs"),

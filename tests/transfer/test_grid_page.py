@@ -20,6 +20,7 @@ from pipeline.settings.run import TrackConfig
 from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun
 from pipeline.transfer.track import figures
+from pipeline.transfer.track.grid_page import _facts
 from pipeline.transfer.track.parent_page import ParentPage, uri_of_runs
 from pipeline.transfer.vtab_tasks import TASKS
 
@@ -109,6 +110,19 @@ def test_a_grid_and_its_runs_find_each_other(
         Tracker(track, tmp_path, tmp_path / "runs" / "tiny" / name, facts).finish("FINISHED")
     grid.run(other, lambda *_: pytest.fail("a finished run is started again"))
     assert len(parent_and_children(other.mlflow)[1]) == 5
+
+
+@pytest.mark.slow
+def test_a_grid_of_a_part_of_the_images_tells_their_number(config: GridConfig, tmp_path: Path) -> None:
+    limited = replace(config, mlflow="none", settings=[*config.settings, "data.limit=20"])
+    trial = grid.make_run(limited, "lr-0.1", 0.1, 3, 0.2)
+    dataset, num_train, _ = grid._check_data(trial, limited)
+    facts = _facts(limited, trial.config, dataset, num_train, 5)
+    assert [(used.context, used.num_samples) for used in facts.datasets] == [("training", 20), ("evaluation", 12)]
+    assert "tried on 20 % of 20 images of `train`, held out" in facts.description
+    grid.run(limited, start)
+    report = (tmp_path / "runs" / "tiny" / "report.md").read_text()
+    assert "20 % of the 20 training images, held out at random; the final runs then train on all of them" in report
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The MLflow page of a fine-tuning grid: a parent run, below which its runs, which send themselves, are shown."""
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from pipeline.transfer.track.parent_page import ParentPage, facts_of_splits, tag
 
 
 class GridPage(ParentPage):
-    """Sends a grid. settings: of its first run. dataset: that they train on. num_runs: trials and final runs."""
+    """Sends a grid. settings: of its first run. dataset: that they train on, the final ones on num_train images. num_runs: all runs."""
 
-    def __init__(self, config: GridConfig, settings: RunConfig, dataset: Dataset, num_runs: int, uri: str) -> None:
-        facts = _facts(config, settings, dataset, num_runs)
+    def __init__(
+        self, config: GridConfig, settings: RunConfig, dataset: Dataset, num_train: int, num_runs: int, uri: str
+    ) -> None:
+        facts = _facts(config, settings, dataset, num_train, num_runs)
         super().__init__(facts, Path(config.out) / config.name, Path(config.out), uri, settings.track.experiment)
         self.tried: list[dict[str, Any]] = []
         self.runs: list[dict[str, Any]] = []
@@ -66,7 +69,7 @@ def _origin(folder: Path, weights: str) -> WeightsOrigin | None:
     return None
 
 
-def _facts(config: GridConfig, settings: RunConfig, dataset: Dataset, num_runs: int) -> RunFacts:
+def _facts(config: GridConfig, settings: RunConfig, dataset: Dataset, num_train: int, num_runs: int) -> RunFacts:
     weights, data = settings.init.weights, settings.data
     origin = _origin(Path(config.out) / config.name, str(weights))
     parent = origin.run_id if origin else run_of_weights(str(weights))
@@ -77,10 +80,16 @@ def _facts(config: GridConfig, settings: RunConfig, dataset: Dataset, num_runs: 
     tags = {"weights": str(weights), **tags_of_folder(Path(config.out) / config.name, dataset)}
     description = (
         f"**Fine-tuning grid** from `{weights}` on **{dataset.path.name}** (fingerprint `{dataset.fingerprint}`): "
-        f"{len(config.lr)} learning rates are tried on {100 * config.dev_share:g} % of `{data.train_split}`, held out; the best "
-        f"one trains on all of it, {counted(len(config.seeds), 'seed')}. {counted(num_runs, 'run')}, which are shown below this one."
+        f"{len(config.lr)} learning rates are tried on {100 * config.dev_share:g} % of {counted(num_train, 'image')} of `{data.train_split}`, held out; the best "
+        f"one trains on all of them, {counted(len(config.seeds), 'seed')}. {counted(num_runs, 'run')}, which are shown below this one."
+    )
+    # Of a mixture, the facts are of data.path, and num_train counts all sets.
+    trained = {} if data.mix else {"training": num_train}
+    splits = tuple(
+        replace(facts, num_samples=trained.get(facts.context, facts.num_samples))
+        for facts in facts_of_splits(dataset, data)
     )
     return RunFacts(
-        config.name, "grid", parameters, tags, facts_of_splits(dataset, data), description, {"parent": parent} if parent else {},
+        config.name, "grid", parameters, tags, splits, description, {"parent": parent} if parent else {},
         artifacts=("report.md", "results.json"), score="top1", origin=origin,
     )  # fmt: skip
