@@ -55,14 +55,14 @@ class Repair:
 
     changed: whether `lines` differ from the file. unchanged_bytes: length of the common beginning that MLflow may keep.
     back_to: points of later steps must be deleted from MLflow; None if there are none.
-    logged: names of the metrics that the step itself has. notes: lines for the log that say what is removed.
+    logged: the metrics that the step itself has. notes: lines for the log that say what is removed.
     """
 
     lines: list[bytes]
     changed: bool
     unchanged_bytes: int
     back_to: int | None
-    logged: set[str]
+    logged: dict[str, float]
     notes: list[str]
 
 
@@ -75,13 +75,13 @@ def repair(path: Path, last_step: int) -> Repair:
     with contextlib.suppress(FileNotFoundError), _open(path) as file:
         old = file.readlines()
     lines, steps, removed, num_damaged = list[bytes](), list[int](), list[int](), 0
-    seen: dict[int, set[str]] = {}
+    seen: dict[int, dict[str, float]] = {}
     for line in reversed(old):
         record = parse_line(line)
         if record is None:
             num_damaged += bool(line.strip())
             continue
-        known = seen.setdefault(record.step, set())
+        known = seen.setdefault(record.step, {})
         new = {name: value for name, value in record.metrics.items() if name not in known}
         if record.step > last_step or len(new) < len(record.metrics) or not new:
             removed.append(record.step)
@@ -107,7 +107,7 @@ def repair(path: Path, last_step: int) -> Repair:
         changed=lines != old,
         unchanged_bytes=sum(map(len, lines[:num_same])) if in_order else 0,
         back_to=back_to if removed or not old else None,
-        logged=seen.get(last_step, set()),
+        logged=seen.get(last_step, {}),
         notes=[f"{path}: removed {count:,} {what}" for what, count in counts.items() if count],
     )
 

@@ -47,8 +47,8 @@ class Tracker:
         self._sender = make_sender(config, out, folder, facts, start, timing, find_models)
         self._facts = facts
         self._enabled = config.enabled
-        # Names of metrics that the step `start` already has.
-        self._logged: set[str] = set()
+        # Metrics that the step `start` already has.
+        self._logged: dict[str, float] = {}
         self._axes_step = start  # The step whose axes are recorded.
         self.notes = [] if start is None else self._remove_after(start)
         self._file = open_to_append(self.path)
@@ -70,6 +70,10 @@ class Tracker:
     def has_at_start(self, names: Iterable[str]) -> bool:
         """Whether the step that the run continues from has a record of one of these metrics."""
         return any(accepted_name(name) in self._logged for name in names)
+
+    def value_at_start(self, name: str) -> float | None:
+        """The recorded value of a metric at the step that the run continues from."""
+        return self._logged.get(accepted_name(name))
 
     def go_back(self, step: int) -> list[str]:
         """Remove the records of steps after `step`, which run again. Returns lines that say what was removed."""

@@ -75,10 +75,8 @@ class Evaluator:
         """Measure the model after `step`; report and store the result, and keep the checkpoint if it is the best."""
         with self.engine.averaged():
             found = self.measure_on_all_ranks(step)
-        best = self.context.config.checkpoint.best
         if self.context.plan.best_from == self.name:
-            declared = objectives.metrics(self.context.config)[self.name][best]
-            self.saver.mark_best(step, best, found.metrics[best], declared.better == "lower")
+            self._mark_best(step, found.metrics[self.context.config.checkpoint.best])
         self.context.console.say(f"step {step:,}: {found.line}")
         for line in self.monitoring.collapses.changed(self.name, step, found.collapse):
             self.context.console.say(line)
@@ -89,6 +87,19 @@ class Evaluator:
             )
         if self.monitoring.drawing:
             self.monitoring.drawing.begin(found.predictions, self.context.prepared.data.evaluation)
+
+    def mark_best_again(self, start: int) -> None:
+        """Keep the checkpoint of step `start` if its recorded result is the best: a kill may come between that record and kept.json."""
+        tracker = self.monitoring.tracker
+        if start and tracker and self.context.plan.best_from == self.name:
+            value = tracker.value_at_start(self.context.config.checkpoint.best)
+            if value is not None:
+                self._mark_best(start, value)
+
+    def _mark_best(self, step: int, value: float) -> None:
+        best = self.context.config.checkpoint.best
+        declared = objectives.metrics(self.context.config)[self.name][best]
+        self.saver.mark_best(step, best, value, declared.better == "lower")
 
 
 class SplitEvaluator(Evaluator):

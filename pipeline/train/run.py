@@ -65,6 +65,8 @@ def _train_until_stopped(run: TrainingRun) -> str:
         for evaluator in run.evaluators:
             if run.context.ranks.agree(evaluator.is_missing(progress.start)):
                 evaluator.evaluate_on_all_ranks(progress.start)
+            else:
+                evaluator.mark_best_again(progress.start)
         run.context.console.open_bar(progress.start, run.context.plan.steps)
         train_on_all_ranks(run)
         saver.wait()

@@ -13,6 +13,7 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
+from pipeline.checkpoint.store import Checkpoints, Kept, step_name
 from pipeline.estimate.plan import make_plan
 from pipeline.evaluate.classify import ClassificationScores
 from pipeline.monitor.run_page import RunFacts
@@ -116,6 +117,34 @@ def test_an_evaluation_after_a_rollback_is_made_up_after_a_kill(tmp_path: Path, 
     evaluator = SplitEvaluator(context, nothing, monitoring=SimpleNamespace(tracker=again), saver=nothing)  # type: ignore[arg-type]
     assert evaluator.is_missing(50) == (not done)
     again.finish("FINISHED")
+
+
+def test_a_kill_between_a_record_and_kept_json_does_not_lose_the_best(tmp_path: Path) -> None:
+    """The writer process keeps the best one after a save in flight, when the run may have written scores.json already."""
+    folder, facts = tmp_path / "x", RunFacts("x", "pretrain")
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.folder.mkdir()
+    checkpoints.keep_if_best("step-00000020", "val_top1", 0.3)
+    tracker = Tracker(TrackConfig(enabled=False), tmp_path, folder, facts, start=0)
+    tracker.log(50, {"val_top1": 0.4})
+    (folder / "scores.json").write_text('{"step": 50}')
+    tracker.finish("KILLED")
+
+    def mark_best(step: int, *found: Any) -> None:
+        checkpoints.keep_if_best(step_name(step), *found)
+
+    for _ in range(2):  # Also where nothing was lost.
+        again = Tracker(TrackConfig(enabled=False), tmp_path, folder, facts, start=50)
+        plan = SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)), best_from="scores")
+        context: Any = SimpleNamespace(folder=folder, config=load("checkpoint.best=val_top1"), plan=plan)
+        nothing: Any = None
+        monitoring: Any = SimpleNamespace(tracker=again)
+        saver: Any = SimpleNamespace(mark_best=mark_best)
+        evaluator = SplitEvaluator(context, nothing, monitoring, saver)
+        assert not evaluator.is_missing(50)
+        evaluator.mark_best_again(50)
+        again.finish("FINISHED")
+        assert checkpoints.kept() == Kept([], "step-00000050", "val_top1", 0.4)
 
 
 def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None:
