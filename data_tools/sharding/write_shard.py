@@ -68,9 +68,9 @@ class ShardingJob:
 class Done:
     """The result of a job. skipped: (key, where, reason) of each bad image. made: False for an existing shard.
 
-        etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels. filled: (key, where) of
-    XX but `made` is the
-        metadata of its part file, of which earlier versions have no etag, rows or filled.
+    etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels. filled: (key, where) of
+    each image that a conversion could not read completely. All but `made` is the metadata of its part file, of which earlier
+    versions have no etag, rows or filled.
     """
 
     shard: Shard
