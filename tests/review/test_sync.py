@@ -17,6 +17,7 @@ from pipeline.lifecycle.run_folder import RunFolder, Status
 from pipeline.monitor.mlflow.sender import LOCK_FILE, SenderTimeouts
 from pipeline.monitor.mlflow.state import SyncState, read_states, write_states
 from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.review.sync import run
@@ -98,6 +99,40 @@ def test_the_rest_of_a_run_whose_server_was_away(tmp_path: Path, capfd: pytest.C
     assert run(SyncConfig(runs=[str(tmp_path / "run")], uri=uri)) == first  # Sending twice changes nothing.
     assert len(page(uri, "run")["points"]) == 20
     assert page(uri, "run")["status"] == "FINISHED"
+
+
+def test_a_store_that_was_restored_from_a_backup_gets_what_came_after_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """mlflow.json says that everything was sent: the rest of the points, and so the last score, was missing for good."""
+    uri, folder = default_uri(tmp_path), str(tmp_path / "run")
+    trained(tmp_path, "run", "KILLED")
+    shutil.copy(tmp_path / "mlflow.db", tmp_path / "backup.db")
+    facts = PageFolder(tmp_path / "run").read_facts().facts
+    tracker = Tracker(TrackConfig(), tmp_path, tmp_path / "run", facts, 20, FAST)
+    tracker.log(40, {"loss": 0.01})
+    tracker.finish("FINISHED", outcome="finished")
+    whole = page(uri, "run")
+    assert whole["points"][-1] == (40, 0.01)
+    shutil.copy(tmp_path / "backup.db", tmp_path / "mlflow.db")
+    run(SyncConfig(runs=[folder]))
+    assert page(uri, "run") == whole
+    assert "lacks points of run" in capfd.readouterr().err
+    run(SyncConfig(runs=[folder]))  # It has everything now.
+    assert not capfd.readouterr().err
+
+
+def test_files_that_were_removed_from_the_store_are_sent_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    uri = default_uri(tmp_path)
+    trained(tmp_path, "run")
+    whole = page(uri, "run")
+    shutil.rmtree(tmp_path / "mlartifacts")
+    assert not page(uri, "run")["files"]
+    run(SyncConfig(runs=[str(tmp_path / "run")]))
+    assert page(uri, "run") == whole
+    assert "has lost 4 files that it had: sent again" in capfd.readouterr().err
 
 
 def test_a_damaged_run_does_not_keep_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

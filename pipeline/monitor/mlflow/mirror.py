@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import path_inside
+from pipeline.base.words import counted
 from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
 from pipeline.monitor.mlflow.refusals import Refusals, one_line
 from pipeline.monitor.mlflow.state import SentModel, SyncState
@@ -60,6 +61,20 @@ class RunMirror:
         return complete
 
     # ---------------------------------------------------------------- artifacts
+    def find_lost_files(self, store: ModelStore, state: SyncState) -> None:
+        """Send files again that were sent, and that the store no longer has: its folder or bucket was emptied, or restored.
+
+        A store whose files cannot be listed is believed to have them.
+        """
+        assert state.run_id is not None
+        folders = {name.rpartition("/")[0] for name in state.artifacts}
+        with contextlib.suppress(Exception):  # Whatever the server or the file system raises.
+            present = {file for folder in folders for file in store.list_files(state.run_id, folder)}
+            kept = {name: version for name, version in state.artifacts.items() if name in present}
+            if lost := len(state.artifacts) - len(kept):
+                self.warn(f"MLflow run {state.run_id} has lost {counted(lost, 'file')} that it had: sent again.")
+                self.update(state, artifacts=kept)
+
     def _upload(self, store: ModelStore, state: SyncState, final: bool) -> bool:
         assert state.run_id is not None
         failures = 0

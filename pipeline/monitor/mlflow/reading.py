@@ -64,10 +64,6 @@ class ReadingStore(MlflowStore):
             for key, rows in itertools.groupby(ordered.yield_per(_ROWS_AT_ONCE), key=lambda row: row[0]):
                 yield key, ((row[1], math.nan if row[4] else restored_value(row[2]), row[3]) for row in rows)
 
-    def list_files(self, run_id: str, folder: str = "") -> list[str]:
-        """Names of a run's artifacts in a folder, with the folder; without those in folders inside it."""
-        return [file.path for file in self.client.list_artifacts(run_id, folder or None) if not file.is_dir]
-
     def read_file(self, run_id: str, name: str) -> bytes:
         """Content of an artifact."""
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from pipeline.monitor.mlflow.refusals import Refusals, one_line, warn
 from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, write_states
 from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
-from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords
+from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords, metric_name
 from pipeline.process.waits import waiting
 from pipeline.settings.run import TrackConfig
 
@@ -33,6 +33,8 @@ FOLDER_TAG = "run_folder"
 # Locked by the process that sends a folder. It stays.
 LOCK_FILE = "mlflow.lock"
 _METRICS_PER_REQUEST = 500
+# Bytes in which the last record that was sent is looked for.
+_LAST_RECORDS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,19 @@ class MlflowSender:
             # A line without its end is still being written.
             return deque(line for line in file if line.endswith(b"\n"))
 
+    def _has_lost(self, last_steps: Mapping[str, int], state: SyncState) -> bool:
+        """Whether a run lacks the last record that it has received: then it may lack any. last_steps: of its metrics."""
+        record: Record | None = None
+        with contextlib.suppress(OSError, UserError), open_regular(self.path) as file:
+            file.seek(max(0, state.sent_bytes - _LAST_RECORDS))
+            found = map(parse_line, reversed(file.read(min(state.sent_bytes, _LAST_RECORDS)).splitlines()))
+            record = next((record for record in found if record and record.metrics), None)
+        if record is None:
+            return False
+        # Earlier versions sent some metrics under other names.
+        names = {shown for name in record.metrics for shown in (name, metric_name(name), self.facts.sent_name(name))}
+        return all(last_steps.get(name, -1) < record.step for name in names)
+
     def _connect(self, starts: bool = True) -> tuple[ModelStore, SyncState]:
         """Open the store, and find or create the MLflow run, once. starts: mark it as running."""
         if self._store is not None:
@@ -253,11 +268,19 @@ class MlflowSender:
         store = ModelStore(self.uri)
         with self._lock:
             state = self._states.setdefault(self.shown_uri, SyncState())
-        if not state.run_id or not store.is_active(state.run_id):
+        run = store.active_run(state.run_id) if state.run_id else None
+        if run is None:
             deleted = state.run_id
             self._find_or_create_run(store, state)
             if deleted and deleted != state.run_id:
                 warn(f"MLflow at {self.shown_uri} has no run {deleted} (deleted?): all is sent to {state.run_id}.")
+        elif self._has_lost(store.last_steps(run), state):
+            warn(
+                f"MLflow at {self.shown_uri} lacks points of run {state.run_id} that it had (restored from a backup?): all is sent again."
+            )
+            self._update(state, sent_bytes=0, has_parameters=False, artifacts={}, models={})
+        else:
+            self._mirror.find_lost_files(store, state)
         assert state.run_id is not None
         if not state.has_parameters:
             self._send_parameters(store, state.run_id)

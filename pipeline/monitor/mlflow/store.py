@@ -150,6 +150,14 @@ class MlflowStore:
         run = found_by(partial(self.client.get_run, run_id))
         return run if run and run.info.lifecycle_stage == "active" else None
 
+    def last_steps(self, run: Any) -> dict[str, int]:
+        """Metric -> step of its last point, of a run as `active_run` gives it."""
+        return {point.key: point.step for point in run.data._metric_objs}
+
+    def list_files(self, run_id: str, folder: str = "") -> list[str]:
+        """Names of a run's artifacts in a folder, with the folder; without those in folders inside it."""
+        return [file.path for file in self.client.list_artifacts(run_id, folder or None) if not file.is_dir]
+
     def logged_models(self, experiment_id: str, run_id: str) -> list[Any]:
         """All logged models of a run; MLflow gives 100 a request."""
         found, mine, token = list[Any](), f"source_run_id = '{run_id}'", None
