@@ -198,6 +198,28 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
     assert len(written(out)) == 1
 
 
+def test_an_outage_that_begins_at_the_end_of_a_run_is_waited_for(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The end gave up at the first failure, and the last score stayed away although the server was back a second later."""
+    tracker = start(out, timing=SenderTimeouts(poll=300, retry=(0.05,), finish=300))
+    until(lambda: tracker._sender._mirror._next_models)  # The store has answered, and the thread waits.
+    send, failures = MlflowStore.log_metrics, [ConnectionError("busy"), ConnectionError("busy")]
+
+    def log_metrics(*args: Any, **others: Any) -> None:
+        if failures:
+            raise failures.pop()
+        send(*args, **others)
+
+    monkeypatch.setattr(MlflowStore, "log_metrics", log_metrics)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(1, 1.0)]
+    assert runs(out)[0].info.status == "FINISHED"
+    (line,) = warnings_in(capfd.readouterr().err)
+    assert "cannot be reached (busy)" in line
+
+
 def test_the_wait_for_the_last_metrics_is_announced(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 

@@ -82,6 +82,7 @@ class MlflowSender:
         self._end: End | None = None
         self._links: dict[str, str] = {}  # ID of a parent, as descriptions have it -> a link to its page.
         self._all_sent = False
+        self._give_up = 0.0  # When the end of the run stops waiting.
         self._stop = threading.Event()
         self._store: ModelStore | None = None
         self._folder_lock: FileLock | None = None  # Held from connecting to the end.
@@ -110,9 +111,9 @@ class MlflowSender:
 
     def end(self, end: End, in_a_hurry: bool) -> None:
         """Send the rest, and end the MLflow run, all within the time limit."""
-        self._end = end
-        self._stop.set()
         seconds = self.timing.finish_in_a_hurry if in_a_hurry else self.timing.finish
+        self._end, self._give_up = end, time.monotonic() + seconds
+        self._stop.set()
         with waiting(f"MLflow at {self.shown_uri} to receive the rest of the run", seconds):
             self._thread.join(seconds)
         if not self._all_sent:
@@ -155,8 +156,11 @@ class MlflowSender:
 
     def _send_until_the_end(self) -> None:
         num_failures = 0
+        was_away: bool | None = None  # When the end began.
         while True:
             stopping = self._stop.is_set()
+            if stopping and was_away is None:
+                was_away = num_failures > 0 or self._store is None
             try:
                 store, state = self._send()
                 if stopping:
@@ -176,9 +180,13 @@ class MlflowSender:
                     warn(
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )
-                if stopping:
-                    return
-                self._stop.wait(self.timing.retry[min(num_failures, len(self.timing.retry) - 1)])
+                wait = self.timing.retry[min(num_failures, len(self.timing.retry) - 1)]
+                if stopping:  # A store that has answered until now is asked again as long as the end of the run waits.
+                    if was_away or time.monotonic() + wait > self._give_up:
+                        return
+                    time.sleep(wait)
+                else:
+                    self._stop.wait(wait)
                 num_failures += 1
 
     def _send(self) -> tuple[ModelStore, SyncState]:
