@@ -135,6 +135,29 @@ def test_files_that_were_removed_from_the_store_are_sent_again(
     assert "has lost 4 files that it had: sent again" in capfd.readouterr().err
 
 
+def test_files_that_a_web_server_finds_too_large_keep_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two of them kept all others for good."""
+    from requests import HTTPError, Response
+
+    (answer := Response()).status_code = 413
+    send = MlflowStore.log_artifact
+
+    def log_artifact(store: MlflowStore, run_id: str, path: Path, folder: str = "") -> None:
+        if path.name in ("notes.txt", "facts.json"):
+            raise HTTPError("413 Client Error: Request Entity Too Large", response=answer)
+        send(store, run_id, path, folder)
+
+    monkeypatch.setattr(MlflowStore, "log_artifact", log_artifact)
+    trained(tmp_path, "run", enabled=False)
+    run(SyncConfig(runs=[str(tmp_path / "run")]))
+    assert page(default_uri(tmp_path), "run")["files"] == ["figures", "starts.jsonl", "figures/loss.png"]
+    said = capfd.readouterr()
+    assert said.err.count("Too Large): it will never arrive there") == 2
+    assert "without " in said.out
+
+
 def test_a_damaged_run_does_not_keep_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b", "c"):
         trained(tmp_path, name, enabled=False)

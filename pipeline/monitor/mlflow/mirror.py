@@ -78,8 +78,11 @@ class RunMirror:
     def _upload(self, store: ModelStore, state: SyncState, final: bool) -> bool:
         assert state.run_id is not None
         failures = 0
-        for path, folder in self.page.artifacts(self.facts.artifacts):
-            name, version = f"{folder}/{path.name}".lstrip("/"), _version(path)
+        # Files that could not be sent last, so that they do not keep the others.
+        for path, folder in sorted(
+            self.page.artifacts(self.facts.artifacts), key=lambda found: _name_of(*found) in self._warned
+        ):
+            name, version = _name_of(path, folder), _version(path)
             waits = not final and time.monotonic() - self._uploaded_at.get(name, -1e9) < _UPLOAD_AGAIN
             if waits or version is None or version == state.artifacts.get(name):
                 continue
@@ -153,7 +156,10 @@ class RunMirror:
         tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
         name = f"{_NOT_IN_MODEL_NAMES.sub('_', self.facts.name)}-step-{model.step:08d}"
         kind = self.facts.tags.get("model", "")
-        return SentModel(store.create_model(experiment_id, run_id, name, model.step, kind, tags, files), model.roles)
+        model_id = store.create_model(experiment_id, run_id, name, model.step, kind, tags)
+        for file in files:
+            self.refusals.allows(store, run_id, str(file), partial(store.log_model_file, model_id, file))
+        return SentModel(model_id, model.roles)
 
     def _register(self, store: ModelStore, state: SyncState, model: ModelFacts, points: dict[int, list[Any]]) -> None:
         """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so far."""
@@ -182,6 +188,11 @@ class RunMirror:
                 store.set_alias(name, "best", version)
         if sent.version is None:  # Last: after a kill before this, the next sender sets the aliases.
             self.update(state, models={**state.models, model.sha256: replace(sent, version=version)})
+
+
+def _name_of(path: Path, folder: str) -> str:
+    """Name of an artifact: that of the file, in a folder."""
+    return f"{folder}/{path.name}".lstrip("/")
 
 
 def _version(path: Path) -> str | None:

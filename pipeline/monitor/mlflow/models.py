@@ -42,9 +42,9 @@ class ModelStore(MlflowStore):
     """A store with requests about models. Methods raise what MLflow raises."""
 
     def create_model(
-        self, experiment_id: str, run_id: str, name: str, step: int, kind: str, tags: dict[str, str], files: list[Path]
+        self, experiment_id: str, run_id: str, name: str, step: int, kind: str, tags: dict[str, str]
     ) -> str:
-        """Show a checkpoint of a run as a logged model with these artifacts; returns its ID. One of a killed sender is used again.
+        """Show a checkpoint of a run as a logged model; returns its ID. One of a killed sender is used again.
 
         tags: also the parameters of its page, with the step. kind: of the architecture. Its description says how to load it.
         Does not ask for the run, which takes longer the more models it has.
@@ -62,13 +62,15 @@ class ModelStore(MlflowStore):
             facts = {"uri": model.model_uri, "step": step, **tags}
             (Path(folder) / "weights.json").write_text(json.dumps(facts, indent=1))
             self.client.log_model_artifacts(model.model_id, folder)
-        for file in files:
-            self.client.log_model_artifact(model.model_id, str(file))
         self.client.finalize_logged_model(model.model_id, "READY")
         outputs = self.client.get_run(run_id).outputs.model_outputs if found else ()
         if model.model_id not in (output.model_id for output in outputs):
             self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
         return model.model_id
+
+    def log_model_file(self, model_id: str, path: Path) -> None:
+        """Upload a file to the artifacts of a logged model."""
+        self.client.log_model_artifact(model_id, str(path))
 
     def set_model_tags(self, model_id: str, tags: dict[str, str]) -> None:
         self.client.set_logged_model_tags(model_id, tags)

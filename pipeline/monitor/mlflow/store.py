@@ -34,6 +34,7 @@ _MAX_PARAMETERS = 100
 _NOTE_DIGEST = "mlflow.note.digest"
 # Prefix of the tags of a run that name the runs made from it, as Markdown for its description, and the heading above them there.
 _CHILD = "mlflow.made_from_this."
+_TOO_LARGE = "failed with error code 413 "
 _CHILDREN = "\n\n**Made from this run**\n\n"
 
 
@@ -383,8 +384,14 @@ def found_by(request: Callable[[], T]) -> T | None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the store answered that a request is wrong, so that it would refuse it again."""
-    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+    """Whether the store answered that a request is wrong, so that it would refuse it again.
+
+    413 is of a web server before it, with a limit to the size of a request.
+    """
+    # Requests about artifacts raise HTTPError; of others, MLflow has no code for 413.
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    code = getattr(error, "error_code", "")
+    return status in (400, 413) or code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST") or _TOO_LARGE in str(error)
 
 
 def _digest(text: str) -> str:
