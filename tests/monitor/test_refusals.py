@@ -75,6 +75,13 @@ def test_a_warning_that_nobody_can_read_ends_nothing(
     assert capfd.readouterr().err == "warning: the server is away\n"
 
 
+def test_a_request_whose_answer_was_lost_is_not_made_again_unseen(failing: Failing) -> None:
+    """MLflow's client made it again by itself: two runs, one of them empty and running for ever."""
+    with pytest.raises(Exception, match="504"):
+        MlflowStore(failing.url).create_run("1", "run", {})
+    assert len(failing.requests) == 1
+
+
 def test_a_request_that_is_too_large_is_a_refusal(failing: Failing) -> None:
     from mlflow.exceptions import MlflowException
     from mlflow.utils.request_utils import augmented_raise_for_status

@@ -47,7 +47,9 @@ class MlflowStore:
     def __init__(self, uri: str) -> None:
         database = sqlite_file(uri)
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        # What sends tries again by itself, after it has looked what arrived. MLflow's client would repeat a request that was carried
+        # out although its answer was lost (504 of a web server before it): two runs.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         for name in ("alembic", "mlflow"):
             logging.getLogger(name).setLevel(logging.WARNING)
