@@ -10,8 +10,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from pipeline.monitor.mlflow.refusals import warn
+from pipeline.base.errors import UserError
+from pipeline.monitor.mlflow.reading import ReadingStore
+from pipeline.monitor.mlflow.refusals import one_line, warn
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
+from pipeline.monitor.run_page import StoredRun
 
 
 class Failing:
@@ -102,3 +105,31 @@ def test_a_request_that_is_too_large_is_a_refusal(failing: Failing) -> None:
         augmented_raise_for_status(response)
     assert not is_refusal(of_metrics.value)
     assert not is_refusal(of_a_file.value)
+
+
+@pytest.mark.parametrize("status", [404, 503])
+def test_reading_from_a_store_that_does_not_answer_is_one_line(failing: Failing, status: int) -> None:
+    """It was a traceback."""
+    failing.status, store = status, ReadingStore(failing.url)
+    run = StoredRun("1" * 32, "run", "1", "FINISHED", {}, {}, {}, ())
+    requests = [
+        lambda: store.read_run(run.run_id),
+        lambda: list(store.read_points(run, ["train/loss"])),
+        lambda: store.list_files(run.run_id),
+        lambda: store.read_file(run.run_id, "facts.json"),
+        lambda: store.runs_with_tag("parent_run_id", run.run_id),
+        lambda: store.models_of(run),
+    ]
+    for request in requests:
+        with pytest.raises(UserError, match=str(status)) as raised:
+            request()
+        assert "\n" not in str(raised.value)
+
+
+def test_of_a_long_reason_the_end_is_said() -> None:
+    """As of requests: the address twice, which may be long, and then what is wrong with it."""
+    reason = f"failed with exception HTTPSConnectionPool({'h' * 300}): (Caused by SSLError: self-signed certificate)"
+    shown = one_line(OSError(reason))
+    assert shown.startswith("failed with exception HTTPS")
+    assert shown.endswith("SSLError: self-signed certificate)")
+    assert len(shown) < 310

@@ -5,28 +5,32 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.store import MlflowStore
-from pipeline.monitor.run_page import StoredRun, restored_value, stored_dataset
+from pipeline.monitor.run_page import StoredRun, hide_passwords, restored_value, stored_dataset
 
 # Rows of the table of metrics that are held in memory at once while a run is read.
 _ROWS_AT_ONCE = 50_000
 
 
 class ReadingStore(MlflowStore):
-    """A store with requests that read runs back. Methods raise what MLflow raises."""
+    """A store with requests that read runs back. They raise UserError where a store that was opened does not answer one."""
+
+    def __init__(self, uri: str) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # Reading twice does no harm.
+        super().__init__(uri)
 
     def read_run(self, run_id: str) -> StoredRun:
         """All of a run but its metrics and files. Raises UserError if the store has no such run."""
-        from mlflow.exceptions import MlflowException
-
         try:
             run = self.client.get_run(run_id)
-        except MlflowException as error:
+        except Exception as error:  # Whatever the server or its client raises.
             raise UserError(f"MLflow run {quoted(run_id)}: {one_line(error)}") from None
         datasets = []
         for used in run.inputs.dataset_inputs:
@@ -52,32 +56,55 @@ class ReadingStore(MlflowStore):
         store = self.client._tracking_client.store
         if not isinstance(store, SqlAlchemyStore):
             for name in names:
-                history = self.client.get_metric_history(run.run_id, name)
+                with self._asked():
+                    history = self.client.get_metric_history(run.run_id, name)
                 yield name, [(point.step, restored_value(point.value), point.timestamp) for point in history]
             return
         from mlflow.store.tracking.dbmodels.models import SqlMetric
 
-        with store.ManagedSessionMaker() as session:
+        with self._asked(), store.ManagedSessionMaker() as session:
             columns = (SqlMetric.key, SqlMetric.step, SqlMetric.value, SqlMetric.timestamp, SqlMetric.is_nan)
             found = session.query(*columns).filter(SqlMetric.run_uuid == run.run_id, SqlMetric.key.in_(names))
             ordered = found.order_by(SqlMetric.key, SqlMetric.step)
             for key, rows in itertools.groupby(ordered.yield_per(_ROWS_AT_ONCE), key=lambda row: row[0]):
-                yield key, ((row[1], math.nan if row[4] else restored_value(row[2]), row[3]) for row in rows)
+                yield key, self._points(rows)
+
+    def _points(self, rows: Iterable[Any]) -> Iterator[tuple[int, float, int]]:
+        with self._asked():
+            for _, step, value, milliseconds, is_nan in rows:
+                yield step, math.nan if is_nan else restored_value(value), milliseconds
 
     def read_file(self, run_id: str, name: str) -> bytes:
         """Content of an artifact."""
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-        with tempfile.TemporaryDirectory() as folder:
+        with self._asked(), tempfile.TemporaryDirectory() as folder:
             return Path(self.client.download_artifacts(run_id, name, folder)).read_bytes()
 
     def runs_with_tag(self, tag: str, value: str) -> list[str]:
         """IDs of the runs of all experiments that have a tag of this value, oldest first; at most 1,000."""
-        experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
         order = ["attributes.start_time ASC"]
-        found = self.client.search_runs(experiments, f"tags.`{tag}` = '{value}'", order_by=order, max_results=1000)
+        with self._asked():
+            experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
+            found = self.client.search_runs(experiments, f"tags.`{tag}` = '{value}'", order_by=order, max_results=1000)
         return [run.info.run_id for run in found]
+
+    def list_files(self, run_id: str, folder: str = "") -> list[str]:
+        with self._asked():
+            return super().list_files(run_id, folder)
 
     def models_of(self, run: StoredRun) -> list[dict[str, str]]:
         """The tags and parameters of the logged models of a run, with "model_id"; oldest first."""
-        found = sorted(self.logged_models(run.experiment_id, run.run_id), key=lambda model: model.creation_timestamp)
+        with self._asked():
+            found = self.logged_models(run.experiment_id, run.run_id)
+        found.sort(key=lambda model: model.creation_timestamp)
         return [{**model.params, **model.tags, "model_id": model.model_id} for model in found]
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Raise UserError for whatever the server, its client or the place of the artifacts raises."""
+        try:
+            yield
+        except Exception as error:
+            raise UserError(
+                f"MLflow at {hide_passwords(self.uri)} did not answer ({one_line(error)}). Try again when it does."
+            ) from None

@@ -12,6 +12,8 @@ from pipeline.process.start import silence_broken_output
 
 T = TypeVar("T")
 
+_MAX_REASON = 300
+
 
 class Refusals:
     """What a store refused, which it would refuse again: each is said once and left out, and the rest goes on.
@@ -60,8 +62,9 @@ class Refusals:
 
 
 def one_line(error: Exception) -> str:
-    """What an exception says, on one line without passwords."""
-    return hide_passwords(on_one_line(error))[:300]
+    """What an exception says, on one line without passwords. Of a long one the middle is left out: the reason is often at the end."""
+    text = hide_passwords(on_one_line(error))
+    return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"
 
 
 def warn(line: str) -> None:

@@ -20,6 +20,7 @@ from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.data.storage.checksum_cache import cache_home
 from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
 from pipeline.monitor.mlflow.refusals import one_line
+from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.committed import read_checksums
 
 C = TypeVar("C", bound="_HasWeights")
@@ -49,7 +50,10 @@ def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], obje
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or sqlite_uri(_DEFAULT_STORE)
     if (database := sqlite_file(uri)) and not database.is_file():  # MLflow would create it.
         raise UserError(f"{weights}: set MLFLOW_TRACKING_URI to the MLflow server's; there is no {database}.")
-    store = ModelStore(uri)
+    try:
+        store = ModelStore(uri)
+    except Exception as error:  # Whatever MLflow and its database drivers raise.
+        raise UserError(f"{weights}: MLflow at {hide_passwords(uri)} cannot be opened: {one_line(error)}") from None
     model_id, tags = store.find_model(weights)
     path, sha256 = tags.get("path", ""), tags.get("sha256", "")
     if not path or not sha256:
