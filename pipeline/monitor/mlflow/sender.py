@@ -160,7 +160,7 @@ class MlflowSender:
         while True:
             stopping = self._stop.is_set()
             if stopping and was_away is None:
-                was_away = num_failures > 0 or self._store is None
+                was_away = num_failures >= len(self.timing.retry) or self._store is None
             try:
                 store, state = self._send()
                 if stopping:
@@ -181,7 +181,7 @@ class MlflowSender:
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )
                 wait = self.timing.retry[min(num_failures, len(self.timing.retry) - 1)]
-                if stopping:  # A store that has answered until now is asked again as long as the end of the run waits.
+                if stopping:  # A store that has answered lately is asked again as long as the end of the run waits.
                     if was_away or time.monotonic() + wait > self._give_up:
                         return
                     time.sleep(wait)
