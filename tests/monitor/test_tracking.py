@@ -624,6 +624,38 @@ DAMAGED = {
 
 
 @pytest.mark.slow
+def test_a_copy_of_a_run_folder_leaves_the_run_of_the_original_alone(
+    out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its mlflow.json names that run: the copy, begun from an earlier step, deleted the original's points and sent its own."""
+
+    def tracker(name: str, step: int) -> Tracker:
+        facts = RunFacts(name, "pretrain", tags={"run_folder_path": str((out / name).resolve())})
+        return Tracker(TrackConfig(), out, out / name, facts, step, FAST)
+
+    original = tracker("first", 0)
+    for step in range(1, 5):
+        original.log(step, {"loss": 1.0})
+    original.finish("FINISHED")
+    shutil.copytree(out / "first", out / "second")
+    copy = tracker("second", 2)
+    copy.log(3, {"loss": 2.0})
+    copy.finish("KILLED")
+    losses = {
+        run.info.run_name: [point.value for point in client(out).get_metric_history(run.info.run_id, "train/loss")]
+        for run in runs(out)
+    }
+    assert losses == {"first": [1.0] * 4, "second": [1.0, 1.0, 2.0]}
+    assert f"{out / 'second'} is a copy of {out / 'first'}" in capfd.readouterr().err
+    # A folder that was moved keeps its run, and so does one whose original is gone.
+    (out / "second").rename(out / "third")
+    shutil.rmtree(out / "first")
+    (out / "third").rename(out / "first")
+    tracker("first", 3).finish("FINISHED")
+    assert len(runs(out)) == 2
+    assert not capfd.readouterr().err
+
+
 def test_the_mlflow_run_is_found_again_when_its_file_is_damaged(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     live(out, range(1, 11), 1.0, step=0)
     live(out, range(1, 11), 9.0, step=0, folder="other")  # Another run of the same name.

@@ -1,7 +1,6 @@
 """Sends metrics.jsonl to an MLflow run from a background thread, and retries while the server is unreachable."""
 
 import contextlib
-import hashlib
 import os
 import socket
 import threading
@@ -21,15 +20,21 @@ from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_li
 from pipeline.monitor.mlflow.mirror import FindModels, RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
 from pipeline.monitor.mlflow.refusals import Refusals, one_line, warn
-from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, write_states
+from pipeline.monitor.mlflow.state import (
+    FOLDER_TAG,
+    STATE_FILE,
+    SyncState,
+    folder_id,
+    original_of,
+    read_states,
+    write_states,
+)
 from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords, metric_name
 from pipeline.process.waits import waiting
 from pipeline.settings.run import TrackConfig
 
-# Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
-FOLDER_TAG = "run_folder"
 # Locked by the process that sends a folder. It stays.
 LOCK_FILE = "mlflow.lock"
 _METRICS_PER_REQUEST = 500
@@ -277,10 +282,17 @@ class MlflowSender:
         with self._lock:
             state = self._states.setdefault(self.shown_uri, SyncState())
         run = store.active_run(state.run_id) if state.run_id else None
-        if run is None:
+        original = original_of(self.path.parent, run.info.run_id, run.data.tags) if run else None
+        if run is None or original is not None:
             deleted = state.run_id
+            if original is not None:
+                self._update(state, run_id=None)
             self._find_or_create_run(store, state)
-            if deleted and deleted != state.run_id:
+            if original is not None:
+                warn(
+                    f"{self.path.parent} is a copy of {original}, whose MLflow run is {deleted}: all is sent to {state.run_id}."
+                )
+            elif deleted and deleted != state.run_id:
                 warn(f"MLflow at {self.shown_uri} has no run {deleted} (deleted?): all is sent to {state.run_id}.")
         elif self._has_lost(store.last_steps(run), state):
             warn(
@@ -429,9 +441,3 @@ class MlflowSender:
         if self.shown_uri in self._states:
             self._states[self.shown_uri] = self._states.pop(self.shown_uri)
         write_states(self.state_path, self._states)
-
-
-def folder_id(folder: Path) -> str:
-    """The same on every host that shares the folder, another for a folder of the same path on another disk."""
-    named = os.fsencode(f"{folder.resolve()} {folder.stat().st_ino}")  # A name need not be UTF-8.
-    return hashlib.sha256(named).hexdigest()[:32]

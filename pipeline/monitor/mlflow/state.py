@@ -1,6 +1,10 @@
 """mlflow.json: which MLflow run belongs to a run folder, and which part of metrics.jsonl it has received."""
 
+import contextlib
+import hashlib
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +17,8 @@ from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.committed import run_of_checkpoint
 
 STATE_FILE = "mlflow.json"
+# Tags of an MLflow run: the identity of its run folder, by which it is found when mlflow.json is damaged, and the folder's path.
+FOLDER_TAG, _PATH_TAG = "run_folder", "run_folder_path"
 
 
 @dataclass(frozen=True)
@@ -91,3 +97,22 @@ def run_id_of(folder: Path) -> str | None:
     except OSError:
         return None
     return next((state.run_id for state in reversed(states.values()) if state.run_id), None)
+
+
+def folder_id(folder: Path) -> str:
+    """The same on every host that shares the folder, another for a folder of the same path on another disk."""
+    named = os.fsencode(f"{folder.resolve()} {folder.stat().st_ino}")  # A name need not be UTF-8.
+    return hashlib.sha256(named).hexdigest()[:32]
+
+
+def original_of(folder: Path, run_id: str, tags: Mapping[str, str]) -> Path | None:
+    """The folder of which `folder` is a copy, if the MLflow run that both name is still that one's. tags: of the run.
+
+    None if there is no such folder here any more: it was moved, or is on another host.
+    """
+    other = Path(tags.get(_PATH_TAG, ""))
+    with contextlib.suppress(OSError, ValueError):  # It is missing, or no path at all.
+        names_run = folder_id(other) == tags.get(FOLDER_TAG) and run_id_of(other) == run_id
+        if names_run and other.is_absolute() and not other.samefile(folder):
+            return other
+    return None
