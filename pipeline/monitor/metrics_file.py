@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import posixpath
@@ -23,6 +24,8 @@ MAX_INTEGER = 1 << 53
 # Metrics are numbers of float32: a larger one means a damaged file, and its square or its share in per cent would be infinite.
 _MAX_VALUE = 1e39
 _MAX_MILLISECONDS = 1000 * MAX_SECONDS
+# MLflow takes 250 characters, of which the group and the objective need some.
+_MAX_NAME = 200
 _METRIC_NAME = re.compile(r"[/\w.\- :]{1,250}")
 
 
@@ -175,8 +178,14 @@ def _number(value: Any) -> float:
 
 @functools.cache
 def accepted_name(name: str) -> str:
-    """A metric's name with "_" for what MLflow refuses: one may contain that of a model ("R50+ViT") or of a data folder ("photos (2)")."""
-    return re.sub(r"^[./]|[^/\w.\- :]", "_", name)
+    """A metric's name with "_" for what MLflow refuses: one may contain that of a model ("R50+ViT") or of a data folder ("photos (2)").
+
+    Of a name that is too long, the middle is replaced by a hash.
+    """
+    name = re.sub(r"^[./]|[^/\w.\- :]", "_", name)
+    if len(name) <= _MAX_NAME:
+        return name
+    return f"{name[: _MAX_NAME // 2]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}_{name[10 - _MAX_NAME // 2 :]}"
 
 
 @functools.cache
