@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sqlite3
 import time
@@ -87,3 +88,16 @@ def test_a_database_that_mlflow_left_half_made_is_named(tmp_path: Path) -> None:
         database.execute("CREATE TABLE _alembic_tmp_experiment_tags (key VARCHAR(250) NOT NULL)")
     with pytest.raises(UserError, match=r"left half made .* remove the file"):
         open_store(path)
+
+
+def test_an_error_of_the_database_is_no_traceback_in_the_log(
+    database: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """MLflow logged one at each try: forty lines every half minute, as long as a disk was full."""
+    shutil.copy(database, path := tmp_path / "mlflow.db")
+    store = MlflowStore(f"sqlite:///{path}")
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE runs")
+    with pytest.raises(Exception, match="no such table"):
+        store.client.get_run("1" * 32)
+    assert not capfd.readouterr().err

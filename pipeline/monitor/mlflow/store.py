@@ -329,7 +329,8 @@ def _open_databases_in_one_try() -> None:
 
     utils.MAX_RETRY_COUNT = 1
     utils._make_parent_dirs_if_sqlite = lambda uri: None
-    logging.getLogger(utils.__name__).setLevel(logging.WARNING)  # The import has set it to INFO.
+    # It logs a traceback of forty lines for each error, which at each try would be one more; what sends says it in a line, once.
+    logging.getLogger(utils.__name__).setLevel(logging.CRITICAL)
 
 
 def _create_database(path: Path) -> None:
