@@ -133,3 +133,7 @@ def test_of_a_long_reason_the_end_is_said() -> None:
     assert shown.startswith("failed with exception HTTPS")
     assert shown.endswith("SSLError: self-signed certificate)")
     assert len(shown) < 310
+    of_a_database = (
+        f"(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT {'x' * 900}]\n(Background on this error"
+    )
+    assert one_line(OSError(of_a_database)) == "(sqlite3.OperationalError) database or disk is full"

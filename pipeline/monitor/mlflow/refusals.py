@@ -62,8 +62,11 @@ class Refusals:
 
 
 def one_line(error: Exception) -> str:
-    """What an exception says, on one line without passwords. Of a long one the middle is left out: the reason is often at the end."""
-    text = hide_passwords(on_one_line(error))
+    """What an exception says, on one line without passwords.
+
+    Of a database's, the statement with its values is left out; of another long one the middle: the reason is often at the end.
+    """
+    text = hide_passwords(on_one_line(error).partition(" [SQL: ")[0])
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"
 
 
