@@ -202,7 +202,7 @@ def test_an_outage_that_begins_at_the_end_of_a_run_is_waited_for(
     out: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The end gave up at the first failure, and the last score stayed away although the server was back a second later."""
-    tracker = start(out, timing=SenderTimeouts(poll=300, retry=(0.05,), finish=300))
+    tracker = start(out, timing=SenderTimeouts(poll=300, retry=(0.05,) * 3, finish=300))
     until(lambda: tracker._sender._mirror._next_models)  # The store has answered, and the thread waits.
     send, failures = MlflowStore.log_metrics, [ConnectionError("busy"), ConnectionError("busy")]
 

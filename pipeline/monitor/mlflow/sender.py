@@ -161,11 +161,8 @@ class MlflowSender:
 
     def _send_until_the_end(self) -> None:
         num_failures = 0
-        was_away: bool | None = None  # When the end began.
         while True:
             stopping = self._stop.is_set()
-            if stopping and was_away is None:
-                was_away = num_failures >= len(self.timing.retry) or self._store is None
             try:
                 store, state = self._send()
                 if stopping:
@@ -186,8 +183,10 @@ class MlflowSender:
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )
                 wait = self.timing.retry[min(num_failures, len(self.timing.retry) - 1)]
-                if stopping:  # A store that has answered lately is asked again as long as the end of the run waits.
-                    if was_away or time.monotonic() + wait > self._give_up:
+                if stopping:
+                    # A store that has answered lately is asked again; one that was away is not waited for.
+                    is_lasting = num_failures >= len(self.timing.retry) or self._store is None
+                    if is_lasting or time.monotonic() + wait > self._give_up:
                         return
                     time.sleep(wait)
                 else:
