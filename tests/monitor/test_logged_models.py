@@ -331,6 +331,20 @@ def test_a_model_that_a_killed_sender_registered_gets_its_alias_and_no_second_ve
     assert client.get_model_version_by_alias("photos", "best").tags["step"] == "10"
 
 
+def test_a_registered_model_that_somebody_deleted_is_not_made_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its run was never complete again, at no start and not by launch/track_sync.py."""
+    found = [checkpoint(tmp_path, "a", 10)]
+    tracked(tmp_path, "a", found, {10: 0.5}, register="photos")
+    client = MlflowStore(default_uri(tmp_path)).client
+    client.delete_registered_model("photos")
+    tracked(tmp_path, "a", found, {}, start=10, register="photos")
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning")]
+    assert "as a version of the registered model photos (" in line
+    assert not client.search_registered_models()
+
+
 def test_a_parent_lists_no_run_that_another_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a server, each kill after which steps ran again left a link to a deleted run on the page of the parent."""
     monkeypatch.setattr(MlflowStore, "delete_points_after", lambda self, run_id, step: False)

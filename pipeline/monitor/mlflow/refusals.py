@@ -54,8 +54,10 @@ class Refusals:
         try:
             request()
         except Exception as error:
-            # A deleted run refuses everything, which is no refusal of this.
-            if not is_refusal(error) or not store.is_active(run_id):
+            # What somebody has deleted, as a version of a registered model, is not made again. A deleted run refuses everything, which
+            # is no refusal of this.
+            is_missing = getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
+            if not (is_refusal(error) or is_missing) or not store.is_active(run_id):
                 raise
             return one_line(error)
         return None
