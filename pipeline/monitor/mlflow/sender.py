@@ -31,7 +31,7 @@ from pipeline.monitor.mlflow.state import (
 )
 from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
-from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords, metric_name
+from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords
 from pipeline.process.waits import waiting
 from pipeline.settings.run import TrackConfig
 
@@ -268,9 +268,7 @@ class MlflowSender:
             record = next((record for record in found if record and record.metrics), None)
         if record is None:
             return False
-        # Earlier versions sent some metrics under other names.
-        names = {shown for name in record.metrics for shown in (name, metric_name(name), self.facts.sent_name(name))}
-        return all(last_steps.get(name, -1) < record.step for name in names)
+        return all(last_steps.get(self.facts.sent_name(name), -1) < record.step for name in record.metrics)
 
     def _connect(self, starts: bool = True) -> tuple[ModelStore, SyncState]:
         """Open the store, and find or create the MLflow run, once. starts: mark it as running."""

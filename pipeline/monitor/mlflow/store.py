@@ -34,8 +34,9 @@ _MAX_PARAMETERS = 100
 _NOTE_DIGEST = "mlflow.note.digest"
 # Prefix of the tags of a run that name the runs made from it, as Markdown for its description, and the heading above them there.
 _CHILD = "mlflow.made_from_this."
-_TOO_LARGE = "failed with error code 413 "
 _CHILDREN = "\n\n**Made from this run**\n\n"
+# In the text of an error: MLflow has no code for it.
+_TOO_LARGE = "failed with error code 413 "
 
 
 class MlflowStore:
@@ -391,7 +392,7 @@ def is_refusal(error: Exception) -> bool:
 
     413 is of a web server before it, with a limit to the size of a request.
     """
-    # Requests about artifacts raise HTTPError; of others, MLflow has no code for 413.
+    # Requests about artifacts raise HTTPError.
     status = getattr(getattr(error, "response", None), "status_code", 0)
     code = getattr(error, "error_code", "")
     return status in (400, 413) or code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST") or _TOO_LARGE in str(error)
