@@ -1,12 +1,14 @@
 """Runs on one GPU, or on a CPU where there is none: exact resume, plain PyTorch's losses, faults, memory."""
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import planted
 import pytest
 import torch
 from fake_gpu import TINY
+from forked import ForkedRun
 from planted import BAD_STEP
 from polling import until
 from ranks import STEPS, metrics, settings
@@ -30,8 +33,8 @@ from pipeline.lifecycle.run_folder import RESUME
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
-pytestmark = pytest.mark.slow
 HAS_GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.slow] if HAS_GPU else [pytest.mark.slow, pytest.mark.ranks]
 # ZeRO stage and precision. On a CPU only the code of the test is of interest: tests/multiprocess has the rest.
 EXACT = [
     (stage, precision)
@@ -44,7 +47,8 @@ EXACT_RUNS = [(*run, False) for run in EXACT] + [(1, "bf16", True)] * HAS_GPU
 BAD_STAGES = (0, 1, 2, 3) if HAS_GPU else (1,)
 # Dropout, mixing and an average of the weights, whose random numbers and tensors have to come back as well.
 ALL_OF_IT = ("schedule.decay=constant", "model.dropout=0.1", "optimizer.ema_decay=0.8", *MIXED)
-LONG = ("train.length=40 steps", "checkpoint.every=5 steps", "evaluate.every=100%", *ALL_OF_IT)
+LENGTH, STOPPED_AFTER = (40, 24) if HAS_GPU else (20, 13)
+LONG = (f"train.length={LENGTH} steps", "checkpoint.every=5 steps", "evaluate.every=100%", *ALL_OF_IT)
 PLAIN = ("schedule.decay=constant",)
 LOSSES: dict[str, list[str]] = {"plain": []}
 if HAS_GPU:
@@ -68,19 +72,58 @@ WAITS = {
 }
 
 
-def ranks_of_one(function: str, argument: Any, output: Path) -> subprocess.Popen[bytes]:
-    """Start a process that calls a function of a file of tests ("module:name"). Not forked: CUDA cannot be."""
+@dataclass
+class OwnRun:
+    """A rank in a process of its own, with what a ForkedRun has of methods: CUDA cannot be forked."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 550) -> list[int]:
+        return [self.process.wait(seconds)]
+
+    def finish(self) -> str:
+        assert self.wait() == [0], self.said()[-5000:]
+        return self.said()
+
+    def has_left(self, rank: int) -> bool:
+        return self.process.poll() is not None
+
+    def said(self, rank: int = 0) -> str:
+        return self.output.read_text()
+
+
+# Starts a rank that calls a function of a file of tests ("module:name") with an argument that JSON can hold.
+Start = Callable[[str, Any], OwnRun | ForkedRun]
+
+
+def start_own(function: str, argument: Any, output: Path) -> OwnRun:
     code = f"import sys; sys.path[:] = {sys.path}; from forked import work; import json; work({function!r}, json.loads(sys.argv[1]))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **({} if HAS_GPU else {"DS_ACCELERATOR": "cpu"})}
-    with open(output, "ab") as file:
-        return subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(argument)], env=environment, stdout=file, stderr=file
+    with open(output, "wb") as file:
+        return OwnRun(
+            subprocess.Popen(
+                [sys.executable, "-c", code, json.dumps(argument)], env=environment, stdout=file, stderr=file
+            ),
+            output,
         )
 
 
-def finish(function: str, argument: Any, output: Path) -> str:
-    assert ranks_of_one(function, argument, output).wait(550) == 0, output.read_text()[-5000:]
-    return output.read_text()
+@pytest.fixture(scope="module")
+def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    if not HAS_GPU:
+        forge = request.getfixturevalue("forge")
+        return lambda function, argument: forge.start_work(1, function, argument)
+    folder, numbers = tmp_path_factory.mktemp("said"), itertools.count()
+    return lambda function, argument: start_own(function, argument, folder / f"{next(numbers)}.txt")
+
+
+def test_a_rank_of_its_own_is_started(tmp_path: Path) -> None:
+    """Where there is no GPU, the other tests fork theirs."""
+    assert start_own("builtins:print", ["an argument"], tmp_path / "said.txt").finish() == "['an argument']\n"
 
 
 def steps_of(run: Path) -> dict[int, tuple[float, float]]:
@@ -155,7 +198,7 @@ def waits_in_steps(stages: list[int]) -> None:
 
 
 @pytest.fixture(scope="module")
-def out(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(start: Start, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All short runs that need no kill, in one process."""
     folder = tmp_path_factory.mktemp("gpu")
     data = make_dataset(folder / "data", {"train": 500, "val": 8})
@@ -177,7 +220,7 @@ def out(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("nan in a gradient", settings(data, folder, f"bad{stage}", f"engine.zero_stage={stage}", "train.length=12 steps"))
         for stage in BAD_STAGES
     ]  # fmt: skip
-    finish("test_gpu_runs:train_all", [runs, faulty], folder / "output.txt")
+    start("test_gpu_runs:train_all", [runs, faulty]).finish()
     return folder
 
 
@@ -222,29 +265,26 @@ def test_evaluation_on_the_device_is_that_on_a_cpu(dataset: Path, out: Path, tmp
     assert found["auto"]["loss"] == pytest.approx(metrics(out / "plain", "val_loss")[STEPS], rel=1e-3)
 
 
-def test_a_run_that_is_killed_and_stopped_is_the_whole_one(out: Path, dataset: Path) -> None:
+def test_a_run_that_is_killed_and_stopped_is_the_whole_one(start: Start, out: Path, dataset: Path) -> None:
     """SIGKILL after the first checkpoint, then SIGTERM, then to the end. On a GPU the whole run is in a process of its own, as every life is."""
-    unbroken = (
-        ranks_of_one("forked:train", [settings(dataset, out, "unbroken", *LONG)], out / "unbroken.txt")
-        if HAS_GPU
-        else None
-    )
+    unbroken = start("forked:train", [settings(dataset, out, "unbroken", *LONG)]) if HAS_GPU else None
     broken = settings(dataset, out, "broken", *LONG)
-    latest, output = out / "broken" / "checkpoints" / "latest", out / "broken.txt"
-    first = ranks_of_one("test_gpu_runs:train_until_told", [8, broken], output)
-    until(lambda: latest.exists() or first.poll() is not None)
-    first.kill()
-    assert first.wait() == -signal.SIGKILL, output.read_text()[-3000:]
+    latest = out / "broken" / "checkpoints" / "latest"
+    first = start("test_gpu_runs:train_until_told", [8, broken])
+    until(lambda: latest.exists() or first.has_left(0))
+    first.send(0, signal.SIGKILL)
+    assert first.wait() == [-signal.SIGKILL], first.said()[-3000:]
     reached = latest.read_text()
-    second = ranks_of_one("test_gpu_runs:train_until_told", [24, broken], output)
-    until(lambda: latest.read_text() != reached or second.poll() is not None)
-    second.send_signal(signal.SIGTERM)
-    assert second.wait(300) == RESUME, output.read_text()[-3000:]
-    finish("forked:train", [broken], output)
+    second = start("test_gpu_runs:train_until_told", [STOPPED_AFTER, broken])
+    until(lambda: latest.read_text() != reached or second.has_left(0))
+    second.send(0, signal.SIGTERM)
+    assert second.wait() == [RESUME], second.said()[-3000:]
+    third = start("forked:train", [broken]).finish()
     if unbroken:
-        assert unbroken.wait(550) == 0, (out / "unbroken.txt").read_text()[-3000:]
-    for step, values in steps_of(out / "unbroken").items():
-        assert (step, steps_of(out / "broken")[step]) == (step, values), output.read_text()[-5000:]
+        unbroken.finish()
+    values = steps_of(out / "unbroken")
+    assert list(values) == list(range(1, LENGTH + 1))
+    assert steps_of(out / "broken") == values, first.said()[-2000:] + second.said()[-2000:] + third[-2000:]
     (_, a, _), (_, b, _) = models.read_weights(out / "broken"), models.read_weights(out / "unbroken")
     assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -256,24 +296,24 @@ def test_what_is_no_number_never_reaches_the_weights(out: Path, stage: int) -> N
     assert all(bool(torch.isfinite(tensor).all()) for tensor in models.read_weights(out / f"bad{stage}")[1].values())
 
 
-def test_the_host_waits_only_where_it_is_documented(tmp_path: Path) -> None:
+def test_the_host_waits_only_where_it_is_documented(start: Start) -> None:
     """As CUDA itself reports it. (tests/train/test_fake_gpu.py looks at torch's operators, in all precisions.)"""
     stages = list(WAITS) if HAS_GPU else [3]
-    said = finish("test_gpu_runs:waits_in_steps", stages, tmp_path / "output.txt")
+    said = start("test_gpu_runs:waits_in_steps", stages).finish()
     found = dict(json.loads(line.removeprefix("waits ")) for line in said.splitlines() if line.startswith("waits "))
     assert found == {stage: sorted(WAITS[stage]) if HAS_GPU else [] for stage in stages}
 
 
 @pytest.mark.parametrize("more", [[], ["engine.activation_checkpointing=true"], ["engine.zero_stage=3"]], ids=str)
 def test_predicted_memory_is_what_a_step_takes(
-    gpu: torch.device, dataset: Path, tmp_path: Path, more: list[str]
+    gpu: torch.device, start: Start, dataset: Path, tmp_path: Path, more: list[str]
 ) -> None:
     overrides = [
         "name=x", f"out={tmp_path}", f"data.path={dataset}", "model.name=ViT-B/16", "train.global_batch=64",
         "train.micro_batch=64", "train.length=3 steps", "train.log_every=1", "train.loss=softmax", "schedule.warmup=0 steps",
         "evaluate.every=100%", "evaluate.batch=8", "checkpoint.every=100%", "track.enabled=false", "track.figures=false", *more,
     ]  # fmt: skip
-    finish("forked:train", [overrides], tmp_path / "output.txt")
+    start("forked:train", [overrides]).finish()
     config = schema.load(RunConfig, None, overrides)
     plan = make_plan(config, 150, 1)
     model = objectives.new_backbone(config, 4)
@@ -282,13 +322,15 @@ def test_predicted_memory_is_what_a_step_takes(
     assert predicted.total == pytest.approx(measured, rel=0.10), predicted
 
 
-def test_out_of_memory_in_the_dry_run_is_one_line(gpu: torch.device, dataset: Path, tmp_path: Path) -> None:
+def test_out_of_memory_in_the_dry_run_is_one_line(
+    gpu: torch.device, start: Start, dataset: Path, tmp_path: Path
+) -> None:
     run = settings(dataset, tmp_path, "large", "model.name=ViT-L/16", "model.image_size=224", "train.global_batch=256",
                    "train.micro_batch=256", "engine.precision=bf16", "model.width=null", "model.depth=null",
                    "model.mlp_width=null", "model.num_heads=null", "data.streams=1", "data.window=16")  # fmt: skip
-    process = ranks_of_one("test_gpu_runs:little_memory", (run, 0.2), tmp_path / "output.txt")
-    assert process.wait(500) == 2
-    errors = [line for line in (tmp_path / "output.txt").read_text().splitlines() if line.startswith("error:")]
+    process = start("test_gpu_runs:little_memory", (run, 0.2))
+    assert process.wait() == [2]
+    errors = [line for line in process.said().splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert "ran out of memory before the first step" in errors[0]
     assert "train.micro_batch=" in errors[0]
