@@ -84,8 +84,8 @@ def path_inside(folder: Path, name: str | os.PathLike[str]) -> Path:
     if Path(name).is_absolute() or os.path.normpath(path) != str(path) or not path.is_relative_to(root):
         raise UserError(f"{os.fspath(name)!a} leads out of {folder}.")
     try:
-        is_link = os.path.realpath(path) != str(path)
         mode = os.lstat(path).st_mode
+        is_link = stat.S_ISLNK(mode) or any(os.path.islink(parent) for parent in _between(root, path))
     except ValueError:
         raise UserError(f"{os.fspath(name)!a} is not a path.") from None
     except NotADirectoryError:
@@ -95,6 +95,14 @@ def path_inside(folder: Path, name: str | os.PathLike[str]) -> Path:
     if not stat.S_ISREG(mode):
         raise _not_regular(folder / name)
     return folder / name
+
+
+def _between(root: Path, path: Path) -> Iterator[str]:
+    """The folders on the way from one to the other, without both."""
+    parent = os.path.dirname(path)
+    while len(parent) > len(str(root)):
+        yield parent
+        parent = os.path.dirname(parent)
 
 
 def _not_regular(path: str | os.PathLike[str]) -> UserError:

@@ -147,6 +147,9 @@ class Converter:
 
     def convert(self, value: Any, kind: Any, name: str, rule: Any = None) -> Any:
         """Returns the value as `kind`. name: of the field, with dots, in errors. Raises UserError."""
+        if type(kind) is type:  # Most are: what follows takes several times as long.
+            is_mapping = isinstance(value, dict) and is_record(kind)
+            return self.record(value, kind, name) if is_mapping else self.single(value, kind, name, rule)
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if origin is Annotated:
             limits = next((mark for mark in arguments[1:] if isinstance(mark, Limits)), None)
@@ -187,7 +190,8 @@ class Converter:
 
     def scalar(self, value: Any, kind: Any, rule: Any) -> Any:
         """Returns the value as `kind`. Raises RefusedError."""
-        choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+        is_literal = type(kind) is not type and typing.get_origin(kind) is typing.Literal
+        choices = typing.get_args(kind) if is_literal else ()
         if kind is Any or any(value == choice and type(value) is type(choice) for choice in choices):
             return value
         if kind is float and type(value) in (int, float):

@@ -8,6 +8,7 @@ method `check()` for what depends on several fields. The classes are in `run.py`
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -140,8 +141,12 @@ class _SettingsConverter(Converter):
     shown = staticmethod(as_typed)
 
     def convert(self, value: Any, kind: Any, name: str, rule: Any = None) -> Any:
+        if type(kind) is type:  # Most are: what follows takes several times as long.
+            if is_record(kind):
+                return self.record({} if value is None and name else value, kind, name)
+            return self.single(value, kind, name, rule)
         origin = typing.get_origin(kind)
-        if kind == str | None and value == "":
+        if value == "" and kind == str | None:
             return None  # No name or path is empty: `init.weights=` takes away the file's.
         if origin is list:
             (inner,) = typing.get_args(kind)
@@ -173,7 +178,7 @@ class _SettingsConverter(Converter):
         fields = dataclasses.fields(kind)
         required = {field.name for field in fields if field.default is field.default_factory is REQUIRED}
         tree = {key: value for key, value in tree.items() if value != "" or key not in required}
-        return super().record({**{section: None for section in hints if is_record(hints[section])}, **tree}, kind, name)
+        return super().record({**dict.fromkeys(_sections(kind)), **tree}, kind, name)
 
     def scalar(self, value: Any, kind: Any, rule: Any) -> Any:
         origin = typing.get_origin(kind)
@@ -202,6 +207,12 @@ class _SettingsConverter(Converter):
                 return number
         is_text = kind == dict[str, str]
         raise RefusedError(f"must be {'a mapping of names to text' if is_text else json_record.type_name(kind)}.")
+
+
+@functools.cache
+def _sections(cls: type) -> tuple[str, ...]:
+    """Names of the fields that are sections."""
+    return tuple(name for name, kind in json_record.type_hints(cls).items() if is_record(kind))
 
 
 def _choice(accepted: typing.Iterable[Any], value: Any) -> Any:
