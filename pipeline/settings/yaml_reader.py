@@ -3,7 +3,9 @@
 `read_table` reads the tables of facts that stand beside the modules which explain their fields.
 """
 
+import copy
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,6 +83,12 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(shortened(on_one_line(error), 2 * MAX_QUOTED)) from None
 
 
+@lru_cache(maxsize=32)
+def _parse_file(content: bytes) -> Any:
+    """Kept, because a study or a grid reads the same file for each of its runs, and PyYAML takes milliseconds. Not to be changed."""
+    return parse_yaml(content.decode())
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises UserError when the file is missing, unreadable, too large or no mapping.
 
@@ -91,7 +99,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise UserError(f"{path} is no config file: it has more than {_MAX_BYTES:,} bytes.")
-        tree = parse_yaml(content.decode())
+        tree = copy.deepcopy(_parse_file(content))
     except FileNotFoundError:
         raise UserError(f"{as_typed(str(path))}: no such config file. Shipped ones are in configs/.") from None
     except IsADirectoryError:

@@ -14,7 +14,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, replacing
 from pipeline.data.dataset.manifest import Dataset, open_dataset
-from pipeline.data.mixture.run_data import open_run_data
+from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings import changes, schema
@@ -146,10 +146,12 @@ def open_study(config: StudyConfig) -> Study:
     notes: list[str] = []
     cells = []
     extra = pretraining_compute(config, base.track.uri, notes)
+    opened: dict[str, RunData] = {}
     for model in config.models:
         for size in config.data_sizes or [base.data.limit]:
             for seed in config.seeds:
-                cells += _cells_of(config, folder, dataset, model, size, seed, 0.0 if model.weights else extra)
+                more = 0.0 if model.weights else extra
+                cells += _cells_of(config, folder, dataset, model, size, seed, more, opened)
     cells.sort(key=lambda cell: (cell.flops, cell.data_size, cell.seed))
     _refuse_twins(cells)
     _check_comparable(cells)
@@ -191,15 +193,24 @@ def _plan(config: RunConfig, num_samples: int) -> Plan:
 
 
 def _cells_of(
-    config: StudyConfig, folder: Path, dataset: Dataset, model: StudyModel, size: Limit, seed: int, extra: float
+    config: StudyConfig,
+    folder: Path,
+    dataset: Dataset,
+    model: StudyModel,
+    size: Limit,
+    seed: int,
+    extra: float,
+    opened: dict[str, RunData],
 ) -> list[StudyCell]:
     """The cells of one model, data size and seed: one for each length or budget, the shortest first.
 
-    extra: FLOPs for which they train in addition.
+    extra: FLOPs for which they train in addition. opened: the data of earlier cells, most of which train on the same; is added to.
     """
     common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
-    data = open_run_data(first.data, seed, first.train.global_batch, dataset.storage, first.reads_labels)
+    asked = (first.data, seed, first.train.global_batch, dataset.storage, first.reads_labels)
+    if (data := opened.get(repr(asked))) is None:
+        data = opened[repr(asked)] = open_run_data(*asked)
     if data.eval_split != first.data.eval_split:  # The data have no such split, and the run itself sets none.
         common.append("data.eval_split=")
     built = _starting_model(first, data.dataset.num_classes)
