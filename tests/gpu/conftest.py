@@ -1,5 +1,6 @@
 """Tests of what differs on a GPU. Without one they run on the CPU as far as they can, so that they are known to work."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents:
+        if str(item.path).startswith(f"{HERE}{os.sep}"):  # Every test comes by; `parents` takes ten times as long.
             item.add_marker(pytest.mark.gpu)
 
 
