@@ -161,7 +161,7 @@ def _ray_is_running() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those that are about them, which are then selected alone (`make gpu`).
 
-    Garbage is collected less often: that looked at what tests and MLflow keep, and took 5 % of the processor time.
+    Garbage is collected less often: each collection looks at all that tests and MLflow keep, 5 % of the processor time.
     """
     gc.set_threshold(50_000)
     if config.option.markexpr != "gpu":
