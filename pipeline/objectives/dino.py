@@ -25,7 +25,7 @@ from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig
 from pipeline.objectives.across_ranks import gathered, largest, rank, summed
-from pipeline.objectives.objective import Inputs, Objective, embedding_std, mean_of_valid
+from pipeline.objectives.objective import Inputs, Objective, embedding_std, mean_among_valid, mean_of_valid
 from pipeline.objectives.parts.dino_head import DinoHead
 from pipeline.objectives.parts.ibot import BlockMasks
 from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views, dino_compares_micro_batch
@@ -214,8 +214,8 @@ class Dino(Objective):
         losses = pair_losses(student, targets)
         total = mean_of_valid(losses, valid)
         values = {
-            "teacher_entropy": _mean_of(entropy, valid),
-            "teacher_kl": _mean_of(losses.detach() - entropy, valid),
+            "teacher_entropy": mean_among_valid(entropy, valid),
+            "teacher_kl": mean_among_valid(losses.detach() - entropy, valid),
             "embedding_std": embedding_std(teacher_features, both),
         }
         if patches is not None and teacher_patches is not None:
@@ -415,7 +415,3 @@ def _share(config: RunConfig, name: str) -> Fraction:
             f"objective.{name} in %."
         )
     return min(share, Fraction(1))
-
-
-def _mean_of(values: Tensor, valid: Tensor) -> Tensor:
-    return (values * valid).sum() / valid.sum().clamp(min=1)

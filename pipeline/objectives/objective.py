@@ -105,6 +105,11 @@ class Objective(nn.Module):
             )
 
     @classmethod
+    def teacher_weights(cls, config: RunConfig) -> str:
+        """The path of published weights that the objective reads beside the backbone's; "" for none. A run records which they were."""
+        return ""
+
+    @classmethod
     def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
         """Returns the setting with which `loss` compares the images of a micro-batch on all ranks, so that it depends on how a batch is cut.
 
@@ -327,6 +332,11 @@ def normalised(pixels: Tensor, device: torch.device) -> Tensor:
 def mean_of_valid(losses: Tensor, valid: Tensor) -> Tensor:
     """The sum of the losses (B,) of valid samples, divided by B: an unreadable image contributes nothing, and changes no other."""
     return (losses * valid).sum() / valid.shape[0]
+
+
+def mean_among_valid(values: Tensor, valid: Tensor) -> Tensor:
+    """The mean of the values (B,) of valid samples, to log; 0 without any."""
+    return (values * valid).sum() / valid.sum().clamp(min=1)
 
 
 def embedding_std(features: Tensor, counted: Tensor) -> Tensor:

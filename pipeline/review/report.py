@@ -15,7 +15,7 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import Start
-from pipeline.monitor.run_page import PREDICTED_SPEED, ModelFacts
+from pipeline.monitor.run_page import PREDICTED_SPEED, TEACHER_TAG, ModelFacts
 from pipeline.process.outputs import try_output
 from pipeline.review import lineage
 from pipeline.review.budgets import FLOPS, in_units
@@ -105,6 +105,7 @@ def _what_it_is(record: RunRecord) -> Iterator[Block]:
         f"{used.path} ({f'{used.run}, ' if used.run else ''}{used.details})" if used else lineage.origin_of(record)
     )
     origin = f", from the weights in {weights}" if weights else ""
+    origin += f", taught by {teacher}" if (teacher := record.tags.get(TEACHER_TAG)) else ""
     yield Paragraph(f"{_sentence(_KINDS.get(record.kind, record.kind))}{of_model}{on}{described}{origin}.")
     begin, end = record.period
     period = f", recorded from {when(begin)} to {when(end)} UTC" if end else ""

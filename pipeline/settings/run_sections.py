@@ -24,6 +24,7 @@ OBJECTIVES = {
     "masked_mean_color": "masked_patches:MaskedPatches",
     "masked_small_patch": "masked_patches:MaskedPatches",
     "masked_pixels": "masked_patches:MaskedPatches",
+    "distill": "distill:Distill",
 }
 # Those whose loss is of all samples of a step at once, so that a step must be one micro-batch of each rank. Here, because the
 # supervisor chooses a number of ranks without torch.
@@ -315,7 +316,7 @@ class TrainConfig:
         "sigmoid",
         "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino), "
         "prediction between views with normal projections (lejepa), a masked "
-        "autoencoder (mae), or masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
+        "autoencoder (mae), prediction of the features of published weights (distill), or masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
         choices=OBJECTIVES,
         on_change="run",
     )

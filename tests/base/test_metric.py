@@ -35,7 +35,13 @@ def test_what_a_run_measures_is_declared_as_its_name_was_read_before(objective: 
 
 @pytest.mark.parametrize(
     ("objective", "score"),
-    [("softmax", "val_top1"), ("masked_mean_color", "val_color_accuracy"), ("mae", "val_20nn"), ("lejepa", "val_20nn")],
+    [
+        ("softmax", "val_top1"),
+        ("masked_mean_color", "val_color_accuracy"),
+        ("mae", "val_20nn"),
+        ("lejepa", "val_20nn"),
+        ("distill", "val_20nn"),
+    ],
 )
 def test_the_score_of_a_run_is_an_accuracy_if_it_measures_one(objective: str, score: str) -> None:
     config = schema.load(RunConfig, None, [*RUN, f"train.loss={objective}"])

@@ -1,5 +1,6 @@
 """Objectives that add to the backbone: exact after a restart, and on other ranks; DINO, with a frozen parameter, at every ZeRO stage."""
 
+import hashlib
 import importlib
 import json
 import math
@@ -18,6 +19,8 @@ from ranks import ROOT, STEPS, metrics, settings
 from pipeline import model as models
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.lifecycle.run_folder import RESUME
+from pipeline.monitor.page_folder import PageFolder
+from pipeline.monitor.run_page import TEACHER_TAG
 
 STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
 OF_EACH = ("model.representation=false", "checkpoint.every=1 steps", "checkpoint.keep=9")
@@ -29,21 +32,27 @@ ADDED = ("centre", "patch_centre", "mixer", "head.last.weight", "mask_token")
 OTHERS = {
     "mae": (("model.name=ViT-Ti/4", "objective.decoder_width=16", "objective.decoder_depth=1", "objective.decoder_heads=2",
              "engine.zero_stage=3"), ("loss", "grad_norm", "val_loss"), "mask_token"),
+    "distill": (("model.name=ViT-Ti/4", "engine.zero_stage=3"), ("loss", "grad_norm", "explained"),
+                "frozen_teacher.blocks.0.mlp.up.weight"),
     "lejepa": (("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16", "train.micro_batch=12",
                 "engine.zero_stage=2", "engine.precision=bf16"), ("loss", "sigreg", "prediction", "grad_norm"), "projector.last.weight"),
 }  # fmt: skip
 # In this order in one process: stage 3 replaces torch's linear function for good, by one with other bits in bf16.
-RUNS = ("lejepa", *(f"{stage}-{precision}" for stage, precision in STAGES), "mae")
+RUNS = ("lejepa", *(f"{stage}-{precision}" for stage, precision in STAGES), "mae", "distill")
 
 
 @pytest.fixture(scope="module")
 def runs(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of each stage on two ranks; each again from its third step; and two from there with one rank."""
     out = tmp_path_factory.mktemp("objective")
+    models.save(models.build(models.configure("ViT-mu/8", 16, 10, width=48)), out / "teacher.pt")
 
     def given(run: str, name: str = "", *more: str) -> list[str]:
         if run in OTHERS:
-            return settings(dataset, out, f"{run}{name}", f"train.loss={run}", *OF_EACH, *OTHERS[run][0], *more)
+            taught = [f"objective.teacher={out / 'teacher.pt'}"] * (run == "distill")
+            return settings(
+                dataset, out, f"{run}{name}", f"train.loss={run}", *OF_EACH, *OTHERS[run][0], *taught, *more
+            )
         stage, precision = run.split("-")
         of_stage = (f"engine.zero_stage={stage}", f"engine.precision={precision}")
         return settings(dataset, out, f"{run}{name}", *OF_RUN, *of_stage, *more)
@@ -95,7 +104,7 @@ def test_a_restart_changes_no_bit(runs: Path, run: str) -> None:
     for state in ("weights", "exp_avg", *(["ema"] if run not in OTHERS else [])):
         expected, found = tensors(whole, STEPS, state), tensors(cut, STEPS, state)
         assert {f"objective.{name}" for name in added} <= expected.keys()
-        assert not [name for name in expected if "teacher" in name]
+        assert not [name for name in expected if name.startswith("objective.teacher")]
         assert all(np.array_equal(array, found[name]) for name, array in expected.items())
 
 
@@ -151,6 +160,15 @@ def test_the_backbone_alone_is_exported(runs: Path) -> None:
     config, weights, _ = models.read_weights(runs / "1-fp32")
     assert json.loads((runs / "1-fp32" / "model.json").read_text())["num_classes"] == 0
     assert not [name for name in models.build(config).state_dict() if name not in weights]
+
+
+def test_a_run_tells_what_taught_it(runs: Path) -> None:
+    digest = hashlib.sha256((runs / "teacher.pt").read_bytes()).hexdigest()
+    for name in ("distill", "distill-cut", "distill-elsewhere"):
+        assert (
+            f"{runs / 'teacher.pt'}, SHA-256 {digest[:16]}"
+            in PageFolder(runs / name).read_facts().facts.tags[TEACHER_TAG]
+        )
 
 
 def test_a_skipped_step_changes_neither_teacher_nor_centre(forge: Forge, dataset: Path, tmp_path: Path) -> None:

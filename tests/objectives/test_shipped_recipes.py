@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from teacher_weights import teacher_for
 
 from data_tools.bench.corpus import noise_views
 from pipeline import objectives
@@ -21,8 +22,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_shipped_recipe_computes_gradients_in_its_precision(recipe: Path) -> None:
-    config = schema.load(RunConfig, recipe)
+def test_a_shipped_recipe_computes_gradients_in_its_precision(recipe: Path, tmp_path: Path) -> None:
+    config = schema.load(RunConfig, recipe, teacher_for(recipe, tmp_path))
     small = {"dino": {"prototypes": 64}, "mae": {"decoder_width": 64, "decoder_depth": 1}}
     config.objective.update(small.get(config.train.loss, {}))
     model = objectives.new_backbone(config, num_classes=5)

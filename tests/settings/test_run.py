@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from teacher_weights import teacher_for
 
 from pipeline import objectives
 from pipeline.architecture.variants import configure
@@ -258,7 +259,7 @@ def test_every_end_of_every_range_is_checked() -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_shipped_file_loads_and_plans(path: Path) -> None:
+def test_shipped_file_loads_and_plans(path: Path, tmp_path: Path) -> None:
     if path.parent.name in ("data", "index"):
         assert schema.load(ShardConfig if path.parent.name == "data" else IndexConfig, path).source
         return
@@ -281,7 +282,7 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
             assert all(warmup_steps(protocol, tried, num_samples) >= 0 for tried in settings_of(protocol))
         return
     for overrides in [[], *overrides_in_header(path)]:
-        config = schema.load(RunConfig, path, overrides)
+        config = schema.load(RunConfig, path, [*overrides, *teacher_for(path, tmp_path)])
         num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
         train = config.train
         of_whole = train.loss in OF_WHOLE_BATCH

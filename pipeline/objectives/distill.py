@@ -1,0 +1,189 @@
+"""Distillation: the backbone learns to predict the features of published weights, its teacher, without labels.
+
+Teacher and backbone see the same view. From the backbone's feature (its class token, or whatever it pools) a LayerNorm and a linear
+layer predict the teacher's, and another pair predicts from each patch token the teacher's token of the same place. As Proteus (Zhang
+et al., arXiv 2407.10366), whose third loss, of masked patches, is left out. As in FD (Wei et al., arXiv 2205.14141), what is
+predicted is whitened: a LayerNorm without parameters gives each feature mean 0 and variance 1, so that one learning rate suits any
+teacher.
+
+The teacher is frozen, and a part of the module: ZeRO divides it among ranks as it does all parameters, and a checkpoint holds it.
+
+Shapes: B batch, N patches, D width of the backbone, T width of the teacher.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.base.errors import UserError
+from pipeline.base.metric import Metric
+from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.mix import Mixing
+from pipeline.model import Config, Model, ViTConfig, adapted, build, load, read_weights
+from pipeline.objectives.objective import Inputs, Objective, mean_among_valid, mean_of_valid
+from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSettings:
+    teacher: str = setting(
+        "", "Weights that are distilled: anything that init.weights accepts but an address of MLflow. They stay as they are.", path=True
+    )  # fmt: skip
+    patch_weight: float = setting(
+        1.0, "Weight of the loss of patch tokens; that of the feature has 1. 0 for a ResNet, which has no patches.", min=0, max=1e4
+    )  # fmt: skip
+
+
+class Distill(Objective):
+    """A backbone, two heads that predict the teacher's features from its own, and the teacher."""
+
+    Settings = DistillSettings
+
+    # ------------------------------------------------------------------ settings
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        super().check(config)
+        given: DistillSettings = cls.settings(config)
+        if not given.teacher:
+            raise UserError(
+                "train.loss = distill needs objective.teacher: the weights to distill, such as a run folder, a .safetensors, or a folder "
+                "of Hugging Face."
+            )
+        if config.model.name:
+            teacher_config(given, cls.new_backbone(config, 0))
+
+    @classmethod
+    def teacher_weights(cls, config: RunConfig) -> str:
+        return str(cls.settings(config).teacher)
+
+    @classmethod
+    def values(cls, config: RunConfig) -> dict[str, Metric]:
+        patches = {"patch_loss": Metric("loss", "lower")} if cls.settings(config).patch_weight else {}
+        return {"feature_loss": Metric("loss", "lower"), **patches, "explained": Metric("ratio", "higher")}
+
+    @classmethod
+    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": 0, "representation": False}
+
+    # ------------------------------------------------------------------ module
+    @classmethod
+    def create(cls, config: RunConfig, backbone: Model) -> Objective:
+        given: DistillSettings = cls.settings(config)
+        of_teacher = teacher_config(given, backbone.config)
+        if torch.get_default_device().type == "meta":
+            return cls(backbone, build(of_teacher), given.patch_weight)
+        teacher = load(given.teacher, of_teacher.image_size, 0, representation=False)
+        return cls(backbone, teacher, given.patch_weight)
+
+    def __init__(self, backbone: Model, teacher: Model, patch_weight: float = 1.0) -> None:
+        """teacher: without a head, for images with the backbone's grid of patches."""
+        super().__init__(backbone)
+        self.patch_weight = patch_weight
+        # Not `teacher`, which is an average of the weights (`add_teacher`).
+        self.frozen_teacher = teacher.requires_grad_(False).eval()
+        self.feature_head = _head(backbone.config.num_features, teacher.config.num_features)
+        self.patch_head = _head(backbone.config.width, teacher.config.width) if patch_weight else None
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any objective, but the teacher stays in evaluation mode."""
+        super().train(mode)
+        self.frozen_teacher.eval()
+        return self
+
+    # ------------------------------------------------------------------ from a batch to the loss
+    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
+        """Adds to the default, if the teacher reads images of another size: `resized`, float32 (B, 3, H, W) in [-1, 1]."""
+        views, facts = super().inputs(batch, device, mixing)
+        size = self.frozen_teacher.config.image_size
+        if views[0].shape[2:] != size:
+            resized = F.interpolate(views[0], size, mode="bicubic", antialias=True)
+            facts["resized"] = resized.clamp(-1, 1)
+        return Inputs(views, facts)
+
+    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        of_feature, of_patches, target = self.compare(views[0], facts)
+        valid = facts["valid"]
+        values = {
+            "feature_loss": mean_of_valid(of_feature.detach(), valid),
+            "explained": explained(of_feature.detach(), target, valid),
+        }
+        if self.patch_head:
+            values["patch_loss"] = mean_of_valid(of_patches.detach(), valid)
+        return mean_of_valid(of_feature + self.patch_weight * of_patches, valid), values
+
+    def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
+        of_feature, of_patches, _ = self.compare(views[0], facts)
+        return {"loss": of_feature + self.patch_weight * of_patches}
+
+    def compare(self, images: Tensor, facts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns of each image the loss of its feature and that of its patches, float32 (B,), 0 if they are not compared; and the
+        feature to predict, float32 (B, T)."""
+        with torch.no_grad():  # First, while there are no activations of the backbone in memory.
+            seen = facts["resized"].to(images.dtype) if "resized" in facts else images
+            target, target_patches = self._read(self.frozen_teacher, seen)
+            target = whitened(target)
+        feature, patches = self._read(self.backbone, images)
+        predicted = self.feature_head(feature).float()
+        of_feature = (predicted - target).square().mean(1)
+        if self.patch_head is None:
+            return of_feature, torch.zeros_like(of_feature), target
+        errors = self.patch_head(patches).float() - whitened(target_patches)
+        return of_feature, errors.square().mean((1, 2)), target
+
+    def _read(self, model: nn.Module, images: Tensor) -> Any:
+        """(feature (B, D), patch tokens (B, N, D)); without the tokens if they are not compared."""
+        return model(images, with_patches=True) if self.patch_head else (model(images), None)
+
+
+def whitened(features: Tensor) -> Tensor:
+    """(..., T) -> float32 (..., T): each feature with mean 0 and variance 1."""
+    return F.layer_norm(features.float(), features.shape[-1:])
+
+
+def explained(errors: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
+    """The share of the variance of the targets (B, T) over the valid samples that is predicted: 1 is all of it, 0 no more than their mean.
+
+    errors: (B,), the mean squared error of each. Returns a scalar.
+    """
+    counted = valid.float()
+    mean = counted @ targets / counted.sum().clamp(min=1)
+    variance = mean_among_valid((targets - mean).square().mean(1), valid)
+    return 1 - mean_among_valid(errors, valid) / variance.clamp(min=1e-6)
+
+
+def _head(width: int, of_teacher: int) -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, of_teacher))
+
+
+@cache
+def _saved(path: str) -> Config:
+    """The configuration of weights. A plan asks for it many times, and reading them takes seconds."""
+    return read_weights(path)[0]
+
+
+def teacher_config(given: DistillSettings, backbone: Config) -> Config:
+    """The configuration of the teacher: without a head, for images that it cuts into as many patches as the backbone does.
+
+    Images of the backbone's own size, if either of them has no patches. Raises UserError for weights that cannot be read, and if patches
+    are compared that are not there.
+    """
+    try:
+        saved = _saved(given.teacher)
+    except UserError as error:
+        raise UserError(f"objective.teacher = {error}") from error
+    without = [name for name, model in (("the model", backbone), ("objective.teacher", saved)) if not isinstance(model, ViTConfig)]  # fmt: skip
+    if without and given.patch_weight:
+        raise UserError(
+            f"objective.patch_weight = {given.patch_weight} compares patch tokens, and {' and '.join(without)} has none: set "
+            "objective.patch_weight=0."
+        )
+    size = backbone.image_size
+    if isinstance(backbone, ViTConfig) and isinstance(saved, ViTConfig):
+        height, width = (saved.patch_pixels + (n - 1) * saved.stride * saved.reduction for n in backbone.grid)
+        size = height, width
+    return adapted(saved, given.teacher, size, 0, representation=False)
