@@ -27,6 +27,7 @@ from tiny import make_dataset
 
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import read_state
+from pipeline.model import build, configure, save
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 
 _STEPS = 60
@@ -34,6 +35,7 @@ _OBJECTIVES = {
     "mae": ("objective.decoder_width=16", "objective.decoder_depth=1", "objective.decoder_heads=2", "model.name=ViT-Ti/4"),
     "dino": ("model.width=160", *SETTINGS),
     "lejepa": ("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16"),
+    "distill": ("model.name=ViT-Ti/4", "objective.teacher={out}/teacher.pt"),
 }  # fmt: skip
 _OF_ALL = (
     "train.micro_batch=12", f"train.length={_STEPS} steps", "checkpoint.every=2 steps", "evaluate.every=20 steps", "augment.crop=random_resized",
@@ -45,11 +47,12 @@ _SECONDS = 4.0  # within which a rank is killed, after the start of a life or af
 
 
 def main(
-    kills: str = "20", objectives: str = "mae,dino,lejepa", stages: str = "0,1,2,3", precisions: str = "fp32,bf16", seed: str = "0"
+    kills: str = "20", objectives: str = ",".join(_OBJECTIVES), stages: str = "0,1,2,3", precisions: str = "fp32,bf16", seed: str = "0"
 ) -> int:  # fmt: skip
     different = 0
     with tempfile.TemporaryDirectory() as folder, Forge(Path(folder)) as forge:
         data = make_dataset(Path(folder) / "data", {"train": 150, "val": 37}, labelled=False)
+        save(build(configure("ViT-mu/8", 16, 0, width=48)), Path(folder) / "teacher.pt")
         for case in product(objectives.split(","), map(int, stages.split(",")), precisions.split(",")):
             if case[1:] == (0, "bf16"):  # The settings refuse it.
                 continue
@@ -61,8 +64,8 @@ def measure(
     forge: Forge, data: Path, out: Path, objective: str, stage: int, precision: str, kills: int, draw: random.Random
 ) -> int:
     """Print a line about one objective at one stage in one precision; returns the number of differences."""
-    given = (*_OF_ALL, f"train.loss={objective}", f"engine.zero_stage={stage}", *_OBJECTIVES[objective],
-             f"engine.precision={precision}")  # fmt: skip
+    given = (*_OF_ALL, f"train.loss={objective}", f"engine.zero_stage={stage}",
+             *(text.format(out=out) for text in _OBJECTIVES[objective]), f"engine.precision={precision}")  # fmt: skip
     whole, begin = out / f"{objective}-{stage}-{precision}", time.monotonic()
     forge.start(2, settings(data, out, whole.name, *given)).finish()
     done = in_start = runs = 0
