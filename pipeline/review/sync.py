@@ -78,9 +78,11 @@ def send(folder: Path, uri: str = "") -> str:
     for refused in page.refused(saved.facts.artifacts):
         print(f"{folder}: not sent: {refused}")
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or next(reversed(read_states(folder / STATE_FILE)[0]), "")
-    uri = uri or default_uri(folder.parent)
+    uri = uri or (settings.track.uri if settings else "") or default_uri(folder.parent)
     if "***" in uri:
-        raise UserError(f"{folder} was sent to {uri}, whose password is not kept: give uri=... or MLFLOW_TRACKING_URI.")
+        raise UserError(
+            f"{folder} is tracked at {uri}, whose password is not kept: give uri=... or MLFLOW_TRACKING_URI."
+        )
 
     def models(ended: bool) -> list[ModelFacts]:
         return logged_models(Checkpoints(checkpoint_folder(settings)), ended) if settings else []

@@ -23,7 +23,7 @@ from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.review.sync import run
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import SyncConfig
-from pipeline.settings.run import TrackConfig
+from pipeline.settings.run import RunConfig, TrackConfig
 
 FAST = SenderTimeouts(poll=0.05, retry=(0.05,), finish=300)
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
@@ -92,8 +92,9 @@ def test_the_rest_of_a_run_whose_server_was_away(tmp_path: Path, capfd: pytest.C
     away = "http://127.0.0.1:1"  # A port that no other test is given meanwhile.
     trained(tmp_path, "run", uri=away)
     assert "launch/track_sync.py" in capfd.readouterr().err
-    with pytest.raises(UserError, match=r"did not take all of it .*The same command sends the rest"):
-        run(SyncConfig(runs=[str(tmp_path / "run")], uri=away))
+    # Without uri, it goes where the run was tracked: it went to runs/mlflow.db, and was said to be sent.
+    with pytest.raises(UserError, match=rf"{away} did not take all of it .*The same command sends the rest"):
+        run(SyncConfig(runs=[str(tmp_path / "run")]))
     uri = f"sqlite:///{tmp_path / 'other.db'}"
     first = run(SyncConfig(runs=[str(tmp_path / "run")], uri=uri))
     assert run(SyncConfig(runs=[str(tmp_path / "run")], uri=uri)) == first  # Sending twice changes nothing.
@@ -283,3 +284,12 @@ def test_a_hidden_password_has_to_be_given_again(tmp_path: Path) -> None:
     (tmp_path / "run" / "mlflow.json").write_text('{"postgresql://me:***@host/db": {"run_id": "f00"}}')
     with pytest.raises(UserError, match="whose password is not kept: give uri="):
         run(SyncConfig(runs=[str(tmp_path / "run")]))
+
+
+def test_a_run_that_was_not_tracked_goes_to_the_store_in_its_settings(tmp_path: Path) -> None:
+    trained(tmp_path, "run", enabled=False)
+    other = f"track.uri=sqlite:///{tmp_path / 'other.db'}"
+    settings = schema.load(RunConfig, "configs/pretrain/cifar10_vit.yaml", [other])
+    (tmp_path / "run" / "config.json").write_text(json.dumps(schema.to_dict(settings)))
+    run(SyncConfig(runs=[str(tmp_path / "run")]))
+    assert len(page(f"sqlite:///{tmp_path / 'other.db'}", "run")["points"]) == 20

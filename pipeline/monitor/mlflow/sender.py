@@ -275,9 +275,11 @@ class MlflowSender:
         if self._store is not None:
             return self._store, self._states[self.shown_uri]
         self._lock_folder()
-        store = ModelStore(self.uri)
         with self._lock:
             state = self._states.setdefault(self.shown_uri, SyncState())
+            if starts:  # So launch/track_sync.py knows the store also if it does not answer.
+                self._save()
+        store = ModelStore(self.uri)
         run = store.active_run(state.run_id) if state.run_id else None
         original = original_of(self.path.parent, run.info.run_id, run.data.tags) if run else None
         if run is None or original is not None:
