@@ -256,6 +256,23 @@ def test_what_mlflow_refuses_is_named_once_and_the_rest_arrives(
     assert "cannot be reached" not in said[0]
 
 
+def test_a_server_without_logged_models_gets_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """MLflow 2 answers 404: that was an outage for ever, and the end of each run waited for it."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
+
+    def missing(*_: object, **__: object) -> None:
+        raise MlflowException("failed with error code 404", ENDPOINT_NOT_FOUND)
+
+    monkeypatch.setattr("mlflow.tracking.MlflowClient.search_logged_models", missing)
+    tracked(tmp_path, "a", [checkpoint(tmp_path, "a", 10)], {10: 0.25})
+    (line,) = warnings_in(capfd.readouterr().err)
+    assert "refused the logged model of" in line
+    assert "404; is this the address of an MLflow server, and its version at least 3?" in line
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [

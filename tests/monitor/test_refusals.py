@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.monitor.mlflow.reading import ReadingStore
-from pipeline.monitor.mlflow.refusals import one_line, warn
+from pipeline.monitor.mlflow.refusals import one_line, warn, what_failed
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
 from pipeline.monitor.run_page import StoredRun
 
@@ -126,10 +127,37 @@ def test_reading_from_a_store_that_does_not_answer_is_one_line(failing: Failing,
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (401, r"denies access \(.*401.*; check MLFLOW_TRACKING_USERNAME"),
+        (403, r"denies access \(.*403.*; check MLFLOW_TRACKING_USERNAME"),
+        (404, r"has no such request \(.*404.*; is this the address of an MLflow server, and its version at least 3\?"),
+        (503, r"cannot be reached \(.*503"),
+    ],
+)
+def test_a_server_that_answers_is_not_said_to_be_away(failing: Failing, status: int, said: str) -> None:
+    from mlflow.utils.request_utils import augmented_raise_for_status
+    from requests import Response
+
+    failing.status = status
+    (response := Response()).status_code = status
+    for request in (
+        lambda: MlflowStore(failing.url).experiment_id("vit", None),
+        lambda: augmented_raise_for_status(response),  # As of requests about artifacts.
+    ):
+        with pytest.raises(Exception, match=str(status)) as raised:
+            request()
+        assert re.match(said, what_failed(raised.value))
+
+
 def test_of_a_long_reason_the_end_is_said() -> None:
     """As of requests: the address twice, which may be long, and then what is wrong with it."""
     reason = f"failed with exception HTTPSConnectionPool({'h' * 300}): (Caused by SSLError: self-signed certificate)"
     shown = one_line(OSError(reason))
+    assert "; set MLFLOW_TRACKING_SERVER_CERT_PATH to" in one_line(
+        OSError(f"[SSL: CERTIFICATE_VERIFY_FAILED] {reason}")
+    )
     assert shown.startswith("failed with exception HTTPS")
     assert shown.endswith("SSLError: self-signed certificate)")
     assert len(shown) < 310

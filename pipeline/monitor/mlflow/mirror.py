@@ -124,7 +124,7 @@ class RunMirror:
                 continue
             fetched = fetched or store.scores(state.run_id)
             show = partial(self._show_model, store, state, model, *fetched)
-            if self.refusals.allows(store, state.run_id, f"the logged model of {model.path}", show):
+            if self.refusals.allows(store, state.run_id, f"the logged model of {model.path}", show, optional=True):
                 register = partial(self._register, store, state, model, fetched[1])
                 if self.config.register:
                     version = f"{model.path} as a version of the registered model {self.config.register}"

@@ -13,6 +13,17 @@ from pipeline.process.start import silence_broken_output
 T = TypeVar("T")
 
 _MAX_REASON = 300
+# What is wrong with a store that answers with a status, or with an error of MLflow's that stands for it; and the way out.
+_ACCESS = (
+    "denies access",
+    "check MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+)
+_NO_REQUEST = ("has no such request", "is this the address of an MLflow server, and its version at least 3?")
+_ANSWERS: dict[str | int, tuple[str, str]] = {
+    401: _ACCESS, 403: _ACCESS, 404: _NO_REQUEST,
+    "UNAUTHENTICATED": _ACCESS, "PERMISSION_DENIED": _ACCESS, "ENDPOINT_NOT_FOUND": _NO_REQUEST,
+}  # fmt: skip
+_NO_TRUST = "CERTIFICATE_VERIFY_FAILED"
 
 
 class Refusals:
@@ -25,11 +36,16 @@ class Refusals:
         self.names: dict[str, str] = {}
         self._warn = warn
 
-    def allows(self, store: MlflowStore, run_id: str, name: str, request: Callable[[], object]) -> bool:
-        """Make a request for what `name` names; returns False when it is refused, now or before. Raises other errors."""
+    def allows(
+        self, store: MlflowStore, run_id: str, name: str, request: Callable[[], object], optional: bool = False
+    ) -> bool:
+        """Make a request for what `name` names; returns False when it is refused, now or before. Raises other errors.
+
+        optional: a store that has no such request refuses it.
+        """
         if name in self.names:
             return False
-        if (reason := self._reason(store, run_id, request)) is None:
+        if (reason := self._reason(store, run_id, request, optional)) is None:
             return True
         self.names[name] = reason
         self._warn(f"MLflow refused {name} ({reason}): it will never arrive there, and the rest goes on.")
@@ -49,14 +65,16 @@ class Refusals:
                 self.allows(store, run_id, name(item), partial(request, [item]))
 
     @staticmethod
-    def _reason(store: MlflowStore, run_id: str, request: Callable[[], object]) -> str | None:
+    def _reason(store: MlflowStore, run_id: str, request: Callable[[], object], optional: bool = False) -> str | None:
         """Why the store refused a request; None if it did not. Raises other errors."""
         try:
             request()
         except Exception as error:
             # What somebody has deleted, as a version of a registered model, is not made again. A deleted run refuses everything, which
             # is no refusal of this.
-            is_missing = getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
+            # An older server has no logged models; a server without the request for metrics is none of MLflow.
+            missing = {"RESOURCE_DOES_NOT_EXIST", *(["ENDPOINT_NOT_FOUND"] if optional else [])}
+            is_missing = getattr(error, "error_code", "") in missing
             if not (is_refusal(error) or is_missing) or not store.is_active(run_id):
                 raise
             return one_line(error)
@@ -64,12 +82,29 @@ class Refusals:
 
 
 def one_line(error: Exception) -> str:
-    """What an exception says, on one line without passwords.
+    """What an exception says, on one line without passwords, and the way out if it is known.
 
     Of a database's, the statement with its values is left out; of another long one the middle: the reason is often at the end.
     """
     text = hide_passwords(on_one_line(error).partition(" [SQL: ")[0])
-    return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"
+    text = text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"
+    _, way_out = _answer(error)
+    if _NO_TRUST in str(error):
+        way_out = "set MLFLOW_TRACKING_SERVER_CERT_PATH to a file with the certificate of its authority"
+    return f"{text}; {way_out}" if way_out else text
+
+
+def what_failed(error: Exception) -> str:
+    """What a store did that did not carry out a request, as "cannot be reached", and why, in brackets."""
+    what, _ = ("refused the run", "") if is_refusal(error) else _answer(error)
+    return f"{what} ({one_line(error)})"
+
+
+def _answer(error: Exception) -> tuple[str, str]:
+    """Returns (what is wrong with the store, the way out or nothing)."""
+    # Requests about artifacts raise HTTPError.
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return _ANSWERS.get(getattr(error, "error_code", "") or status, ("cannot be reached", ""))
 
 
 def warn(line: str) -> None:

@@ -19,7 +19,7 @@ from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
 from pipeline.monitor.mlflow.mirror import FindModels, RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
-from pipeline.monitor.mlflow.refusals import Refusals, one_line, warn
+from pipeline.monitor.mlflow.refusals import Refusals, warn, what_failed
 from pipeline.monitor.mlflow.state import (
     FOLDER_TAG,
     STATE_FILE,
@@ -29,7 +29,6 @@ from pipeline.monitor.mlflow.state import (
     read_states,
     write_states,
 )
-from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords
 from pipeline.process.waits import waiting
@@ -177,8 +176,7 @@ class MlflowSender:
                     self._store = None  # Connecting again creates a run.
                     continue
                 if not num_failures:
-                    why = f"{'refused the run' if is_refusal(error) else 'cannot be reached'} ({one_line(error)})"
-                    trouble = str(error) if isinstance(error, UserError) else why
+                    trouble = str(error) if isinstance(error, UserError) else what_failed(error)
                     warn(
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -55,6 +56,8 @@ class MlflowStore:
         for name in ("alembic", "mlflow"):
             logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # One line for each retry, for hours.
+        # With MLFLOW_TRACKING_INSECURE_TLS, two lines for each request.
+        warnings.filterwarnings("once", message="Unverified HTTPS request")
         from mlflow.tracking import MlflowClient
 
         _open_databases_in_one_try()

@@ -18,7 +18,7 @@ from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
 from pipeline.monitor.metrics_file import Record
-from pipeline.monitor.mlflow.refusals import one_line, warn
+from pipeline.monitor.mlflow.refusals import one_line, warn, what_failed
 from pipeline.monitor.mlflow.state import sent_to
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
 from pipeline.monitor.page_folder import FIGURES
@@ -148,7 +148,7 @@ class ChildSender:
                 complete, self._store = False, None
                 num_failures += 1
                 self._warn_once(
-                    f"MLflow at {hide_passwords(self.uri)} cannot be reached ({one_line(error)}): the sweep goes on, and its "
+                    f"MLflow at {hide_passwords(self.uri)} {what_failed(error)}: the sweep goes on, and its "
                     "cells are sent later."
                 )
             if stopping and (complete or time.monotonic() > self._deadline):
