@@ -122,7 +122,7 @@ def _run(
     run_jobs: RunJobs,
 ) -> None:
     """Run the cells that have no outcome; add theirs to `outcomes` or `failed`."""
-    jobs = [SweepJob(cell, sweep.config) for cell in cells if cell not in outcomes]
+    jobs = [SweepJob(cell, sweep.config, sweep.sha256) for cell in cells if cell not in outcomes]
 
     def fail(index: int, reason: str) -> None:
         cell = jobs[index].cell

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.views import remembering_train_view
 from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.checksum_cache import checksum_of
 from pipeline.evaluate.classify import label_table, predict, score
 from pipeline.evaluate.loaded_model import check_outputs
 from pipeline.evaluate.probes import fewshot
@@ -89,23 +91,29 @@ class VtabCell:
 
 @dataclass(frozen=True)
 class SweepJob:
-    """A cell and the settings of its sweep, where config.weights is a file."""
+    """A cell and the settings of its sweep, where config.weights is a file. sha256: of that file, hex."""
 
     cell: VtabCell
     config: VtabConfig
+    sha256: str
 
 
 def run_cell(job: SweepJob) -> dict[str, Any]:
     """Run a cell; runs as a Ray task. Returns its outcome: accuracy in [0, 1] of num_images, steps, seconds, device and more.
 
-    Raises UserError, which is not retried, for another data set than the cell's, unreadable images, and a final training that
-    diverged.
+    Raises UserError, which is not retried, for another data set or other weights than the cell's, unreadable images, and a final
+    training that diverged.
     """
     begin = time.perf_counter()
     cell, config = job.cell, job.config
     dataset = open_dataset(to_path(config.data) / cell.task.name)
     if dataset.fingerprint != cell.fingerprint:
         raise UserError(f"{dataset.path} has changed: it was {cell.fingerprint}, and is {dataset.fingerprint}.")
+    if (sha256 := checksum_of(Path(config.weights), job.sha256)) != job.sha256:
+        raise UserError(
+            f"{config.weights} has changed, or is another file on this host: its SHA-256 was {job.sha256[:16]}, and is {sha256[:16]}. "
+            "Put the first file back, or score this one with another out=..."
+        )
     device = _prepare_device(config.threads)
     adapt = probe if cell.stage == "probe" else finetune
     outcome = adapt(cell, config, dataset, device)

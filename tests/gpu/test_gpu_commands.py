@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import make_dataset
+from tiny_vtab import job_of
 
 from pipeline import model as models
 from pipeline.data.dataset.manifest import open_dataset
@@ -16,7 +17,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.commands.weights import ExplainConfig, ExportConfig, PredictConfig
 from pipeline.transfer.sweep import settings_of
-from pipeline.transfer.vtab_cell import SweepJob, VtabCell, run_cell
+from pipeline.transfer.vtab_cell import VtabCell, run_cell
 from pipeline.transfer.vtab_tasks import TASKS
 
 TASK = TASKS[2]
@@ -75,7 +76,7 @@ def test_a_cell_of_vtab(weights: Path, tmp_path: Path, device: torch.device, pre
     ]  # fmt: skip
     config = schema.load(VtabConfig, None, given)
     cell = VtabCell(TASK, "search", settings_of(config.protocol)[0], 0, data.fingerprint)
-    first, again = ({**run_cell(SweepJob(cell, config)), "seconds": 0} for _ in range(2))
+    first, again = ({**run_cell(job_of(cell, config)), "seconds": 0} for _ in range(2))
     assert first == again
     assert first["accuracy"] > 0.9
     assert (first["device"] == "cpu") == (device.type == "cpu")

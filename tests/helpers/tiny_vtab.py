@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tiny import make_dataset
 
 from pipeline import model as models
-from pipeline.transfer.vtab_cell import SweepJob
+from pipeline.data.dataset.manifest import file_sha256
+from pipeline.model.files import find_file
+from pipeline.settings.commands.transfer import VtabConfig
+from pipeline.transfer.vtab_cell import SweepJob, VtabCell
 
 PREPARED = ("dtd", "pets", "svhn")
 _SPLITS = {"train800": 16, "val200": 5, "train800val200": 21, "test": 12}
@@ -34,6 +38,12 @@ def prepare(folder: Path) -> list[str]:
     models.save(models.create("ViT-mu/4", 8, 7), folder / "weights.pt", {"fingerprint": "f" * 16})
     prepare_tasks(folder / "tasks", PREPARED)
     return [f"weights={folder / 'weights.pt'}", f"data={folder / 'tasks'}", *SETTINGS]
+
+
+def job_of(cell: VtabCell, config: VtabConfig) -> SweepJob:
+    """The job of a cell as a sweep makes it."""
+    weights = find_file(Path(config.weights))
+    return SweepJob(cell, replace(config, weights=str(weights)), file_sha256(weights))
 
 
 def run_here(

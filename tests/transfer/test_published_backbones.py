@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import NUM_CLASSES, make_dataset
+from tiny_vtab import job_of
 
 from pipeline import model as models
 from pipeline import objectives
@@ -20,7 +21,7 @@ from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.commands.weights import ExplainConfig, ExportConfig, PredictConfig, ScoreConfig
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.sweep import settings_of
-from pipeline.transfer.vtab_cell import SweepJob, VtabCell, run_cell
+from pipeline.transfer.vtab_cell import VtabCell, run_cell
 from pipeline.transfer.vtab_tasks import TASKS
 
 SIDE = 32
@@ -127,4 +128,4 @@ def test_a_published_backbone_goes_through_every_command(weights: Path, data: Da
         "protocol.length=[2 steps]", "protocol.lr=[0.01]", "protocol.schedule.warmup=1 steps", "micro_batch=16", "threads=1",
     ])  # fmt: skip
     cell = VtabCell(TASK, "final", settings_of(sweep.protocol)[0], 0, data.fingerprint)  # type: ignore[arg-type]
-    assert run_cell(SweepJob(cell, sweep))["num_images"] == 16
+    assert run_cell(job_of(cell, sweep))["num_images"] == 16

@@ -1,5 +1,6 @@
 """A cell trains like a plain PyTorch loop, deterministically, and is scored as the protocol says."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import NUM_CLASSES, make_dataset
+from tiny_vtab import job_of
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
@@ -20,7 +22,7 @@ from pipeline.evaluate.probes import fewshot
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer.sweep import settings_of
-from pipeline.transfer.vtab_cell import SweepJob, VtabCell, finetune, reader, run_cell, train_model, view_of
+from pipeline.transfer.vtab_cell import VtabCell, finetune, reader, run_cell, train_model, view_of
 from pipeline.transfer.vtab_tasks import TASKS
 
 CPU = torch.device("cpu")
@@ -98,7 +100,7 @@ def test_the_same_cell_gives_the_same_bits_and_another_seed_others(data: Dataset
     first, again, other = (trained(data, settings, seed) for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
-    outcomes = [run_cell(SweepJob(cell_of(data, settings, seed=7), settings)) for _ in range(2)]
+    outcomes = [run_cell(job_of(cell_of(data, settings, seed=7), settings)) for _ in range(2)]
     assert [{**outcome, "seconds": 0} for outcome in outcomes] == [{**outcomes[0], "seconds": 0}] * 2
     assert (outcomes[0]["steps"], outcomes[0]["num_images"], outcomes[0]["device"]) == (5, SPLITS["test"], "cpu")
 
@@ -172,7 +174,7 @@ def test_pixels_are_normalised_as_the_protocol_says(data: Dataset) -> None:
 @pytest.mark.slow
 def test_a_search_learns_from_800_and_is_scored_on_200(data: Dataset) -> None:
     settings = config(data, "protocol.length=[50 epochs]", "protocol.lr=[0.1]", "protocol.batch=16", "micro_batch=16")
-    search, final = (run_cell(SweepJob(cell_of(data, settings, stage), settings)) for stage in ("search", "final"))
+    search, final = (run_cell(job_of(cell_of(data, settings, stage), settings)) for stage in ("search", "final"))
     assert (search["num_images"], search["steps"]) == (SPLITS["val200"], 100)
     assert (final["num_images"], final["steps"]) == (SPLITS["test"], 150)
     assert min(search["accuracy"], final["accuracy"]) > 0.9  # Four colours.
@@ -180,28 +182,28 @@ def test_a_search_learns_from_800_and_is_scored_on_200(data: Dataset) -> None:
 
 def test_a_setting_that_diverges_is_not_chosen_and_no_score(data: Dataset) -> None:
     settings = config(data, "protocol.lr=[1e30]", "protocol.weight_decay=[1e20]", "protocol.clip=0")
-    assert {**run_cell(SweepJob(cell_of(data, settings, "search"), settings)), "seconds": 0} == {
+    assert {**run_cell(job_of(cell_of(data, settings, "search"), settings)), "seconds": 0} == {
         "steps": 5, "num_images": 16, "accuracy": 0.0, "diverged": 5, "seconds": 0, "device": "cpu"
     }  # fmt: skip
     with pytest.raises(UserError, match=r"dtd diverged by step 5 with lr 1e\+30, .*5 steps, seed 0"):
-        run_cell(SweepJob(cell_of(data, settings), settings))
+        run_cell(job_of(cell_of(data, settings), settings))
 
 
 def test_a_setting_that_diverges_by_its_last_update_is_not_chosen(data: Dataset) -> None:
     """The training's own losses are finite: the first step has a rate of 0, the second is the last."""
     settings = config(data, "protocol.length=[2 steps]", "protocol.schedule.warmup=1 steps", "protocol.lr=[1e30]",
                       "protocol.weight_decay=[1e20]", "protocol.clip=0")  # fmt: skip
-    outcome = run_cell(SweepJob(cell_of(data, settings, "search"), settings))
+    outcome = run_cell(job_of(cell_of(data, settings, "search"), settings))
     assert (outcome["accuracy"], outcome["diverged"]) == (0.0, 2)
     assert "loss" not in outcome, "results are JSON, which has no NaN"
     with pytest.raises(UserError, match=r"dtd diverged by step 2 with lr 1e\+30"):
-        run_cell(SweepJob(cell_of(data, settings), settings))
+        run_cell(job_of(cell_of(data, settings), settings))
 
 
 @pytest.mark.parametrize("method", ["linear", "knn"])
 def test_a_probe_chooses_on_200_and_learns_from_all(data: Dataset, method: str) -> None:
     settings = config(data, f"method={method}", "protocol.l2=[1e9, 64]", "protocol.neighbours=[30, 3]")
-    outcome = run_cell(SweepJob(VtabCell(TASK, "probe", None, 0, data.fingerprint), settings))
+    outcome = run_cell(job_of(VtabCell(TASK, "probe", None, 0, data.fingerprint), settings))
     model = models.load(settings.weights, num_classes=0).eval()
     values, labels = {}, {}
     for name in SPLITS:
@@ -244,13 +246,21 @@ def test_features_that_are_not_finite_are_told_in_one_line(data: Dataset, tmp_pa
     with pytest.raises(
         UserError, match=r"broken\.pt gives NaN or infinity for \d+ of 32 images, the first train800000"
     ):
-        run_cell(SweepJob(VtabCell(TASK, "probe", None, 0, data.fingerprint), settings))
+        run_cell(job_of(VtabCell(TASK, "probe", None, 0, data.fingerprint), settings))
 
 
-def test_data_that_changed_and_images_that_cannot_be_read_are_refused(data: Dataset, tmp_path: Path) -> None:
+def test_data_or_weights_that_changed_and_images_that_cannot_be_read_are_refused(data: Dataset, tmp_path: Path) -> None:
     settings = config(data)
     with pytest.raises(UserError, match=r"dtd has changed: it was 0{16}, and is "):
-        run_cell(SweepJob(replace(cell_of(data, settings), fingerprint="0" * 16), settings))
+        run_cell(job_of(replace(cell_of(data, settings), fingerprint="0" * 16), settings))
+    # Weights that are written anew while a sweep runs, or that are others on this host: their scores were taken for those of the first.
+    shutil.copy(settings.weights, tmp_path / "copied.pt")
+    settings = replace(settings, weights=str(tmp_path / "copied.pt"))
+    job = job_of(cell_of(data, settings, "search"), settings)
+    run_cell(job)
+    models.save(models.create("ViT-mu/4", SIDE, 7, seed=4), tmp_path / "copied.pt")
+    with pytest.raises(UserError, match=r"copied\.pt has changed, or is another file on this host: its SHA-256 was "):
+        run_cell(job)
     broken = open_dataset(make_dataset(tmp_path / TASK.name, SPLITS))
     split = broken.split("test", "none")
     with open(split.shard_paths[0], "r+b") as file:
