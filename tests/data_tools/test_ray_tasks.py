@@ -1,6 +1,7 @@
 """Messages about a Ray cluster that cannot be reached or is busy, and about a node that dies."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 from polling import until
 
@@ -50,6 +52,14 @@ def test_ranks_wait_for_resources_with_a_word_a_limit_and_an_ear_for_signals(
             ray_tasks.run_ranks(["-c", ""], 1, 1, said.append, lambda: True)
     finally:
         remove_placement_group(held)
+
+
+def test_a_ray_of_this_machine_has_only_the_processes_that_it_needs(ray_cluster: int) -> None:
+    """A new version of Ray may start them by other methods than those that are replaced."""
+    found = [process.as_dict(["cmdline"])["cmdline"] for process in psutil.Process().children(recursive=True)]
+    said = [" ".join(words or []) for words in found]  # Of one that has just ended there are none.
+    assert [line for line in said if "raylet" in line]
+    assert not [line for line in said if re.search(r"/(monitor|log_monitor|dashboard)\.py ", line)]
 
 
 def test_what_a_node_does_not_have_is_said_before_ranks_run(ray_cluster: int, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def job_cluster(tmp_path: Path) -> Iterator[tuple[psutil.Process, dict[str, str]
     command = ["ray", "start", "--head", "--block", "--port=0", "--num-cpus=2", "--node-ip-address=127.0.0.1"]
     command += [f"--temp-dir={folder}"]
     command += [f"--dashboard-port={port}", "--dashboard-agent-listen-port=0", "--object-store-memory=100000000"]
+    command += ["--no-monitor", "--include-log-monitor=false"]  # Nothing here uses them.
     with open(log, "w") as file:
         head = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
     family = psutil.Process(head.pid)
