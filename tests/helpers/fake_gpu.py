@@ -197,8 +197,9 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
         clock = StepClock(torch.device("cpu"))
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         object.__setattr__(objective, "loss", planted(mistake, objective.loss))
-        # The first steps make the optimizer's state, and DeepSpeed traces them at stage 3; its timers would begin at the third.
-        for number in range(3 if config.engine.zero_stage == 3 else 2):
+        # The first step makes the optimizer's state, and DeepSpeed traces its first micro-batch at stage 3. Its timers, which are those
+        # of any precision, would begin at the third step.
+        for number in range(3 if (config.engine.zero_stage, config.engine.precision) == (3, "fp32") else 2):
             batch = noise(plan.micro_batch, config.model.image_size, CLASSES, 0)
             shapes = [(group.count, plan.micro_batch, *ImageSize.parse(group.size), 3) for group in objective.views(config)]  # fmt: skip
             views = tuple(torch.zeros(shape, dtype=torch.uint8).pin_memory() for shape in shapes)

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
+# A fake tensor's device is asked for by an operator: more than half of all.
+_DEVICE = torch.ops.prim.device.default
 # Their result's shape depends on the values; `equal` returns a bool.
 _WAITING = {"nonzero", "masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive", "equal"}
 _PRODUCTS = {"mm", "addmm", "convolution"}
@@ -32,7 +34,14 @@ class HostSyncs(TorchDispatchMode):
         self.device, self.found, self.products = device, Counter[str](), set[str]()
         self._pinned: list[Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch would keep its compiler away from each operator: a wrapper that takes as long as this mode."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name in _PRODUCTS:
