@@ -25,7 +25,7 @@ from pipeline import model as models
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
-from pipeline.base.words import counted
+from pipeline.base.words import counted, on_one_line
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.loader import Loader, normalise, train_requests
@@ -109,7 +109,11 @@ def run_cell(job: SweepJob) -> dict[str, Any]:
     dataset = open_dataset(to_path(config.data) / cell.task.name)
     if dataset.fingerprint != cell.fingerprint:
         raise UserError(f"{dataset.path} has changed: it was {cell.fingerprint}, and is {dataset.fingerprint}.")
-    if (sha256 := checksum_of(Path(config.weights), job.sha256)) != job.sha256:
+    try:
+        sha256 = checksum_of(Path(config.weights), job.sha256)
+    except OSError as error:
+        raise UserError(f"{config.weights} cannot be read on this host: {on_one_line(error)}.") from error
+    if sha256 != job.sha256:
         raise UserError(
             f"{config.weights} has changed, or is another file on this host: its SHA-256 was {job.sha256[:16]}, and is {sha256[:16]}. "
             "Put the first file back, or score this one with another out=..."
