@@ -65,12 +65,13 @@ def _local_inputs(settings: RunConfig, command: list[str]) -> dict[str, str]:
     config = parser.parse_known_args(command)[0].config
     read = [
         ("init.weights = ", settings.init.weights),
+        ("objective.teacher = ", settings.objective.get("teacher")),
         ("data.path = ", settings.data.path),
         *(("data.mix: ", entry.path) for entry in settings.data.mix),
         ("probe.data = ", settings.probe.data),
         ("--config ", config),
     ]
-    return {path: f"{name}{path}" for name, path in read if path and Path(path).exists()}
+    return {path: f"{name}{path}" for name, path in read if path and Path(str(path)).exists()}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pipeline.estimate.activations import of_many, saved_by_loss, saved_bytes
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters
 from pipeline.objectives import kind, on_meta, optimizers
-from pipeline.objectives.objective import TEACHER, Objective, constants, trained_parameters
+from pipeline.objectives.objective import FROZEN_TEACHER, TEACHER, Objective, constants, trained_parameters
 from pipeline.objectives.parameters.freeze import NOTHING
 from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, kernel_shape, orthogonal_flops
 from pipeline.settings.quantities import ImageSize
@@ -150,11 +150,13 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
     if engine.offload:
         optimizer = 0
     # At stages 1 and 2 the teacher's parameters are views of flat tensors that have room for all trained ones.
-    frozen = e * (found.frozen + (P if found.teacher and engine.zero_stage in (1, 2) else found.teacher))
+    frozen = e * (
+        found.frozen + found.published + (P if found.teacher and engine.zero_stage in (1, 2) else found.teacher)
+    )
     weights = gathered = e * P + frozen
     if engine.zero_stage == 3:
         # Parameters are gathered when used, and stay for the backward pass up to a limit.
-        untrained = found.frozen + found.teacher
+        untrained = found.frozen + found.published + found.teacher
         weights = e * (p + found.persistent + math.ceil(untrained / world_size))
         gathered = e * (p + math.ceil(untrained / world_size) + min(P + untrained, MAX_LIVE_PARAMETERS))
     gradients, buffers = _gradients_and_buffers(model, config, accumulation > 1, world_size)
@@ -245,8 +247,10 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
         # Per token, the MLP's M and twice D: 6 D, where the largest saved tensor has 4 D.
         moments.append(use.until + again + 3 * use.largest // 2 + e * kernels)
     # A frozen block saves nothing, but its forward pass holds about what one that is trained would save.
-    inside = saved_bytes(model, micro_batch, dtype, False).uses[0].block if config.train.freeze != NOTHING else 0
-    return max(max(moments) + loss, inside)
+    frozen = [model] if config.train.freeze != NOTHING else []
+    frozen += [teacher] if (teacher := cls.teacher_config(config, model)) else []  # Before there is anything else.
+    inside = (saved_bytes(one, micro_batch, dtype, False).uses[0].block for one in frozen)
+    return max([max(moments) + loss, *inside])
 
 
 def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
@@ -254,9 +258,10 @@ def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
     precision, cls = config.engine.precision, kind(config.train.loss)
     if cls.trains_backbone_alone:
         return input_bytes(model.image_size, micro_batch, precision)
-    return sum(
-        input_bytes(ImageSize.parse(group.size), group.count * micro_batch, precision) for group in cls.views(config)
-    )
+    teacher = cls.teacher_config(config, model)
+    resized = [(teacher.image_size, 1)] if teacher and teacher.image_size != model.image_size else []
+    views = [(ImageSize.parse(group.size), group.count) for group in cls.views(config)]
+    return sum(input_bytes(size, count * micro_batch, precision) for size, count in views + resized)
 
 
 def input_bytes(size: tuple[int, int], micro_batch: int, precision: TrainPrecision) -> int:
@@ -307,8 +312,9 @@ class Parameters:
     trained: int
     backbone: int  # of these the backbone's
     backbone_largest: int  # of the backbone's largest trained tensor
-    frozen: int  # with its persistent buffers, without the teacher
+    frozen: int  # with its persistent buffers, without the teachers
     teacher: int
+    published: int  # of a teacher that is in no checkpoint
     undecayed: int  # trained without weight decay: biases, norms, class token, positions
     largest: int  # of the largest trained tensor
     head: int  # of the backbone's head, or the largest of what is added to be trained and is no dense layer's: it has a copy (normalised)
@@ -337,6 +343,7 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
     of_backbone = {name: count for name, count in trained.items() if name.startswith("backbone.")}
     head = sum(count for name, count in of_backbone.items() if name.startswith("backbone.head."))
     named = dict(objective.named_parameters())
+    counts = {name: parameter.numel() for name, parameter in named.items()}
     kernels = [
         kernel_shape(named[name], count)
         for name, count in optimizers.matrices(objective, decayed).items()
@@ -349,7 +356,8 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
         sum(of_backbone.values()),
         max(of_backbone.values(), default=0),
         sum(tensor.numel() for _, tensor in constants(objective)),
-        sum(p.numel() for name, p in objective.named_parameters() if name.startswith(TEACHER)),
+        sum(count for name, count in counts.items() if name.startswith(TEACHER)),
+        sum(count for name, count in counts.items() if name.startswith(FROZEN_TEACHER)),
         sum(count for name, count in trained.items() if name not in decayed),
         max(trained.values()),
         max(head, *added, 0),

@@ -110,6 +110,12 @@ def without_effect(config: RunConfig) -> list[str]:
     return effect.without_effect(config) + config.without_effect() + of_objective
 
 
+def teacher_digest(config: RunConfig) -> str:
+    """SHA-256 of the published weights that a run's objective learns from, "" for none."""
+    found = kind(config.train.loss).teacher_file(config)
+    return found[1] if found else ""
+
+
 def facts(loss: str) -> dict[str, Fact]:
     """What a change of each of these means, for a value of `train.loss`."""
     return {**facts_of(RunConfig), **facts_of(kind(loss).Settings, "objective.", "run")}

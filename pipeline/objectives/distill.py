@@ -6,14 +6,18 @@ et al., arXiv 2407.10366), whose third loss, of masked patches, is left out. As 
 predicted is whitened: a LayerNorm without parameters gives each feature mean 0 and variance 1, so that one learning rate suits any
 teacher.
 
-The teacher is frozen, and a part of the module: ZeRO divides it among ranks as it does all parameters, and a checkpoint holds it.
+The teacher is a frozen part of the module, which ZeRO divides among the ranks at stage 3. No checkpoint holds it: a start reads its file,
+and a run is continued with the same weights only.
 
 Shapes: B batch, N patches, D width of the backbone, T width of the teacher.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +28,7 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import Config, Model, ViTConfig, adapted, build, load, read_weights
+from pipeline.model.files import find_file
 from pipeline.objectives.objective import Inputs, Objective, mean_among_valid, mean_of_valid
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -54,12 +59,18 @@ class Distill(Objective):
                 "train.loss = distill needs objective.teacher: the weights to distill, such as a run folder, a .safetensors, or a folder "
                 "of Hugging Face."
             )
+        _published(given.teacher)
         if config.model.name:
-            teacher_config(given, cls.new_backbone(config, 0))
+            adapted_teacher(given, cls.new_backbone(config, 0))
 
     @classmethod
-    def teacher_weights(cls, config: RunConfig) -> str:
-        return str(cls.settings(config).teacher)
+    def teacher_file(cls, config: RunConfig) -> tuple[Path, str]:
+        published = _published(cls.settings(config).teacher)
+        return published.file, published.digest
+
+    @classmethod
+    def teacher_config(cls, config: RunConfig, model: Config) -> Config:
+        return adapted_teacher(cls.settings(config), model)
 
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, Metric]:
@@ -74,10 +85,10 @@ class Distill(Objective):
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
         given: DistillSettings = cls.settings(config)
-        of_teacher = teacher_config(given, backbone.config)
+        of_teacher = adapted_teacher(given, backbone.config)
         if torch.get_default_device().type == "meta":
             return cls(backbone, build(of_teacher), given.patch_weight)
-        teacher = load(given.teacher, of_teacher.image_size, 0, representation=False)
+        teacher = load(_published(given.teacher).file, of_teacher.image_size, 0, representation=False)
         return cls(backbone, teacher, given.patch_weight)
 
     def __init__(self, backbone: Model, teacher: Model, patch_weight: float = 1.0) -> None:
@@ -148,34 +159,52 @@ def whitened(features: Tensor) -> Tensor:
 def explained(errors: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
     """The share of the variance of the targets (B, T) over the valid samples that is predicted: 1 is all of it, 0 no more than their mean.
 
-    errors: (B,), the mean squared error of each. Returns a scalar.
+    errors: (B,), the mean squared error of each. Returns a scalar, 0 if the targets do not vary, as of a single sample.
     """
     counted = valid.float()
     mean = counted @ targets / counted.sum().clamp(min=1)
     variance = mean_among_valid((targets - mean).square().mean(1), valid)
-    return 1 - mean_among_valid(errors, valid) / variance.clamp(min=1e-6)
+    share = 1 - mean_among_valid(errors, valid) / variance.clamp(min=1e-6)
+    return torch.where(variance > 1e-6, share, torch.zeros_like(share))
 
 
 def _head(width: int, of_teacher: int) -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, of_teacher))
 
 
+class _TeacherWeights(NamedTuple):
+    """file: where the weights are. digest: SHA-256 of their configuration and tensors, whatever the format of the file."""
+
+    file: Path
+    config: Config
+    digest: str
+
+
 @cache
-def _saved(path: str) -> Config:
-    """The configuration of weights. A plan asks for it many times, and reading them takes seconds."""
-    return read_weights(path)[0]
+def _published(path: str) -> _TeacherWeights:
+    """Weights as this process first finds them: a run's newest checkpoint may be another one a moment later. Raises UserError.
+
+    They are remembered without their tensors, because a plan asks for them many times.
+    """
+    try:
+        file = find_file(Path(path))
+        config, state, _ = read_weights(file)
+    except (OSError, UserError) as error:
+        raise UserError(f"objective.teacher = {error}") from error
+    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].contiguous().numpy().data)
+    return _TeacherWeights(file, config, digest.hexdigest())
 
 
-def teacher_config(given: DistillSettings, backbone: Config) -> Config:
+def adapted_teacher(given: DistillSettings, backbone: Config) -> Config:
     """The configuration of the teacher: without a head, for images that it cuts into as many patches as the backbone does.
 
     Images of the backbone's own size, if either of them has no patches. Raises UserError for weights that cannot be read, and if patches
     are compared that are not there.
     """
-    try:
-        saved = _saved(given.teacher)
-    except UserError as error:
-        raise UserError(f"objective.teacher = {error}") from error
+    saved = _published(given.teacher).config
     without = [name for name, model in (("the model", backbone), ("objective.teacher", saved)) if not isinstance(model, ViTConfig)]  # fmt: skip
     if without and given.patch_weight:
         raise UserError(

@@ -14,6 +14,7 @@ Shapes: B batch, V views of a group, H height, W width.
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -37,6 +38,8 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import build
 
 BACKBONE, TEACHER = "backbone.", "teacher."
+# Published weights that an objective learns from. In no checkpoint, because they are in a file of their own (`teacher_file`).
+FROZEN_TEACHER = "frozen_teacher."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +108,17 @@ class Objective(nn.Module):
             )
 
     @classmethod
-    def teacher_weights(cls, config: RunConfig) -> str:
-        """The path of published weights that the objective reads beside the backbone's; "" for none. A run records which they were."""
-        return ""
+    def teacher_file(cls, config: RunConfig) -> tuple[Path, str] | None:
+        """Published weights that it learns from, and the SHA-256 of what is read of them; None for none.
+
+        They are the submodule `frozen_teacher`, which is in no checkpoint: a run is continued with the same weights only.
+        """
+        return None
+
+    @classmethod
+    def teacher_config(cls, config: RunConfig, model: Config) -> Config | None:
+        """The model of these weights, for the images that it reads; None for none. model: the backbone's."""
+        return None
 
     @classmethod
     def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
@@ -306,10 +317,10 @@ def trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) of what a checkpoint holds beside the trained parameters: frozen parameters and persistent buffers.
 
-    Without the teacher's, which are in the average.
+    Without the teacher's, which are in the average, and those of published weights.
     """
     for prefix, part in module.named_modules():
-        if f"{prefix}.".startswith(TEACHER):
+        if f"{prefix}.".startswith((TEACHER, FROZEN_TEACHER)):
             continue
         saved = {
             name: buffer

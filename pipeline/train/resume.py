@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _FACTS = {
     **dict.fromkeys(("fingerprint", "classes"), Fact(on_change="run")),
     "excluded": Fact(NOTHING_EXCLUDED, on_change="run"),
+    "the teacher's SHA-256": Fact("", on_change="run"),
     MIXTURE: Fact(on_change="nothing"),  # Compared by `mixed_until`.
     "evaluation_excluded": Fact(NOTHING_EXCLUDED, on_change="nothing"),
     "left_out": Fact(0, on_change="nothing"),
@@ -177,6 +178,7 @@ def identity(config: RunConfig, plan: Plan, data: RunData) -> dict[str, Any]:
         "classes": dataset.num_classes,
         "ranks": plan.world_size,
         "excluded": split.excluded,
+        "the teacher's SHA-256": objectives.teacher_digest(config),
         "evaluation_excluded": evaluation.excluded if evaluation else NOTHING_EXCLUDED,
         **{f"left_out.{s.name}.{name}": n for s in splits for name, n in s.excluded_by.items()},
         **({MIXTURE: mixture_facts(split)} if isinstance(split, MixedSplit) else {}),

@@ -26,9 +26,11 @@ from pipeline.estimate.step_time import predicted_speed
 from pipeline.evaluate import architecture
 from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
+from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import (
     FLOPS_OF_PARTS,
     PREDICTED_SPEED,
+    TEACHER_TAG,
     DatasetFacts,
     RunFacts,
     WeightsOrigin,
@@ -82,6 +84,9 @@ def run_facts(
         "model": str(resolved["model.name"]), "data": dataset.fingerprint, "dataset": name, "device": str(device),
         "torch": torch.__version__, "test_copies": copies, "run_folder_path": str((Path(config.out) / config.name).resolve()),
     }  # fmt: skip
+    if teacher := objectives.kind(config.train.loss).teacher_file(config):
+        file = find_origin(teacher[0], str(teacher[0]))
+        tags[TEACHER_TAG] = f"{file.path}, {file.details}"
     parents = {"parent": parent} if parent else {}
     if config.track.parent_run:
         parents["group"] = tags["mlflow.parentRunId"] = config.track.parent_run

@@ -31,7 +31,7 @@ from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
-from pipeline.monitor.run_page import TEACHER_TAG, WeightsOrigin, hide_passwords
+from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
@@ -237,16 +237,12 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
     page, saved = PageFolder(folder), None
     with contextlib.suppress(UserError):  # There are none before the first start.
         saved = page.read_facts().facts
-    # Of a resumed run, the weights that its first start found; none for a run of an earlier version.
-    origin, teacher = (saved.origin, saved.tags.get(TEACHER_TAG, "")) if saved else (None, "")
-    if start.resumed is None:
-        origin, teacher = start.origin, _teacher(config, context.console)
+    # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
+    origin = start.origin if start.resumed is None else saved.origin if saved else None
     facts = run_facts(start.config, plan, model, data, ranks.device, origin)
     changed = resume.changes_since(start.state, context.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
     facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before, changed=told)
-    if teacher:
-        facts = replace(facts, tags=facts.tags | {TEACHER_TAG: teacher})
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.parents)
@@ -254,17 +250,6 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
         config.track, Path(config.out), folder, facts, start.state.step,
         find_models=partial(logged_models, start.checkpoints),
     )  # fmt: skip
-
-
-def _teacher(config: RunConfig, console: Console) -> str:
-    """Which weights the objective learns from, as a first start finds them; "" for none. A resumed run has them in its checkpoint."""
-    named = objectives.kind(config.train.loss).teacher_weights(config)
-    if not named:
-        return ""
-    origin = find_origin(find_file(Path(named)), named)
-    found = f"{origin.path}, {origin.details}"
-    console.say(f"teacher: {found}")
-    return found
 
 
 def _write_facts(context: RunContext, model: Model, engine: Engine) -> None:

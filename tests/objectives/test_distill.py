@@ -11,7 +11,8 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.model import Model, build, configure, save
-from pipeline.objectives.distill import Distill, whitened
+from pipeline.objectives.distill import Distill, explained, whitened
+from pipeline.objectives.objective import constants
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
@@ -152,6 +153,28 @@ def test_whitening_makes_the_scale_of_a_teacher_meaningless() -> None:
     features = torch.randn(4, 7, 64)
     torch.testing.assert_close(whitened(1000 * features + 5), whitened(features), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(whitened(features).square().mean(-1), torch.ones(4, 7), rtol=1e-3, atol=0)
+
+
+def test_other_weights_in_the_same_file_are_another_teacher(teacher: Path, tmp_path: Path) -> None:
+    """A run that goes on compares the digest: its checkpoint does not hold the teacher."""
+    digest = objectives.teacher_digest(run(teacher))
+    (tmp_path / "moved").mkdir()
+    moved = teacher.rename(tmp_path / "moved" / "t.pt")
+    assert objectives.teacher_digest(run(moved)) == digest
+    for name, changes in {"seed": {"seed": 2}, "eps": {"layer_norm_eps": 1e-3}}.items():
+        seed = changes.pop("seed", 1)
+        save(
+            build(configure("ViT-mu/12", 36, 10, width=48, dropout=0.5, **changes), seed=seed), tmp_path / f"{name}.pt"
+        )
+        assert objectives.teacher_digest(run(tmp_path / f"{name}.pt")) != digest
+    assert objectives.teacher_digest(run(moved, "train.loss=softmax", "objective={}")) == ""
+    assert not [name for name, _ in constants(create(run(moved))) if "teacher" in name]
+
+
+def test_a_single_image_explains_nothing() -> None:
+    errors, targets = torch.tensor([0.3, 0.5]), torch.randn(2, 5)
+    for valid in ([True, False], [False, False]):
+        assert explained(errors, targets, torch.tensor(valid)) == 0
 
 
 def test_a_resnet_teaches_its_feature_alone(tmp_path: Path) -> None:

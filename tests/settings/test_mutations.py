@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from teacher_weights import teacher_for
 
 from pipeline import objectives
 from pipeline.base.errors import UserError
@@ -80,9 +81,10 @@ def outcome(cls: type, path: Path | None, overrides: list[str]) -> str:
     return said
 
 
-def test_the_shipped_files_are_not_refused() -> None:
+def test_the_shipped_files_are_not_refused(tmp_path: Path) -> None:
     for path, cls in FILES:
-        assert not outcome(cls, path, ["weights=w"] if cls is transfer.VtabConfig else []), path
+        more = ["weights=w"] if cls is transfer.VtabConfig else teacher_for(path, tmp_path)
+        assert not outcome(cls, path, more), path
 
 
 @pytest.mark.slow
