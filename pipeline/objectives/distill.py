@@ -3,8 +3,8 @@
 Teacher and backbone see the same view. From the backbone's feature (its class token, or whatever it pools) a LayerNorm and a linear
 layer predict the teacher's, and another pair predicts from each patch token the teacher's token of the same place. As Proteus (Zhang
 et al., arXiv 2407.10366), whose third loss, of masked patches, is left out. As in FD (Wei et al., arXiv 2205.14141), what is
-predicted is whitened: a LayerNorm without parameters gives each feature mean 0 and variance 1, so that one learning rate suits any
-teacher.
+predicted is whitened: a LayerNorm without parameters gives each feature mean 0 and variance 1, so that the scale of a teacher's
+features does not matter.
 
 The teacher is a frozen part of the module, which ZeRO divides among the ranks at stage 3. No checkpoint holds it: a start reads its file,
 and a run is continued with the same weights only.

@@ -169,9 +169,10 @@ def test_a_run_is_taught_by_the_same_weights_to_its_end(forge: Forge, dataset: P
     models.save(models.build(models.configure("ViT-mu/8", 16, 10, width=48), seed=1), teacher)
     given = settings(dataset, runs, run.name, "train.loss=distill", *OF_EACH, *OTHERS["distill"][0], f"objective.teacher={teacher}")  # fmt: skip
     refused = forge.start(1, given)
-    assert refused.wait() == [2]
-    assert "cannot be continued: the teacher's SHA-256 was" in refused.said()
+    code = refused.wait()
     teacher.write_bytes(first)
+    assert code == [2]
+    assert "cannot be continued: the teacher's SHA-256 was" in refused.said()
 
 
 def test_a_run_tells_what_taught_it(runs: Path) -> None:

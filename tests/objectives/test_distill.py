@@ -90,10 +90,10 @@ def test_an_unreadable_image_contributes_nothing(teacher: Path) -> None:
     views, facts = given(objective)
     gradients = []
     for pixels in (0.0, 1.0):
-        changed = views[0].clone()
-        changed[2] = pixels
+        changed, resized = views[0].clone(), facts["resized"].clone()
+        changed[2] = resized[2] = pixels
         objective.zero_grad()
-        objective((changed,), facts | {"resized": facts["resized"] * 1})[0].backward()
+        objective((changed,), facts | {"resized": resized})[0].backward()
         gradients.append([p.grad.clone() for p in objective.parameters() if p.grad is not None])
     assert all(map(torch.equal, *gradients))
 
