@@ -49,7 +49,7 @@ def study(config: StudyConfig) -> None:
     from pipeline.study.running.driver import run
 
     folder = Path(str(shared_path("out", config.out))) / config.name
-    shared_path("data.path", run_for_all(config).config.data.path)
+    shared_path("data.path", run_for_all(config).data.path)
     if config.plan or config.cell:
         run(config, at_a_time=config.num_tasks or 1 if config.on == "ray" else 1)
         return

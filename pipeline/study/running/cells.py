@@ -137,7 +137,7 @@ class Study:
 def open_study(config: StudyConfig) -> Study:
     """Make the cells of a study and check them as far as can be without training. Raises UserError."""
     folder = Path(config.out) / config.name
-    base = run_for_all(config).config
+    base = run_for_all(config)
     if base.init.weights and config.question != "labels":
         raise UserError(
             f"{config.run} has init.weights: a study pre-trains new models. Use a file of launch/pretrain.py, or question=labels."
@@ -169,10 +169,10 @@ def open_study(config: StudyConfig) -> Study:
     return Study(config, folder, dataset, max(base.model.image_size), cells, notes)
 
 
-def run_for_all(config: StudyConfig) -> ChildRun:
-    """A run that stands for all cells in what they have in common. Raises UserError."""
+def run_for_all(config: StudyConfig) -> RunConfig:
+    """What all cells have in common. Its objective is not checked: it may need what only the models set. Raises UserError."""
     model = _overrides(config, config.models[0]) if config.question == "labels" else []
-    return make_child("study", config.run, [*config.settings, *model, "name=study"])
+    return schema.load(RunConfig, config.run, [*config.settings, *model, "name=study"])
 
 
 def new_flops(cells: list[StudyCell]) -> list[float]:

@@ -247,6 +247,16 @@ def test_masked_and_labelled_pretraining_are_not_compared(base: Path) -> None:
         open_study(make(base, SIZES, models))
 
 
+def test_models_that_each_have_a_teacher_need_none_in_the_file(base: Path, tmp_path: Path) -> None:
+    save_safetensors(create("ViT-mu/4", 16, 4), tmp_path / "teacher.safetensors", {})
+    teacher = f"settings: [objective.teacher={tmp_path / 'teacher.safetensors'}]"
+    learns = "settings=[train.loss=distill, model.representation=false, probe.every=50%, probe.neighbours=5]"
+    study = open_study(make(base, SIZES, f"models=[{{name: a, {teacher}}}]", learns, "score=5nn"))
+    assert {cell.run.config.objective["teacher"] for cell in study.cells} == {str(tmp_path / "teacher.safetensors")}
+    with pytest.raises(UserError, match=r"train.loss = distill needs objective.teacher"):
+        open_study(make(base, SIZES, learns))
+
+
 def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
     open_study(make(base, SIZES, "seeds=[0]")).claim()
     grown = open_study(make(base, SIZES))
@@ -511,7 +521,7 @@ def test_the_commands_of_the_help_name_a_score_that_their_cells_have(monkeypatch
     assert len(lines) > 2
     for line in lines:
         config = read_settings(StudyConfig, shlex.split(line), flag="plan")
-        assert config.score in score_names(config, run_for_all(config).config), line
+        assert config.score in score_names(config, run_for_all(config)), line
 
 
 def test_the_score_is_said_with_the_images_that_it_is_of(base: Path) -> None:
