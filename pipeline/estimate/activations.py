@@ -18,7 +18,7 @@ from pipeline.model import Config, Model, ResNetConfig, VisionTransformer, build
 from pipeline.objectives import across_ranks, on_meta
 from pipeline.objectives.objective import BACKBONE, TEACHER, Objective
 from pipeline.objectives.on_meta import shallow
-from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
+from pipeline.objectives.parameters.freeze import NOTHING, freeze
 from pipeline.settings.run import RunConfig
 
 _COUNTED = (8, 16, 32)  # images
@@ -89,12 +89,11 @@ def _count_all(config: Config, images: int, dtype: torch.dtype, checkpointing: b
     def count(one: Config) -> Saved:
         return _count(one, images, dtype, checkpointing, frozen)
 
-    # Models of few blocks do not have so many to freeze.
-    return count(config) if num_frozen_blocks(frozen) is not None else _of_depth(config, count)
+    return _of_depth(config, count, frozen)
 
 
-def _of_depth(config: Config, count: Callable[[Config], Saved]) -> Saved:
-    if not (found := shallow(config)):
+def _of_depth(config: Config, count: Callable[[Config], Saved], frozen: str) -> Saved:
+    if not (found := shallow(config, frozen)):
         return count(config)
     *models, deeper = found
     return Saved.through((0, 1), [count(one) for one in models], deeper)
@@ -124,7 +123,7 @@ def of_many(count: Callable[[int], Saved], images: int) -> Saved:
 @on_meta.remembered
 def _gathers(cls: type[Objective], config: RunConfig, model: Config) -> bool:
     """Whether an objective's loss gathers what other ranks computed: otherwise their number changes nothing."""
-    objective = on_meta.make(cls, config, (shallow(model) or [model])[0], torch.float32)
+    objective = on_meta.make(cls, config, (shallow(model, config.train.freeze) or [model])[0], torch.float32)
     with across_ranks.on_meta(1) as others, on_meta.QuickOperators():
         on_meta.loss(objective, on_meta.inputs(objective, config, 2, torch.float32))
     return others.are_asked
@@ -157,7 +156,7 @@ def saved_by_loss(
         )
 
     with across_ranks.on_meta(ranks):
-        found = _of_depth(model, count)
+        found = _of_depth(model, count, config.train.freeze)
     if not checkpointing:
         return found
     plain = saved_by_loss(cls, config, model, images, dtype, False, ranks)

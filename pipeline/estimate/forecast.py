@@ -4,6 +4,7 @@ Everything is computed from the settings and the manifest; nothing is measured, 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,8 +154,8 @@ class Forecast:
 def make_forecast(config: PlanConfig) -> Forecast:
     """Compute all figures. Raises UserError for an impossible batch, length or cluster."""
     cluster = Cluster.parse(config.cluster) if config.cluster else None
-    config, data = _data(config)
-    model = _model(config, data.classes)
+    config, data, names = _data(config)
+    model = _model(config, data.classes, names)
     measured = read_measured(config, model, cluster) if cluster and config.bench else None
     if cluster and measured:
         config = replace(config, mfu=measured_mfu(config, model, cluster, measured))
@@ -183,12 +184,12 @@ def make_forecast(config: PlanConfig) -> Forecast:
     return Forecast(config, cluster, data, model, plan, layouts, choice, planned, network, time, rows, measured)
 
 
-def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
-    """Returns (the settings, with an empty data.eval_split if there is no held-out split; the data)."""
+def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
+    """Returns (the settings, with an empty data.eval_split if there is no held-out split; the data; names of the classes, if known)."""
     if config.samples:
-        return config, Data(config.samples, config.samples, config.classes, 0, 0, "given in the settings")
+        return config, Data(config.samples, config.samples, config.classes, 0, 0, "given in the settings"), ()
     try:
-        found = open_run_data(config.data, config.seed, config.train.global_batch, reads_labels=config.reads_labels)
+        found = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
     except UserError as error:
         raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
     split = found.split
@@ -200,13 +201,13 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data]:
         source = f"manifests; {split.describe()}"
     num_bytes = int(split.shard_bytes.sum())
     data = Data(len(split), found.epoch_samples, found.dataset.num_classes, used, num_bytes, source, balance)
-    return config, data
+    return config, data, found.dataset.classes
 
 
-def _model(config: PlanConfig, num_classes: int) -> Config:
+def _model(config: PlanConfig, num_classes: int, names: Sequence[str]) -> Config:
     """Returns the architecture: from the settings, from `variant`, or from init.weights."""
     refuse_without_labels(config, num_classes)
-    objectives.check(config, num_classes)
+    objectives.check(config, num_classes, names)
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes)
     if config.variant:

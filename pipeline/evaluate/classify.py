@@ -137,11 +137,6 @@ def label_map(classes: Sequence[str], names: Sequence[str]) -> np.ndarray:
     return np.array([number[name] for name in classes], np.int32)
 
 
-def unnamed_note(weights: str, data: str) -> str:
-    """A line for weights without class names, such as an .npz, whose classes are taken by number: in another order, all are wrong."""
-    return f"{weights} has no class names: its classes are taken to be those of {data}, in the same order"
-
-
 def is_any(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """bool (n, T): whether each predicted class, (n, T), not negative, is one of the sample's labels, (n, M)."""
     hits = np.zeros(predicted.shape, dtype=bool)

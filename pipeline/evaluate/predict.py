@@ -16,9 +16,10 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
-from pipeline.evaluate.classify import Predictions, label_map, predict, unnamed_note
+from pipeline.evaluate.classify import Predictions, label_map, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.monitor.mlflow.weights import with_local_weights
+from pipeline.objectives.classification import unnamed_note
 from pipeline.settings.commands.weights import LookConfig, PredictConfig
 
 # One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.

@@ -25,7 +25,6 @@ from pipeline.evaluate.classify import (
     per_class,
     predict,
     score,
-    unnamed_note,
 )
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
@@ -36,6 +35,7 @@ from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
+from pipeline.objectives.classification import unnamed_note
 from pipeline.settings.commands.weights import ScoreConfig
 
 _NUM_CONFUSED = 10

@@ -43,7 +43,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     of_run = _settings(path, state)
     batch = of_run.train.global_batch
     of_run = replace(of_run, data=_where_it_is(of_run.data, config))
-    data = open_run_data(of_run.data, of_run.seed, batch, reads_labels=of_run.reads_labels)
+    data = open_run_data(of_run.data, of_run.seed, batch, of_run.labels)
     dataset, split = data.dataset, data.split
     if state:
         _refuse_other_data(state, dataset, split)

@@ -70,9 +70,11 @@ def best_from(config: RunConfig, num_classes: int | None = None) -> str:
     return rankable.get(best, "")
 
 
-def check(config: RunConfig, num_classes: int | None = None) -> None:
-    """Raise UserError for settings that do not fit the run's objective. num_classes: see `metrics`."""
+def check(config: RunConfig, num_classes: int | None = None, classes: Sequence[str] = ()) -> None:
+    """Raise UserError for settings that do not fit the run's objective. num_classes: see `metrics`. classes: their names, if known."""
     kind(config.train.loss).check(config)
+    if num_classes is not None:
+        kind(config.train.loss).check_classes(config, num_classes, classes)
     best_from(config, num_classes)
 
 

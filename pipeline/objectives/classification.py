@@ -3,13 +3,14 @@
 Shapes: B batch, K classes, M labels per sample.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
@@ -39,11 +40,7 @@ class Classification(Objective):
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        for size in config.train.image_sizes:
-            check_small_views(backbone.config, size, "train.image_sizes", "")
-        objective = cls(backbone, config.train.loss, config.train.label_smoothing)
-        objective.any_size = bool(config.train.image_sizes)
-        return objective
+        return cls(backbone, config.train.loss, config.train.label_smoothing).sized(config)
 
     def __init__(
         self,
@@ -55,6 +52,13 @@ class Classification(Objective):
         super().__init__(backbone)
         self.kind, self.label_smoothing, self.read = kind, label_smoothing, read
         self.any_size = False  # Whether images may have another size than the model's.
+
+    def sized(self, config: RunConfig) -> Self:
+        """The objective for images of the sizes of a run. Raises UserError for one that the backbone cannot read."""
+        for size in config.train.image_sizes:
+            check_small_views(self.backbone.config, size, "train.image_sizes", "")
+        self.any_size = bool(config.train.image_sizes)
+        return self
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         pixels = batch.images.to(device, non_blocking=True)
@@ -69,6 +73,36 @@ class Classification(Objective):
         logits = self.backbone(views[0], any_size=self.any_size)
         found = losses(logits, facts["labels"], self.kind, self.label_smoothing, facts.get("own"))
         return mean_of_valid(found, facts["valid"]), {}
+
+
+def moved_class(data: str, of_data: Sequence[str], weights: str, of_weights: Sequence[str]) -> str:
+    """The first class of a data set that weights of as many classes have, by its name, at another place: as the beginning of an error.
+
+    "" for none, and for weights whose classes have no names. data, weights: what they are called.
+    """
+    numbers = {name: n for n, name in enumerate(of_weights)}
+    for n, (name, there) in enumerate(zip(of_data, of_weights, strict=False)):
+        if name != there and name in numbers:
+            return f"class {n} of {data} is {quoted(name)}, which is class {numbers[name]} of {weights}"
+    return ""
+
+
+def unnamed_note(weights: str, data: str) -> str:
+    """A line for weights without class names, such as an .npz, whose classes are taken by number: in another order, all are wrong."""
+    return f"{weights} has no class names: its classes are taken to be those of {data}, in the same order"
+
+
+def classes_note(data: str, of_data: Sequence[str], weights: str, of_weights: Sequence[str]) -> str:
+    """A line for classes that a data set and weights match by number alone; "" if all have the same names. Arguments: see `moved_class`."""
+    if not of_weights:
+        return unnamed_note(weights, data)
+    other = [n for n, pair in enumerate(zip(of_data, of_weights, strict=False)) if pair[0] != pair[1]]
+    if not other:
+        return ""
+    return (
+        f"classes by number: {len(other):,} of {data} are called otherwise in {weights}, such as {quoted(of_data[other[0]])} for "
+        f"{quoted(of_weights[other[0]])}"
+    )
 
 
 def has_top5(num_classes: int) -> bool:

@@ -6,18 +6,11 @@ et al., arXiv 2407.10366), whose third loss, of masked patches, is left out. As 
 predicted is whitened: a LayerNorm without parameters gives each feature mean 0 and variance 1, so that the scale of a teacher's
 features does not matter.
 
-The teacher is a frozen part of the module, which ZeRO divides among the ranks at stage 3. No checkpoint holds it: a start reads its file,
-and a run is continued with the same weights only.
-
 Shapes: B batch, N patches, D width of the backbone, T width of the teacher.
 """
 
-import hashlib
-import json
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,26 +18,21 @@ from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
-from pipeline.data.loading.loader import Batch
-from pipeline.data.loading.mix import Mixing
-from pipeline.model import Config, Model, ViTConfig, adapted, build, load, read_weights
-from pipeline.model.files import find_file
-from pipeline.objectives.objective import Inputs, Objective, mean_among_valid, mean_of_valid
+from pipeline.model import Config, Model, ViTConfig
+from pipeline.objectives.objective import Objective, mean_among_valid, mean_of_valid
+from pipeline.objectives.parts.teacher import TaughtObjective, TeacherSettings, seen_by_teacher
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillSettings:
-    teacher: str = setting(
-        "", "Weights that are distilled: anything that init.weights accepts but an address of MLflow. They stay as they are.", path=True
-    )  # fmt: skip
+class DistillSettings(TeacherSettings):
     patch_weight: float = setting(
         1.0, "Weight of the loss of patch tokens; that of the feature has 1. 0 for a ResNet, which has no patches.", min=0, max=1e4
     )  # fmt: skip
 
 
-class Distill(Objective):
+class Distill(TaughtObjective):
     """A backbone, two heads that predict the teacher's features from its own, and the teacher."""
 
     Settings = DistillSettings
@@ -53,24 +41,29 @@ class Distill(Objective):
     @classmethod
     def check(cls, config: RunConfig) -> None:
         super().check(config)
-        given: DistillSettings = cls.settings(config)
-        if not given.teacher:
-            raise UserError(
-                "train.loss = distill needs objective.teacher: the weights to distill, such as a run folder, a .safetensors, or a folder "
-                "of Hugging Face."
-            )
-        _published(given.teacher)
         if config.model.name:
-            adapted_teacher(given, cls.new_backbone(config, 0))
+            cls.teacher_config(config, cls.new_backbone(config, 0))
 
     @classmethod
-    def teacher_file(cls, config: RunConfig) -> tuple[Path, str]:
-        published = _published(cls.settings(config).teacher)
-        return published.file, published.digest
+    def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
+        """Without a head, for images that it cuts into as many patches as the backbone does.
 
-    @classmethod
-    def teacher_config(cls, config: RunConfig, model: Config) -> Config:
-        return adapted_teacher(cls.settings(config), model)
+        Images of the backbone's own size, if either of them has no patches. Raises UserError for weights that cannot be read, and if
+        patches are compared that are not there.
+        """
+        given: DistillSettings = cls.settings(config)
+        saved = cls.published(config).config
+        without = [name for name, one in (("the model", model), ("objective.teacher", saved)) if not isinstance(one, ViTConfig)]  # fmt: skip
+        if without and given.patch_weight:
+            raise UserError(
+                f"objective.patch_weight = {given.patch_weight} compares patch tokens, and {' and '.join(without)} has none: set "
+                "objective.patch_weight=0."
+            )
+        size = model.image_size
+        if isinstance(model, ViTConfig) and isinstance(saved, ViTConfig):
+            height, width = (saved.patch_pixels + (n - 1) * saved.stride * saved.reduction for n in model.grid)
+            size = height, width
+        return {"image_size": size, "num_classes": 0, "representation": False}
 
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, Metric]:
@@ -84,40 +77,19 @@ class Distill(Objective):
     # ------------------------------------------------------------------ module
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        given: DistillSettings = cls.settings(config)
-        of_teacher = adapted_teacher(given, backbone.config)
-        if torch.get_default_device().type == "meta":
-            return cls(backbone, build(of_teacher), given.patch_weight)
-        teacher = load(_published(given.teacher).file, of_teacher.image_size, 0, representation=False)
-        return cls(backbone, teacher, given.patch_weight)
+        return cls(backbone, cls.read_teacher(config, backbone.config), cls.settings(config).patch_weight)
 
     def __init__(self, backbone: Model, teacher: Model, patch_weight: float = 1.0) -> None:
-        """teacher: without a head, for images with the backbone's grid of patches."""
+        """teacher: frozen, without a head, for images with the backbone's grid of patches."""
         super().__init__(backbone)
         self.patch_weight = patch_weight
-        # Not `teacher`, which is an average of the weights (`add_teacher`).
-        self.frozen_teacher = teacher.requires_grad_(False).eval()
+        self.frozen_teacher = teacher
         self.feature_head = _head(backbone.config.num_features, teacher.config.num_features)
         self.patch_head = _head(backbone.config.width, teacher.config.width) if patch_weight else None
 
-    def train(self, mode: bool = True) -> Self:
-        """As of any objective, but the teacher stays in evaluation mode."""
-        super().train(mode)
-        self.frozen_teacher.eval()
-        return self
-
     # ------------------------------------------------------------------ from a batch to the loss
-    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        """Adds to the default, if the teacher reads images of another size: `resized`, float32 (B, 3, H, W) in [-1, 1]."""
-        views, facts = super().inputs(batch, device, mixing)
-        size = self.frozen_teacher.config.image_size
-        if views[0].shape[2:] != size:
-            resized = F.interpolate(views[0], size, mode="bicubic", antialias=True)
-            facts["resized"] = resized.clamp(-1, 1)
-        return Inputs(views, facts)
-
     def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        of_feature, of_patches, target = self.compare(views[0], facts)
+        of_feature, of_patches, target = self.compare(views, facts)
         valid = facts["valid"]
         values = {
             "feature_loss": mean_of_valid(of_feature.detach(), valid),
@@ -128,17 +100,16 @@ class Distill(Objective):
         return mean_of_valid(of_feature + self.patch_weight * of_patches, valid), values
 
     def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
-        of_feature, of_patches, _ = self.compare(views[0], facts)
+        of_feature, of_patches, _ = self.compare(views, facts)
         return {"loss": of_feature + self.patch_weight * of_patches}
 
-    def compare(self, images: Tensor, facts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def compare(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns of each image the loss of its feature and that of its patches, float32 (B,), 0 if they are not compared; and the
         feature to predict, float32 (B, T)."""
         with torch.no_grad():  # First, while there are no activations of the backbone in memory.
-            seen = facts["resized"].to(images.dtype) if "resized" in facts else images
-            target, target_patches = self._read(self.frozen_teacher, seen)
+            target, target_patches = self._read(self.frozen_teacher, seen_by_teacher(views, facts))
             target = whitened(target)
-        feature, patches = self._read(self.backbone, images)
+        feature, patches = self._read(self.backbone, views[0])
         predicted = self.feature_head(feature).float()
         of_feature = (predicted - target).square().mean(1)
         if self.patch_head is None:
@@ -170,49 +141,3 @@ def explained(errors: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
 
 def _head(width: int, of_teacher: int) -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, of_teacher))
-
-
-class _TeacherWeights(NamedTuple):
-    """file: where the weights are. digest: SHA-256 of their configuration and tensors, whatever the format of the file."""
-
-    file: Path
-    config: Config
-    digest: str
-
-
-@cache
-def _published(path: str) -> _TeacherWeights:
-    """Weights as this process first finds them: a run's newest checkpoint may be another one a moment later. Raises UserError.
-
-    They are remembered without their tensors, because a plan asks for them many times.
-    """
-    try:
-        file = find_file(Path(path))
-        config, state, _ = read_weights(file)
-    except (OSError, UserError) as error:
-        raise UserError(f"objective.teacher = {error}") from error
-    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
-    for name in sorted(state):
-        digest.update(name.encode())
-        digest.update(state[name].contiguous().numpy().data)
-    return _TeacherWeights(file, config, digest.hexdigest())
-
-
-def adapted_teacher(given: DistillSettings, backbone: Config) -> Config:
-    """The configuration of the teacher: without a head, for images that it cuts into as many patches as the backbone does.
-
-    Images of the backbone's own size, if either of them has no patches. Raises UserError for weights that cannot be read, and if patches
-    are compared that are not there.
-    """
-    saved = _published(given.teacher).config
-    without = [name for name, model in (("the model", backbone), ("objective.teacher", saved)) if not isinstance(model, ViTConfig)]  # fmt: skip
-    if without and given.patch_weight:
-        raise UserError(
-            f"objective.patch_weight = {given.patch_weight} compares patch tokens, and {' and '.join(without)} has none: set "
-            "objective.patch_weight=0."
-        )
-    size = backbone.image_size
-    if isinstance(backbone, ViTConfig) and isinstance(saved, ViTConfig):
-        height, width = (saved.patch_pixels + (n - 1) * saved.stride * saved.reduction for n in backbone.grid)
-        size = height, width
-    return adapted(saved, given.teacher, size, 0, representation=False)

@@ -12,7 +12,7 @@ Shapes: B batch, V views of a group, H height, W width.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -63,6 +63,8 @@ class Objective(nn.Module):
 
     # Whether the backbone's output is logits of classes, which are scored as those of `launch/evaluate.py`.
     predicts_classes: ClassVar[bool] = False
+    # If so, what makes probabilities of them: "softmax" or "sigmoid".
+    kind = ""
     # Whether a run with init.weights continues what such an objective added to them; else only the backbone is loaded.
     continues_additions: ClassVar[bool] = False
     # Whether the backbone reads each image once and nothing is added to it: then memory and arithmetic are the model's, from its
@@ -90,22 +92,30 @@ class Objective(nn.Module):
     def check(cls, config: RunConfig) -> None:
         """Raise UserError for settings of a run that do not fit this objective."""
         cls.settings(config)
-        if config.augment.mixes_pairs and not config.reads_labels:
+        if config.augment.mixes_pairs and not cls.predicts_classes:
             raise UserError(
-                f"train.loss = {config.train.loss} reads no labels: leave out augment.mixup and augment.cutmix."
+                f"train.loss = {config.train.loss} predicts no classes: leave out augment.mixup and augment.cutmix."
             )
         if config.train.freeze != NOTHING and not cls.predicts_classes:
             raise UserError(
-                f"train.freeze = {config.train.freeze} needs train.loss=softmax or sigmoid: {config.train.loss} trains the whole backbone."
+                f"train.freeze = {config.train.freeze} needs an objective that predicts classes, as softmax: {config.train.loss} trains the whole backbone."
             )
         if config.train.image_sizes and not cls.predicts_classes:
             raise UserError(
-                f"train.image_sizes needs train.loss=softmax or sigmoid: {config.train.loss} has views of its own sizes."
+                f"train.image_sizes needs an objective that predicts classes, as softmax: {config.train.loss} has views of its own sizes."
             )
         if config.optimizer.ema_decay and cls.teacher_momentum is not Objective.teacher_momentum:
             raise UserError(
                 f"train.loss = {config.train.loss} has a teacher, which is the average of the weights: leave out optimizer.ema_decay."
             )
+
+    @classmethod
+    def check_classes(cls, config: RunConfig, num_classes: int, names: Sequence[str]) -> str:
+        """Raise UserError for classes of a data set that do not fit this objective; returns a line about those that may not, or "".
+
+        names: of the classes, () if they are not known.
+        """
+        return ""
 
     @classmethod
     def teacher_file(cls, config: RunConfig) -> tuple[Path, str] | None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.data.loading.loader import Batch
 from pipeline.model import Config, ViTConfig, build
+from pipeline.objectives.parameters.freeze import NOTHING, num_frozen_blocks
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
@@ -29,13 +30,18 @@ _IMAGES = 4  # of a micro-batch whose arithmetic is counted
 
 
 @cache
-def shallow(config: Config) -> tuple[Config, Config, int] | None:
+def shallow(config: Config, frozen: str = NOTHING) -> tuple[Config, Config, int] | None:
     """Returns models of depth 2 and 3, and how much deeper than the first the model is; None unless it is a ViT
-    deeper than both, and without a stem, which takes longer than its blocks.
+    deeper than both, and without a stem, which takes longer than its blocks. Also if blocks of it are frozen, as `train.freeze` says.
 
     All blocks but the first are alike, so what each adds to a count is the difference of the two; counting all 56 takes seconds.
     """
-    if not isinstance(config, ViTConfig) or config.has_stem or config.depth <= 3:
+    if (
+        not isinstance(config, ViTConfig)
+        or config.has_stem
+        or config.depth <= 3
+        or num_frozen_blocks(frozen) is not None
+    ):
         return None
     return replace(config, depth=2), replace(config, depth=3), config.depth - 2
 
@@ -184,7 +190,7 @@ def training_flops(cls: type["Objective"], config: RunConfig, model: Config) -> 
     They are those that `loss` does and that its gradient does: all views, what is added, and a teacher's forward pass alone.
     Recomputed activations do not count.
     """
-    if not (found := shallow(model)):
+    if not (found := shallow(model, config.train.freeze)):
         return _flops(cls, config, model)
     *models, deeper = found
     two, three = (_flops(cls, config, one) for one in models)

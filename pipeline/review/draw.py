@@ -93,7 +93,7 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
     config = read_settings(folder)
     data = config.data
     storage = Storage.create(data.retry_minutes, data.cache, data.cache_gb)
-    opened = open_run_data(data, config.seed, config.train.global_batch, storage)
+    opened = open_run_data(data, config.seed, config.train.global_batch, config.labels, storage)
     dataset, split = opened.dataset, opened.evaluation
     assert split is not None, "there are predictions of it"
     found.check(len(split), dataset.num_classes)
@@ -108,7 +108,7 @@ def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:
     checkpoints = checkpoints_of(folder)
     if config.train.loss != "mae" or isinstance(checkpoints, str) or newest_complete(checkpoints) is None:
         not_drawn.add("reconstruction")
-    if config.reads_labels:
+    if config.needs_labels:
         not_drawn.add("components")
     drawn = [name for name in names if name not in not_drawn]
     # The split "dev" is a part of the training samples, and data.eval_split may then be missing.

@@ -10,7 +10,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import finite
 from pipeline.base.words import counted
 from pipeline.settings.quantities import MAX_SIDE, ImageSize
-from pipeline.settings.run_sections import OBJECTIVES, READS_LABELS
+from pipeline.settings.run_sections import LABELS, OBJECTIVES
 
 if TYPE_CHECKING:
     from pipeline.settings.run import RunConfig
@@ -37,11 +37,11 @@ def check_objective(config: "RunConfig") -> None:
 
 
 def refuse_without_labels(config: "RunConfig", num_classes: int) -> None:
-    """Raise UserError if a run learns labels and its data set, of num_classes classes, has none, or one from which nothing is learned."""
-    others = [loss for loss in OBJECTIVES if loss not in READS_LABELS]
-    if config.reads_labels and not num_classes:
+    """Raise UserError if a run reads labels and its data set, of num_classes classes, has none, or one from which nothing is learned."""
+    others = [loss for loss in OBJECTIVES if loss not in LABELS]
+    if config.needs_labels and not num_classes:
         raise UserError(
-            f"train.loss = {config.train.loss} learns labels, and this data set has none (0 classes). Use an objective that needs "
+            f"train.loss = {config.train.loss} needs labels, and this data set has none (0 classes). Use an objective that needs "
             f"none (train.loss={' | '.join(others)}), or a data set with labels."
         )
     if config.train.loss == "softmax" and num_classes == 1:

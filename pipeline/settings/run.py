@@ -29,9 +29,10 @@ from pipeline.settings.run_execution import (
     TrackConfig,
 )
 from pipeline.settings.run_sections import (
-    READS_LABELS,
+    LABELS,
     AugmentConfig,
     DataConfig,
+    Labels,
     ModelConfig,
     OptimizerConfig,
     RunScheduleConfig,
@@ -89,9 +90,14 @@ class RunConfig:
         return first if self.optimizer.name == "muon" else (*first, 3)
 
     @property
-    def reads_labels(self) -> bool:
-        """Whether the run learns labels, so that its data set must have some."""
-        return self.train.loss in READS_LABELS
+    def labels(self) -> Labels:
+        """What the run does with labels: learn them, only score classes with them, or neither."""
+        return LABELS.get(self.train.loss, "unread")
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether its data set must have labels."""
+        return self.labels != "unread"
 
     def without_effect(self) -> list[str]:
         """A line for each setting that a value of another section takes its effect from; what must be set is named by its `needs`."""

@@ -25,12 +25,13 @@ OBJECTIVES = {
     "masked_small_patch": "masked_patches:MaskedPatches",
     "masked_pixels": "masked_patches:MaskedPatches",
     "distill": "distill:Distill",
+    "distill_classes": "distill_classes:DistillClasses",
 }
-# Those whose loss is of all samples of a step at once, so that a step must be one micro-batch of each rank. Here, because the
-# supervisor chooses a number of ranks without torch.
+# Those whose loss is of all samples of a step at once: a step is one micro-batch of each rank. Here, for the supervisor, without torch.
 OF_WHOLE_BATCH = frozenset({"lejepa"})
-# Those that learn labels; only then are images mixed in pairs. Here, because data sets are opened and checked before torch is imported.
-READS_LABELS = frozenset({"softmax", "sigmoid"})
+# What the others do with labels. "scored": only held-out images need some. Here, because data sets are opened before torch is imported.
+Labels = Literal["learned", "scored", "unread"]
+LABELS: dict[str, Labels] = {"softmax": "learned", "sigmoid": "learned", "distill_classes": "scored"}
 
 
 def _with_options(cls: type[T]) -> type[T]:
@@ -315,8 +316,8 @@ class TrainConfig:
     loss: str = setting(
         "sigmoid",
         "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino), "
-        "prediction between views with normal projections (lejepa), a masked "
-        "autoencoder (mae), prediction of the features of published weights (distill), or masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
+        "prediction between views with normal projections (lejepa), a masked autoencoder (mae), prediction of the features (distill) or the "
+        "classes (distill_classes) of published weights, or masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
         choices=OBJECTIVES,
         on_change="run",
     )

@@ -134,7 +134,7 @@ class SplitEvaluator(Evaluator):
         )  # fmt: skip
         if not self.engine.objective.predicts_classes:
             return means(measure, reader), None
-        predictions = predict(forward, reader, config.train.loss)
+        predictions = predict(forward, reader, self.engine.objective.kind)
         return score(predictions, split, self.context.prepared.data.dataset.num_classes), predictions
 
 
@@ -156,7 +156,7 @@ class ProbeEvaluator(Evaluator):
         metrics = probe_metrics(scores, self.context.config.probe.prefix)
         line = ", ".join(f"{name} {value:{'.4g' if name in SPREAD else '.2%'}}" for name, value in metrics.items())
         # Classes may well collapse to a few directions: of two classes, one is enough.
-        is_judged = "spread" in scores and not self.context.config.reads_labels
+        is_judged = "spread" in scores and not self.context.config.needs_labels
         found = collapse(scores["spread"]) if is_judged else ""
         return Evaluation(metrics | ({"probe_collapse": 1} if found else {}), scores, line, collapse=found)
 

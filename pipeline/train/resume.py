@@ -21,9 +21,9 @@ from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.estimate.plan import Plan, accumulation
-from pipeline.evaluate.classify import unnamed_note
 from pipeline.model import Model
 from pipeline.monitor.run_page import hide_passwords
+from pipeline.objectives.classification import classes_note, moved_class
 from pipeline.process.committed import checkpoints_of
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
@@ -197,6 +197,9 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
     """Build the checkpoint's model (the engine loads its tensors later), load init.weights, or initialise a new model."""
     if resumed is not None:
         return models.build(models.config_from_dict(read_state(resumed).model))
+    of_objective = objectives.kind(config.train.loss)
+    if note := of_objective.check_classes(config, dataset.num_classes, dataset.classes):
+        console.say(note)
     if config.init.weights:
         num_classes = objectives.num_classes(config, dataset.num_classes)
         adaptation = objectives.adaptation(config, dataset.num_classes)
@@ -204,7 +207,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
         names = content[2].get("classes")
         model = models.load(config.init.weights, seed=config.seed, content=content, say=console.say, **adaptation)
         del content  # whose tensors the model has copied
-        if not num_classes and not objectives.kind(config.train.loss).continues_additions:
+        if not num_classes and not of_objective.continues_additions:
             console.say(
                 f"train.loss = {config.train.loss} begins with the backbone of {config.init.weights}; its head is new"
             )
@@ -213,27 +216,18 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
                 f"{config.init.weights} has {counted(model.config.num_classes, 'class')}, {config.data.path} has "
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
             )
-        if num_classes and not config.init.new_head and names and len(names) == num_classes:
-            _compare_classes(config, names, dataset.classes, console)
-        elif num_classes and not config.init.new_head and not names:
-            console.say(unnamed_note(config.init.weights, config.data.path))
+        if num_classes and not config.init.new_head and (not names or len(names) == num_classes):
+            _compare_classes(config, names or (), dataset.classes, console)
         return model
     return models.build(objectives.new_backbone(config, dataset.num_classes), config.seed)
 
 
 def _compare_classes(config: RunConfig, of_weights: Sequence[str], of_data: Sequence[str], console: Console) -> None:
     """Raise UserError if a head that is kept predicts a class of the data by the number of another one; say if it knows none by name."""
-    numbers = {name: n for n, name in enumerate(of_weights)}
-    moved = next((n for n, name in enumerate(of_data) if of_weights[n] != name and name in numbers), None)
-    if moved is not None:
-        name = of_data[moved]
+    if moved := moved_class(config.data.path, of_data, str(config.init.weights), of_weights):
         raise UserError(
-            f"class {moved} of {config.data.path} is {quoted(name)}, which is class {numbers[name]} of {config.init.weights}: with "
-            "init.new_head=false it would be learnt in place of another one. Use init.new_head=true, or a data set with the classes "
-            "in the order of the weights (class_list of launch/shard.py)."
+            f"{moved}: with init.new_head=false it would be learnt in place of another one. Use init.new_head=true, or a data set with the "
+            "classes in the order of the weights (class_list of launch/shard.py)."
         )
-    if other := [n for n, name in enumerate(of_data) if of_weights[n] != name]:
-        console.say(
-            f"classes by number: {len(other):,} of {config.data.path} are called otherwise in {config.init.weights}, such as "
-            f"{quoted(of_data[other[0]])} for {quoted(of_weights[other[0]])}"
-        )
+    if note := classes_note(config.data.path, of_data, str(config.init.weights), of_weights):
+        console.say(note)

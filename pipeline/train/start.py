@@ -73,7 +73,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     world_size = check_environment()
     storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
-    data = open_run_data(config.data, config.seed, config.train.global_batch, storage, config.reads_labels)
+    data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels, storage)
     refuse_without_labels(config, data.dataset.num_classes)
     config = replace(config, data=replace(config.data, eval_split=data.eval_split))
     probed = data.own
@@ -92,7 +92,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
         check_weights(config, saved)
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
-    objectives.check(config, data.dataset.num_classes)
+    objectives.check(config, data.dataset.num_classes, data.dataset.classes)
     if not config.init.weights:  # Refuses what cannot be built while there is no run folder yet.
         objectives.new_backbone(config, data.dataset.num_classes)
     balance = describe_balance(data.split.parts[0], data.own.classes, config.data.balance)

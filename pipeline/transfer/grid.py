@@ -30,6 +30,7 @@ from pipeline.process.outputs import try_output
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.commands.weights import ScoreConfig
+from pipeline.settings.run_sections import LABELS
 from pipeline.transfer.child_run import (
     ChildRun,
     make_child,
@@ -202,16 +203,18 @@ def _check_data(trial: ChildRun, config: GridConfig) -> tuple[Dataset, int, set[
     Raises UserError for splits and data sets that would fail in the final runs, after days.
     """
     settings, seed = trial.config.data, trial.config.seed
-    if not trial.config.reads_labels:
+    if not trial.config.needs_labels:
         raise UserError(
-            f"train.loss = {trial.config.train.loss} learns no classes, and a rate is chosen by accuracy. Use softmax or sigmoid."
+            f"train.loss = {trial.config.train.loss} predicts no classes, and a rate is chosen by accuracy. Use {' or '.join(LABELS)}."
         )
     dataset = open_dataset(settings.path)
     dataset.refuse_without_labels("data.path", "Fine-tuning needs some.")
     if not settings.eval_split:
         raise UserError("data.eval_split is empty, but the final runs are scored on it. Name a split.")
     for share in (config.dev_share, 0.0):
-        opened = open_run_data(replace(settings, dev_share=share), seed, trial.config.train.global_batch)
+        opened = open_run_data(
+            replace(settings, dev_share=share), seed, trial.config.train.global_batch, trial.config.labels
+        )
     by_number = set()
     for data in config.also:
         path, split = location_and_split(data)

@@ -41,6 +41,7 @@ def test_what_a_run_measures_is_declared_as_its_name_was_read_before(objective: 
         ("mae", "val_20nn"),
         ("lejepa", "val_20nn"),
         ("distill", "val_20nn"),
+        ("distill_classes", "val_top1"),
     ],
 )
 def test_the_score_of_a_run_is_an_accuracy_if_it_measures_one(objective: str, score: str) -> None:

@@ -105,7 +105,7 @@ def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_run_is_planned_and_its_advice_is_taken(path: Path, tmp_path: Path) -> None:
     more = ["variant=ViT-L/16", "model.image_size=384"] if path.parent.name == "finetune" else []
-    more += teacher_for(path, tmp_path)
+    more += teacher_for(path, tmp_path, num_classes=21_841)
     forecast = make_forecast(load("cluster=1x8xA100-40GB", *more, file=path))
     assert forecast.choice
     again = make_forecast(load("cluster=1x8xA100-40GB", *more, *forecast.choice.overrides, file=path))

@@ -125,7 +125,7 @@ def test_a_mixture_of_a_folder_and_a_bucket_is_read_through_one_cache(
     config = DataConfig(
         path=str(local), eval_split="", streams=4, mix=[MixedSet(path=f"{s3[1]}/tiny", weight=1, class_map={})]
     )
-    data = open_run_data(config, 0, 20, storage)
+    data = open_run_data(config, 0, 20, "learned", storage)
     order = train_order(data.split, config, 0, 20)
     reader, expected = ShardReader(data.split), images(dataset)
     own = ShardReader(data.own.split("train"))
@@ -137,7 +137,7 @@ def test_a_mixture_of_a_folder_and_a_bucket_is_read_through_one_cache(
 
     s3[0].fail(answer(403, "AccessDenied"))
     with pytest.raises(UserError, match=rf"data.mix, {s3[1]}/tiny: .*access denied") as error:
-        open_run_data(config, 0, 20, storage)
+        open_run_data(config, 0, 20, "learned", storage)
     assert "\n" not in str(error.value)
 
 

@@ -19,16 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import psutil
+import torch
 from distillation import SETTINGS
 from forked import Forge, ForkedRun
 from polling import until
 from ranks import settings
-from tiny import make_dataset
+from tiny import NUM_CLASSES, make_dataset
 
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import read_state
 from pipeline.model import build, configure, save
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
+from pipeline.settings.run_sections import LABELS
 
 _STEPS = 60
 _OBJECTIVES = {
@@ -36,6 +38,7 @@ _OBJECTIVES = {
     "dino": ("model.width=160", *SETTINGS),
     "lejepa": ("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16"),
     "distill": ("model.name=ViT-Ti/4", "objective.teacher={out}/teacher.pt"),
+    "distill_classes": ("augment.mixup=0.5", "objective.teacher={out}/teacher.pt"),
 }  # fmt: skip
 _OF_ALL = (
     "train.micro_batch=12", f"train.length={_STEPS} steps", "checkpoint.every=2 steps", "evaluate.every=20 steps", "augment.crop=random_resized",
@@ -51,12 +54,19 @@ def main(
 ) -> int:  # fmt: skip
     different = 0
     with tempfile.TemporaryDirectory() as folder, Forge(Path(folder)) as forge:
-        data = make_dataset(Path(folder) / "data", {"train": 150, "val": 37}, labelled=False)
-        save(build(configure("ViT-mu/8", 16, 0, width=48)), Path(folder) / "teacher.pt")
+        data = {
+            labelled: make_dataset(Path(folder) / f"data{labelled}", {"train": 150, "val": 37}, labelled=labelled)
+            for labelled in (False, True)
+        }
+        teacher = build(configure("ViT-mu/8", 16, NUM_CLASSES, width=48))
+        torch.nn.init.normal_(teacher.head.weight, generator=torch.Generator().manual_seed(0))  # A new head is zero.
+        save(teacher, Path(folder) / "teacher.pt")
         for case in product(objectives.split(","), map(int, stages.split(",")), precisions.split(",")):
             if case[1:] == (0, "bf16"):  # The settings refuse it.
                 continue
-            different += measure(forge, data, Path(folder), *case, int(kills), random.Random(f"{seed} {case}"))
+            different += measure(
+                forge, data[case[0] in LABELS], Path(folder), *case, int(kills), random.Random(f"{seed} {case}")
+            )
     return int(different > 0)
 
 

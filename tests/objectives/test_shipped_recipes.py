@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_computes_gradients_in_its_precision(recipe: Path, tmp_path: Path) -> None:
-    config = schema.load(RunConfig, recipe, teacher_for(recipe, tmp_path))
+    config = schema.load(RunConfig, recipe, teacher_for(recipe, tmp_path, num_classes=5))
     small = {"dino": {"prototypes": 64}, "mae": {"decoder_width": 64, "decoder_depth": 1}}
     config.objective.update(small.get(config.train.loss, {}))
     model = objectives.new_backbone(config, num_classes=5)

@@ -282,7 +282,7 @@ def test_shipped_file_loads_and_plans(path: Path, tmp_path: Path) -> None:
             assert all(warmup_steps(protocol, tried, num_samples) >= 0 for tried in settings_of(protocol))
         return
     for overrides in [[], *overrides_in_header(path)]:
-        config = schema.load(RunConfig, path, [*overrides, *teacher_for(path, tmp_path)])
+        config = schema.load(RunConfig, path, [*overrides, *teacher_for(path, tmp_path, num_classes=1000)])
         num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
         train = config.train
         of_whole = train.loss in OF_WHOLE_BATCH
@@ -677,7 +677,7 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["schedule.decay=drops"], "schedule.decay = drops with schedule.drops = []: decay=drops needs shares"),
         (["schedule.drops=[0.3,0.6]"], "schedule.decay = linear with schedule.drops = [0.3, 0.6]"),
         (["train.label_smoothing=0.1"], "train.label_smoothing = 0.1 needs train.loss=softmax"),
-        (["train.loss=masked_pixels", "augment.mixup=0.2"], "train.loss = masked_pixels reads no labels"),
+        (["train.loss=masked_pixels", "augment.mixup=0.2"], "train.loss = masked_pixels predicts no classes"),
         (
             ["train.loss=masked_pixels", "model.name=null", "init.weights=x.npz"],
             "train.loss = masked_pixels starts with a new model",

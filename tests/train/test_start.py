@@ -149,7 +149,7 @@ def test_objectives_are_checked_before_the_long_imports(dataset: Path, tmp_path:
             ["train.loss=mae", "model.name=ViT-mu/8", "model.small_stem=[16]"],
         "objective.centring = sinkhorn compares the images of a micro-batch":
             ["train.loss=dino", "augment.crop=inception", "objective.centring=sinkhorn", "train.micro_batch=1"],
-        "softmax learns labels, and this data set has none": [f"data.path={bare}"],
+        "softmax needs labels, and this data set has none": [f"data.path={bare}"],
         "probe.data = nowhere: no such data set":
             [f"data.path={bare}", "train.loss=mae", f"data.mix=[{{path: {bare}, split: other, weight: 1}}]", "probe.every=1 steps",
              "probe.data=nowhere"],

@@ -28,7 +28,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import OBJECTIVES, DataConfig
+from pipeline.settings.run_sections import LABELS, OBJECTIVES, DataConfig
 from pipeline.train.run_facts import run_facts
 from pipeline.train.start import prepare
 from pipeline.transfer.sweep import _check_dataset as check_of_task
@@ -80,11 +80,11 @@ def test_the_held_out_split_is_optional_without_labels_or_when_it_is_said(photos
 
 
 def test_labels_are_wanted_where_there_are_none(photos: Path, dataset: Path) -> None:
-    said = "learns labels, and this data set has none"
+    said = "needs labels, and this data set has none"
     with pytest.raises(UserError, match=f"train.loss = softmax {said}") as error:
         prepare(load(photos))
     for loss in OBJECTIVES:
-        assert (loss in str(error.value).partition("train.loss=")[2]) is not (loss in ("softmax", "sigmoid"))
+        assert (loss in str(error.value).partition("train.loss=")[2]) is not (loss in LABELS)
     with pytest.raises(UserError, match=said):  # Not that nothing is measured.
         prepare(load(photos, "checkpoint.best=val_top1"))
     with pytest.raises(UserError, match=f"train.loss = sigmoid {said}"):
@@ -183,7 +183,7 @@ def test_the_plan_says_it(photos: Path) -> None:
     assert "150 samples without labels" in said
     assert "no evaluation" in said
     assert make_forecast(schema.load(PlanConfig, None, [*run, "samples=1e6"])).data.classes == 0
-    with pytest.raises(UserError, match="softmax learns labels, and this data set has none"):
+    with pytest.raises(UserError, match="softmax needs labels, and this data set has none"):
         make_forecast(schema.load(PlanConfig, None, settings(photos, photos.parent, "x")))
 
 

@@ -16,7 +16,7 @@ from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import mix
 from pipeline.data.mixture.subset import held_out_split, run_splits
 from pipeline.data.storage.cache import Storage
-from pipeline.settings.run_sections import DataConfig, MixedSet
+from pipeline.settings.run_sections import DataConfig, Labels, MixedSet
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,18 @@ class RunData:
 
 
 def open_run_data(
-    data: DataConfig, seed: int, global_batch: int, storage: Storage | None = None, reads_labels: bool = True
+    data: DataConfig,
+    seed: int,
+    global_batch: int,
+    labels: Labels,
+    storage: Storage | None = None,
 ) -> RunData:
     """Open the data sets of a run and check them. storage: of all sets, with one cache for them.
 
-    reads_labels: whether the run learns labels; without it, those of data.path alone are there. Raises UserError as
-    `open_dataset` and `run_splits` do, and for sets that do not go together.
+    labels: what the run does with them. If they are only scored, those of data.path and of sets that are evaluated are there; if they are
+    unread, those of data.path alone. Raises UserError as `open_dataset` and `run_splits` do, and for sets that do not go together.
     """
+    reads_labels = labels != "unread"
     own = dataset = open_dataset(data.path, storage)
     split, evaluation = run_splits(own, data, seed)
     eval_split = held_out_split(own, data)
@@ -78,12 +83,20 @@ def open_run_data(
                 f"it ({most:.2%} of train.global_batch = {global_batch}): the same image several times. Give it a smaller weight, or "
                 "use a smaller batch."
             )
+    # Where labels are only scored, images are all that is read of a set of which no split is.
+    joined = [
+        number for number, entry in enumerate(mixture.sets)
+        if number == 0 or labels == "learned" or (labels == "scored" and entry.evaluated)
+    ]  # fmt: skip
+    splits = [part if number in joined else part.without_labels() for number, part in enumerate(splits)]
     label_maps: list[np.ndarray | None] = [None] * len(datasets)
     class_notes: list[str] = []
     if reads_labels:
-        dataset, label_maps, class_notes = _bring_together(mixture.sets, datasets, splits)
-    else:
-        splits[1:] = [part.without_labels() for part in splits[1:]]
+        dataset, maps, class_notes = _bring_together(
+            [mixture.sets[number] for number in joined], [datasets[number] for number in joined], [splits[number] for number in joined]
+        )  # fmt: skip
+        for number, label_map in zip(joined, maps, strict=True):
+            label_maps[number] = label_map
     for entry, other, label_map in zip(mixture.sets, datasets, label_maps, strict=True):
         for name, of_set in entry.evaluated.items():
             where = f"data.mix, {entry.path}, eval_split"
@@ -164,8 +177,8 @@ def _bring_together(
                 other.path for other, with_labels in zip(sets, datasets, strict=True) if with_labels.classes
             )
             raise UserError(
-                f"data.mix: {entry.path} has no labels, and {labelled} has: a run that learns classes needs them of every set. Leave it "
-                "out, or use an objective that learns without labels, such as train.loss=dino."
+                f"data.mix: {entry.path} has no labels, and {labelled} has: a run needs them of every set from which it learns classes, or on "
+                "which these are scored. Leave it out, or use an objective that learns without labels, such as train.loss=dino."
             )
         if of_many != several[0]:
             one, many = (entry, sets[0]) if several[0] else (sets[0], entry)
@@ -190,7 +203,7 @@ def _bring_together(
         having[found] += 1
     for entry, found in zip(sets, numbers, strict=True):
         alone = [list(classes)[number] for number in found if having[number] == 1]
-        if alone:
+        if alone and len(sets) > 1:
             some = f"{alone[0]!r}" + f" and {len(alone) - 1:,} more" * (len(alone) > 1)
             notes.append(f"of {counted(len(classes), 'class')} of the mixture, only {entry.path} has {some}")
     return replace(datasets[0], info=info), label_maps, notes

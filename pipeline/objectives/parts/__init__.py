@@ -1,4 +1,4 @@
-"""Parts of objectives, for any of them to use: heads, masks, and a BatchNorm whose statistics are of all ranks.
+"""Parts of objectives, for any of them to use: heads, masks, published teachers, and a BatchNorm whose statistics are of all ranks.
 
-Imports data/loading/ and base/. Used by objectives/.
+Imports what objectives/ may. Used by objectives/.
 """

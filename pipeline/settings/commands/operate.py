@@ -64,7 +64,7 @@ class PlanConfig(RunConfig):
     def check(self) -> None:
         """Check the run as training would, then the assumptions. Raises UserError."""
         super().check()
-        if bool(self.classes) != bool(self.samples) and (self.classes or self.reads_labels):
+        if bool(self.classes) != bool(self.samples) and (self.classes or self.needs_labels):
             raise UserError(f"samples = {self.samples}, classes = {self.classes}: set both, or neither.")
         if self.variant and not self.init.weights:
             raise UserError("variant is the architecture of init.weights: set model.name for a new model.")

@@ -208,7 +208,7 @@ def _cells_of(
     """
     common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
-    asked = (first.data, seed, first.train.global_batch, dataset.storage, first.reads_labels)
+    asked = (first.data, seed, first.train.global_batch, first.labels, dataset.storage)
     if (data := opened.get(repr(asked))) is None:
         data = opened[repr(asked)] = open_run_data(*asked)
     if data.eval_split != first.data.eval_split:  # The data have no such split, and the run itself sets none.
@@ -319,7 +319,7 @@ def own_name(finetune: ChildRun) -> str:
 
 
 def _finetune_flops(config: RunConfig, model: models.Config) -> float:
-    data = open_run_data(config.data, config.seed, config.train.global_batch)
+    data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
     images = config.train.length.steps(data.epoch_samples, config.train.global_batch) * config.train.global_batch
     return float(images) * models.training_flops_per_image(replace(model, image_size=config.model.image_size))
 

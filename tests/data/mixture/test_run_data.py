@@ -25,7 +25,7 @@ from pipeline.evaluate.probes.probe import open_run_probe
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_execution import RunProbeConfig
-from pipeline.settings.run_sections import AugmentConfig, DataConfig, MixedSet
+from pipeline.settings.run_sections import AugmentConfig, DataConfig, Labels, MixedSet
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,9 @@ def config(sets: Path, mix: str, *more: str) -> RunConfig:
     )
 
 
-def opened(sets: Path, mix: str, *more: str, reads_labels: bool = True) -> RunData:
+def opened(sets: Path, mix: str, *more: str, labels: Labels = "learned") -> RunData:
     of_run = config(sets, mix, *more)
-    return open_run_data(of_run.data, 0, of_run.train.global_batch, reads_labels=reads_labels)
+    return open_run_data(of_run.data, 0, of_run.train.global_batch, labels)
 
 
 def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
@@ -99,7 +99,7 @@ def test_classes_are_joined_by_name_or_map(sets: Path, tmp_path: Path) -> None:
 
 def test_a_balance_is_within_each_set(sets: Path) -> None:
     of_run = config(sets, "{path: b, weight: 1}", "data.balance=0")
-    split = open_run_data(of_run.data, 0, 20).split
+    split = open_run_data(of_run.data, 0, 20, "learned").split
     order = train_order(split, of_run.data, 0, 20)
     assert order.is_balanced
     rows, _ = order.rows(np.arange(200))
@@ -112,10 +112,27 @@ def test_a_balance_is_within_each_set(sets: Path) -> None:
 
 
 def test_an_objective_without_labels_takes_any_set(sets: Path) -> None:
-    data = opened(sets, "{path: bare, weight: 1}", reads_labels=False)
-    assert data.dataset.classes == open_dataset(sets / "a").classes
-    assert data.split.labels_of(100).tolist() == []
-    assert data.split.max_labels == 1
+    for labels in ("unread", "scored"):
+        data = opened(sets, "{path: bare, weight: 1}", labels=labels)
+        assert data.dataset.classes == open_dataset(sets / "a").classes
+        assert data.split.labels_of(100).tolist() == []
+        assert data.split.max_labels == 1
+
+
+def test_where_labels_are_only_scored_those_of_evaluated_sets_are_joined(sets: Path) -> None:
+    """Any images may be learned from: classes of their own kept a set of others from being used."""
+    of_images = opened(sets, "{path: b, weight: 1, class_map: {class0: other}}", labels="scored")
+    assert of_images.dataset.classes == open_dataset(sets / "a").classes
+    assert of_images.split.labels_of(100).tolist() == []
+    assert not [note for note in of_images.split.notes() if "classes" in note]
+    of_b = "{path: b, weight: 1, eval_split: extra, class_map: {class0: other}}"
+    data, labelled = opened(sets, "{path: bare, weight: 1}, " + of_b, labels="scored"), opened(sets, of_b)
+    assert data.dataset.classes == labelled.dataset.classes == ["class0", "class1", "class2", "class3", "other"]
+    labels = [[one.evaluated["b_extra"][1].labels_of(row).tolist() for row in range(20)] for one in (data, labelled)]
+    assert [4] in labels[0]
+    assert labels[0] == labels[1]
+    with pytest.raises(UserError, match=r"bare has no labels, and .*/a has: a run needs them of every set from which"):
+        opened(sets, "{path: bare, weight: 1, eval_split: train}", labels="scored")
 
 
 def test_further_splits_are_evaluated_under_their_names(sets: Path) -> None:
@@ -123,7 +140,7 @@ def test_further_splits_are_evaluated_under_their_names(sets: Path) -> None:
     alone = opened(sets, "", f"data.path={sets / 'b'}", "data.eval_split=extra", "data.eval_also=train")
     assert {name: split.name for name, (_, split) in alone.evaluated.items()} == {"extra": "extra", "train": "train"}
     mixed = config(sets, "{path: a, weight: 1, eval_split: val}", f"data.path={sets / 'b'}", "data.dev_share=0.1", more)
-    data = open_run_data(mixed.data, 0, 20)
+    data = open_run_data(mixed.data, 0, 20, "learned")
     evaluated = {name: (dataset.path.name, len(split)) for name, (dataset, split) in data.evaluated.items()}
     assert evaluated == {"dev": ("b", 5), "extra": ("b", 20), "train": ("b", 50), "a_val": ("a", 10)}
     assert list(evaluated) == mixed.data.evaluated
@@ -189,11 +206,11 @@ def test_a_split_that_nothing_can_be_scored_on_is_refused(tmp_path: Path, num_im
     )
     settings = schema.load(DataConfig, None, [f"path={train}"])
     if num_images:  # They can be for an objective that learns without labels.
-        assert open_run_data(settings, 0, 20, reads_labels=False).evaluation is not None
+        assert open_run_data(settings, 0, 20, "unread").evaluation is not None
     with pytest.raises(
         UserError, match=f"a: split 'val' has {has}, so nothing can be scored on it. Name another split.$"
     ):
-        open_run_data(settings, 0, 20)
+        open_run_data(settings, 0, 20, "learned")
     probed = config(tmp_path, "", "data.eval_split=", "data.mix=[]", "probe.every=1 epochs")
     with pytest.raises(UserError, match=r"a: split 'val' has no images with a class"):
         open_run_probe(probed, open_dataset(train), open_dataset(train).split("train"), open_dataset(train))

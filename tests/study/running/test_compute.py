@@ -25,7 +25,7 @@ def test_a_checkpoint_within_progressive_image_sizes_counts_the_parts_before_it(
         "parts", str(base), ["name=parts", f"out={tmp_path}", "train.length=30 steps", "train.image_sizes=8"]
     )
     config, model = run.config, create("ViT-mu/4", 16, 4)
-    data = open_run_data(config.data, config.seed, config.train.global_batch)
+    data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
     facts = run_facts(config, make_plan(config, data.epoch_samples, 1), model, data, torch.device("cpu"), None)
     PageFolder(run.folder).begin("any", facts, Start(0.0, 0, []))
     (run.folder / "config.yaml").write_text(yaml.safe_dump(schema.to_dict(config)))

@@ -1,0 +1,147 @@
+"""Distillation of a classifier: the backbone learns to predict the classes that published weights, its teacher, predict.
+
+As function matching (Beyer et al., arXiv 2106.05237): teacher and backbone see the same view, mixed in pairs if the settings say so, and
+the loss is the Kullback-Leibler divergence of the backbone's probabilities from the teacher's, at a temperature (Hinton et al., arXiv
+1503.02531). Labels are not read, so the images may be any; those of the held-out split are for scores.
+
+Shapes: B batch, K classes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
+from pipeline.base.metric import Metric
+from pipeline.base.words import counted
+from pipeline.model import Config, Model
+from pipeline.objectives.classification import Classification, classes_note, moved_class
+from pipeline.objectives.objective import Objective, mean_among_valid, mean_of_valid
+from pipeline.objectives.parts.teacher import TaughtObjective, TeacherSettings, seen_by_teacher
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillClassesSettings(TeacherSettings):
+    temperature: float = setting(
+        1.0, "By which the logits of both are divided; above 1, unlikely classes count more.", min=0.01, max=1000
+    )
+    teacher_size: ImageSize | None = setting(
+        None, "Size of the images that the teacher reads, resized from the view, as 224 or 224x384; null is its own."
+    )
+    teacher_loss: Literal["auto", "softmax", "sigmoid"] = setting(
+        "auto", "Loss that the teacher was trained with, which makes its probabilities; auto is what its file says, or softmax."
+    )  # fmt: skip
+
+
+class DistillClasses(TaughtObjective, Classification):
+    """A backbone with a head for the teacher's classes, and the teacher."""
+
+    Settings = DistillClassesSettings
+    trains_backbone_alone = False
+
+    # ------------------------------------------------------------------ settings
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        super().check(config)
+        teacher = cls.published(config).config
+        if not teacher.num_classes:
+            raise UserError(
+                f"objective.teacher = {cls.settings(config).teacher} predicts no classes. Fine-tune it first (launch/finetune.py), or predict "
+                "its features: train.loss=distill."
+            )
+        cls._kind(config)
+        try:
+            height, width = cls.teacher_config(config, teacher).image_size
+        except UserError as error:
+            raise UserError(f"objective.teacher_size = {cls.settings(config).teacher_size}: {error}") from None
+        view = config.model.image_size
+        if height * view.width != width * view.height:
+            raise UserError(
+                f"objective.teacher = {cls.settings(config).teacher} would read images of {height} x {width} pixels, and model.image_size = "
+                f"{view}: what it sees would be distorted. Set objective.teacher_size to a size of that shape."
+            )
+
+    @classmethod
+    def check_classes(cls, config: RunConfig, num_classes: int, names: Sequence[str]) -> str:
+        teacher, published = cls.settings(config).teacher, cls.published(config)
+        if published.config.num_classes != num_classes:
+            raise UserError(
+                f"objective.teacher = {teacher} has {counted(published.config.num_classes, 'class')}, {config.data.path} has {num_classes}. "
+                "Use weights that were fine-tuned on these classes."
+            )
+        if num_classes == 1 and cls._kind(config) == "softmax":
+            raise UserError(
+                f"objective.teacher = {teacher} has one class and softmax, so its probability is always 1, and nothing is learned. If it was "
+                "trained by sigmoid: objective.teacher_loss=sigmoid."
+            )
+        between = config.data.path, names, teacher, published.extra.get("classes") or ()
+        if moved := moved_class(*between):
+            raise UserError(
+                f"{moved}: the accuracy on held-out images would be that of other classes. Use a data set with the classes in the order of "
+                "the weights (class_list of launch/shard.py)."
+            )
+        return classes_note(*between) if names else ""
+
+    @classmethod
+    def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
+        return {"image_size": cls.settings(config).teacher_size}
+
+    @classmethod
+    def values(cls, config: RunConfig) -> dict[str, Metric]:
+        return {"agreement": Metric("share", "higher")}
+
+    # ------------------------------------------------------------------ module
+    @classmethod
+    def create(cls, config: RunConfig, backbone: Model) -> Objective:
+        teacher, temperature = cls.read_teacher(config, backbone.config), cls.settings(config).temperature
+        return cls(backbone, teacher, cls._kind(config), temperature).sized(config)
+
+    @classmethod
+    def _kind(cls, config: RunConfig) -> str:
+        given: DistillClassesSettings = cls.settings(config)
+        kind = (
+            cls.published(config).extra.get("loss", "softmax") if given.teacher_loss == "auto" else given.teacher_loss
+        )
+        if kind not in ("softmax", "sigmoid"):
+            raise UserError(
+                f"objective.teacher = {given.teacher} was trained with loss = {quoted(kind)}: set objective.teacher_loss=softmax or sigmoid."
+            )
+        return str(kind)
+
+    def __init__(self, backbone: Model, teacher: Model, kind: str = "softmax", temperature: float = 1.0) -> None:
+        """teacher: frozen, with the classes of the backbone. kind: see `divergence`."""
+        super().__init__(backbone, kind)
+        self.temperature, self.frozen_teacher = temperature, teacher
+
+    # ------------------------------------------------------------------ from a batch to the loss
+    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():  # First, while there are no activations of the backbone in memory.
+            target = self.frozen_teacher(seen_by_teacher(views, facts)).float()
+        logits = self.backbone(views[0], any_size=self.any_size).float()
+        found = divergence(logits, target, self.kind, self.temperature)
+        agrees = (logits.detach().argmax(1) == target.argmax(1)).float()
+        return mean_of_valid(found, facts["valid"]), {"agreement": mean_among_valid(agrees, facts["valid"])}
+
+
+def divergence(logits: Tensor, target: Tensor, kind: str, temperature: float) -> Tensor:
+    """The Kullback-Leibler divergence of the probabilities of logits from those of other logits, float32 (B, K) -> (B,).
+
+    Of the softmax, or the sum over classes of that of each sigmoid (kind), of both divided by the temperature; times its square, so that
+    gradients stay as large (Hinton et al.).
+    """
+    logits, target = logits / temperature, target / temperature
+    if kind == "sigmoid":
+        sure = target.sigmoid()
+        differs = [F.binary_cross_entropy_with_logits(of, sure, reduction="none") for of in (logits, target)]
+        found = differs[0] - differs[1]
+    else:
+        found = F.kl_div(F.log_softmax(logits, 1), F.log_softmax(target, 1), reduction="none", log_target=True)
+    return temperature**2 * found.sum(1)

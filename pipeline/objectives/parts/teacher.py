@@ -1,0 +1,135 @@
+"""Published weights as a teacher: a frozen part of the module, for distill.py and distill_classes.py.
+
+ZeRO divides it among the ranks at stage 3. No checkpoint holds it: a start reads its file, and a run is continued with the same weights only.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.base.errors import UserError
+from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.mix import Mixing
+from pipeline.model import Config, Model, adapted, build, load, read_weights
+from pipeline.model.files import find_file
+from pipeline.monitor.mlflow.weights import is_uri
+from pipeline.objectives.objective import Inputs, Objective
+from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    teacher: str = setting(
+        "",
+        "Weights that are distilled: anything that init.weights accepts but an address of MLflow. They stay as they are.",
+        path=True,
+        on_change="comparison",  # Whether they are the same is told by their content.
+    )
+
+
+class TaughtObjective(Objective):
+    """An objective that learns from published weights. A subclass says what they become (`teacher_adaptation`)."""
+
+    Settings = TeacherSettings
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        super().check(config)
+        if not cls.settings(config).teacher:
+            raise UserError(
+                f"train.loss = {config.train.loss} needs objective.teacher: the weights to distill, such as a run folder, a .safetensors, "
+                "or a folder of Hugging Face."
+            )
+        cls.published(config)
+
+    @classmethod
+    def published(cls, config: RunConfig) -> "PublishedTeacher":
+        """The weights of `objective.teacher`. Raises UserError."""
+        return _find_published(cls.settings(config).teacher)
+
+    @classmethod
+    def teacher_file(cls, config: RunConfig) -> tuple[Path, str]:
+        published = cls.published(config)
+        return published.file, published.digest
+
+    @classmethod
+    def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
+        """How these weights are changed, as arguments of `pipeline.model.load`. model: the backbone's. Raises UserError."""
+        raise NotImplementedError
+
+    @classmethod
+    def teacher_config(cls, config: RunConfig, model: Config) -> Config:
+        published = cls.published(config)
+        return adapted(published.config, cls.settings(config).teacher, **cls.teacher_adaptation(config, model))
+
+    @classmethod
+    def read_teacher(cls, config: RunConfig, model: Config) -> Model:
+        """The frozen teacher; on the meta device without its weights. model: the backbone's."""
+        if torch.get_default_device().type == "meta":
+            teacher = build(cls.teacher_config(config, model))
+        else:
+            teacher = load(cls.published(config).file, **cls.teacher_adaptation(config, model))
+        return teacher.requires_grad_(False).eval()
+
+    # Set by a subclass. Not `teacher`, which is an average of the weights (`add_teacher`).
+    frozen_teacher: Model
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any objective, but the teacher stays in evaluation mode."""
+        super().train(mode)
+        self.frozen_teacher.eval()
+        return self
+
+    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
+        """Adds, if the teacher reads images of another size: `resized`, float32 (B, 3, H, W) in [-1, 1]."""
+        views, facts = super().inputs(batch, device, mixing)
+        size = self.frozen_teacher.config.image_size
+        if views[0].shape[2:] != size:
+            resized = F.interpolate(views[0], size, mode="bicubic", antialias=True)
+            facts["resized"] = resized.clamp(-1, 1)
+        return Inputs(views, facts)
+
+
+def seen_by_teacher(views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
+    """The view as the teacher reads it, (B, 3, H, W) in the precision of the first view."""
+    return facts["resized"].to(views[0].dtype) if "resized" in facts else views[0]
+
+
+class PublishedTeacher(NamedTuple):
+    """file: where the weights are. extra: what stands beside them, as the names of their classes. digest: SHA-256 of their configuration
+    and tensors, whatever the format of the file."""
+
+    file: Path
+    config: Config
+    extra: dict[str, Any]
+    digest: str
+
+
+@cache
+def _find_published(teacher: str) -> PublishedTeacher:
+    """Weights as this process first finds them: a run's newest checkpoint may be another one a moment later. Raises UserError.
+
+    They are remembered without their tensors, because a plan asks for them many times.
+    """
+    if is_uri(teacher):  # Each rank would ask the server at each start.
+        raise UserError(
+            f"objective.teacher = {teacher}: name the folder of the checkpoint, which its page in MLflow shows as the tag path."
+        )
+    try:
+        file = find_file(Path(teacher))
+        config, state, extra = read_weights(file)
+    except (OSError, UserError) as error:
+        raise UserError(f"objective.teacher = {error}") from error
+    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].contiguous().numpy().data)
+    return PublishedTeacher(file, config, extra, digest.hexdigest())

@@ -1,0 +1,223 @@
+"""Distillation of a classifier against its formula, what its teacher reads, and a run on images with and without labels."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forked import Forge
+from ranks import metrics, settings
+from safetensors.numpy import load_file
+from tiny import make_dataset
+from torch import Tensor
+
+from pipeline import model as models
+from pipeline import objectives
+from pipeline.base.errors import UserError
+from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.mix import Mixing
+from pipeline.estimate.activations import saved_by_loss
+from pipeline.estimate.forecast import make_forecast
+from pipeline.model import build, configure, save_safetensors
+from pipeline.objectives.distill_classes import DistillClasses, divergence
+from pipeline.settings import schema
+from pipeline.settings.commands.operate import PlanConfig
+from pipeline.settings.run import RunConfig
+from pipeline.train.start import prepare
+
+CLASSES = [f"class{n}" for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights for images of 24 pixels, whose head predicts CLASSES."""
+    return weights(tmp_path_factory.mktemp("teacher"))
+
+
+def weights(folder: Path, num_classes: int = 4, classes: list[str] = CLASSES, **extra: str) -> Path:
+    """In a folder of their own: a process reads a teacher once."""
+    folder.mkdir(exist_ok=True)
+    model = build(configure("ViT-mu/12", 24, num_classes, width=48, dropout=0.5), seed=1)
+    if num_classes:  # A new head is zero.
+        torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(2))
+    save_safetensors(model, folder / "teacher.safetensors", {"classes": classes, **extra})
+    return folder / "teacher.safetensors"
+
+
+def given(teacher: Path | str, data: Path, *more: str) -> list[str]:
+    return settings(data, data.parent, "run", "train.loss=distill_classes", f"objective.teacher={teacher}", *more)
+
+
+def run(teacher: Path | str, *more: str) -> RunConfig:
+    return schema.load(RunConfig, None, given(teacher, Path("d"), *more))
+
+
+def create(teacher: Path, *more: str) -> DistillClasses:
+    config = run(teacher, *more)
+    found = objectives.create(config, build(objectives.new_backbone(config, 4)))
+    assert isinstance(found, DistillClasses)
+    return found
+
+
+def batch(size: int = 16, label: int = 0, valid: tuple[bool, ...] = (True, True, True, False)) -> Batch:
+    B = len(valid)
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, B, size, size, 3), np.uint8))
+    return Batch((images,), torch.full((B, 1), label), torch.tensor(valid), np.arange(B), np.zeros(B, np.int64))
+
+
+def losses(objective: DistillClasses, of: Batch, mixing: Mixing | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    return objective(*objective.inputs(of, torch.device("cpu"), mixing))
+
+
+@pytest.mark.parametrize("temperature", [1, 3])
+def test_the_divergence_is_its_formula(temperature: float) -> None:
+    logits, target = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p, q = (np.exp(one.numpy() / temperature) for one in (target, logits))
+    p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
+    found = divergence(logits, target, "softmax", temperature)
+    assert np.allclose(found, temperature**2 * (p * np.log(p / q)).sum(1))
+    p, q = (1 / (1 + np.exp(-one.numpy() / temperature)) for one in (target, logits))
+    found = divergence(logits, target, "sigmoid", temperature)
+    assert np.allclose(found, temperature**2 * (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).sum(1))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_nothing_is_left_to_learn_from_itself(kind: str) -> None:
+    logits = torch.tensor([[1e4, -1e4, 3.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    found = divergence(logits, logits.detach(), kind, 2.0)
+    found.sum().backward()
+    assert found.tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert logits.grad is not None
+    assert logits.grad.abs().max() < 1e-6
+
+
+def test_the_loss_is_of_readable_images_and_reads_no_label(teacher: Path) -> None:
+    objective = create(teacher, "objective.temperature=2").eval()
+    found, values = losses(objective, batch())
+    views, facts = objective.inputs(batch(), torch.device("cpu"), None)
+    of_each = divergence(objective.backbone(views[0]), objective.frozen_teacher(facts["resized"]), "softmax", 2.0)
+    assert found.item() == pytest.approx((of_each[:3].sum() / 4).item())
+    agree = objective.backbone(views[0]).argmax(1) == objective.frozen_teacher(facts["resized"]).argmax(1)
+    assert values["agreement"].item() == pytest.approx(agree[:3].float().mean().item())
+    assert losses(objective, batch(label=3))[0] == found
+    assert values.keys() == DistillClasses.values(run(teacher)).keys()
+
+
+def test_the_teacher_reads_its_own_size_or_another(teacher: Path) -> None:
+    for size, setting in ((24, "null"), (36, 36)):
+        objective = create(teacher, f"objective.teacher_size={setting}").train()
+        assert objective.frozen_teacher.config.image_size == (size, size)
+        assert not objective.frozen_teacher.training  # It has dropout.
+        assert objective.inputs(batch(), torch.device("cpu"), None).facts["resized"].shape[2:] == (size, size)
+        losses(objective, batch())[0].backward()
+        assert all(p.grad is None for p in objective.frozen_teacher.parameters())
+        assert all(p.grad is not None for p in objective.backbone.parameters())
+
+
+@pytest.mark.parametrize("mixing", [Mixing(0.7, None), Mixing(0.75, (0, 0, 8, 8))])
+def test_it_teaches_what_it_sees_in_mixed_images(teacher: Path, mixing: Mixing) -> None:
+    """A student that is its teacher has nothing to learn, whatever the images: both see the same mixture."""
+    student = models.load(teacher)
+    objective = DistillClasses(student.eval(), models.load(teacher).eval())
+    assert losses(objective, batch(24), mixing)[0].item() == pytest.approx(0, abs=1e-6)
+    views, _ = objective.inputs(batch(24), torch.device("cpu"), mixing)
+    assert not torch.equal(views[0], objective.inputs(batch(24), torch.device("cpu"), None).views[0])
+
+
+def test_it_learns_the_teacher_s_classes(teacher: Path) -> None:
+    objective = create(teacher)
+    optimizer = torch.optim.Adam(objective.backbone.parameters(), 3e-3)
+    losses_of_steps, agreements = [], []
+    for _ in range(40):
+        loss, values = losses(objective, batch(valid=(True,) * 16))
+        losses_of_steps.append(loss.item())
+        agreements.append(values["agreement"].item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses_of_steps[-1] < 0.25 * losses_of_steps[0]
+    assert agreements[-1] > 0.9 > agreements[0]
+
+
+def test_what_cannot_be_its_teacher_is_said_in_one_line(teacher: Path, dataset: Path, tmp_path: Path) -> None:
+    def said(teacher: Path | str) -> str:
+        with pytest.raises(UserError) as error:
+            prepare(schema.load(RunConfig, None, given(teacher, dataset)))
+        with pytest.raises(UserError) as planned:
+            make_forecast(schema.load(PlanConfig, None, given(teacher, dataset)))
+        assert str(planned.value) == str(error.value)
+        return str(error.value)
+
+    def refused(check: Callable[..., object], teacher: Path | str, *of_check: object, more: Sequence[str] = ()) -> str:
+        with pytest.raises(UserError) as error:
+            check(run(teacher, *more), *of_check)
+        return str(error.value)
+
+    assert said("").startswith("train.loss = distill_classes needs objective.teacher: the weights to distill")
+    assert "predicts no classes. Fine-tune it first" in said(weights(tmp_path / "headless", 0, []))
+    assert f"has 5 classes, {dataset} has 4. Use weights that were fine-tuned on these" in said(
+        weights(tmp_path / "five", 5, [*CLASSES, "class4"])
+    )
+    moved = weights(tmp_path / "moved", classes=[*CLASSES[:2], *CLASSES[:1:-1]])
+    assert f"class 2 of {dataset} is 'class2', which is class 3 of {moved}: the accuracy on held-out images" in said(moved)  # fmt: skip
+    assert "has one class and softmax, so its probability is always 1" in refused(
+        DistillClasses.check_classes, weights(tmp_path / "one", 1, ["a"]), 1, ["a"]
+    )
+    hinge = weights(tmp_path / "hinge", loss="hinge")
+    assert "was trained with loss = 'hinge': set objective.teacher_loss" in said(hinge)
+    objectives.check(run(hinge, "objective.teacher_loss=sigmoid"))
+    assert "would read images of 24 x 24 pixels, and model.image_size = 16x32" in refused(
+        objectives.check, teacher, more=["model.image_size=16x32"]
+    )
+    objectives.check(run(teacher, "model.image_size=16x32", "objective.teacher_size=24x48"))
+    assert "objective.teacher_size = 7: model: image_size = 7 is not divisible" in refused(
+        objectives.check, teacher, more=["objective.teacher_size=7"]
+    )
+    assert "name the folder of the checkpoint" in refused(objectives.check, "models:/vit@best")
+    bare = make_dataset(tmp_path / "bare", {"train": 30}, labelled=False)
+    with pytest.raises(UserError, match="distill_classes needs labels, and this data set has none"):
+        prepare(schema.load(RunConfig, None, given(teacher, bare)))
+
+
+def test_classes_that_are_called_otherwise_are_taken_by_number_and_that_is_said(teacher: Path) -> None:
+    assert DistillClasses.check_classes(run(teacher), 4, CLASSES) == ""
+    note = DistillClasses.check_classes(run(teacher), 4, ["class0", "X", "class2", "class3"])
+    assert note == f"classes by number: 1 of d are called otherwise in {teacher}, such as 'X' for 'class1'"
+
+
+def test_frozen_blocks_are_counted_in_the_whole_model(teacher: Path) -> None:
+    """Counts were of models of two and three blocks, which have no four to freeze: no such run could start."""
+    deep = ("model.depth=6", "train.freeze=4 blocks", "init.weights=w", "model.name=null")
+    config = run(teacher, *deep[1:], *[f"model.{name}=null" for name in ("width", "depth", "mlp_width", "num_heads")])
+    model = configure("ViT-mu/8", 16, 4, width=32, depth=6)
+    whole = replace(config, train=replace(config.train, freeze="none"))
+    assert DistillClasses.training_flops(config, model) < DistillClasses.training_flops(whole, model)
+    for ranks in (1, 2):
+        kept = saved_by_loss(DistillClasses, config, model, 4, torch.float32, False, ranks)
+        assert kept.total < saved_by_loss(DistillClasses, whole, model, 4, torch.float32, False, ranks).total
+
+
+def test_a_run_on_images_with_and_without_labels_is_scored_and_resumes_exactly(
+    forge: Forge, dataset: Path, tmp_path: Path
+) -> None:
+    bare = make_dataset(tmp_path / "bare", {"train": 60}, labelled=False, seed=1)
+    teacher = weights(tmp_path, loss="sigmoid")
+    more = [f"out={tmp_path}", f"data.mix=[{{path: {bare}, weight: 1}}]", "augment.mixup=0.5", "train.length=4 steps",
+            "evaluate.every=2 steps", "checkpoint.every=2 steps", "checkpoint.best=val_top1"]  # fmt: skip
+    forge.start(1, [*given(teacher, dataset, *more), "name=whole"]).finish()
+    whole = tmp_path / "whole"
+    assert set(metrics(whole, "val_top1")) == {2, 4}
+    assert set(metrics(whole, "agreement")) == {1, 2, 3, 4}
+    name = "checkpoints/step-00000004/model.safetensors"
+    config, _, extra = models.read_weights(whole / name)
+    assert (config.num_classes, extra["classes"], extra["loss"]) == (4, CLASSES, "sigmoid")
+    cut = Path(shutil.copytree(whole, tmp_path / "cut"))
+    shutil.rmtree(cut / "checkpoints/step-00000004")
+    forge.start(1, [*given(teacher, dataset, *more), "name=cut"]).finish()
+    then, now = (load_file(run / name) for run in (whole, cut))
+    assert then.keys() == now.keys()
+    assert all(np.array_equal(value, now[tensor]) for tensor, value in then.items())
+    assert metrics(whole, "loss") == metrics(cut, "loss")
