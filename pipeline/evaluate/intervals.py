@@ -44,7 +44,9 @@ def of_samples(accuracy: float, num_test: int) -> Interval:
     centre = (accuracy + z**2 / (2 * num_test)) / (1 + z**2 / num_test)
     spread = accuracy * (1 - accuracy) / num_test + (z / (2 * num_test)) ** 2
     half = z * spread**0.5 / (1 + z**2 / num_test)
-    return _around(centre, half, OVER_SAMPLES)
+    found = _around(centre, half, OVER_SAMPLES)
+    # Of 0 and 1 the accuracy is an end, which rounding may put on its other side.
+    return Interval(min(found.low, accuracy), max(found.high, accuracy), OVER_SAMPLES)
 
 
 def of_tasks(accuracies: Sequence[float], num_tests: Sequence[int]) -> Interval:

@@ -340,8 +340,9 @@ def _draw_point(axes: Axes, point: Point, looks: _Looks) -> None:
 
 
 def _ends(point: Point) -> tuple[float, float]:
-    """Both ends of the point's interval; its score twice if it has none."""
-    return (point.interval.low, point.interval.high) if point.interval else (point.mean, point.mean)
+    """Both ends of the point's interval; its score twice if it has none. The mean is between them, also where it is rounded otherwise."""
+    low, high = (point.interval.low, point.interval.high) if point.interval else (point.mean, point.mean)
+    return min(low, point.mean), max(high, point.mean)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

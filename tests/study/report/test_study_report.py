@@ -236,6 +236,17 @@ def test_equal_scores(question: str, score: float, tmp_path: Path) -> None:
     assert "No lead over the second is sure: it may be noise." in said
 
 
+@pytest.mark.parametrize(("score", "seeds", "num_test"), [(1.0, 1, 9), (0.0, 1, 5), (0.1, 10, 0)])
+def test_an_interval_that_ends_at_the_score_is_drawn(score: float, seeds: int, num_test: int, tmp_path: Path) -> None:
+    """Rounding put the score beyond it by 1e-16, which Matplotlib refuses."""
+    cells = [
+        made_up.cell(name, name, x, n, score, "data_size") for name in "AB" for x in (1000, 2000) for n in range(seeds)
+    ]
+    results = made_up.study("data_size", [replace(cell, num_test={"top1": num_test}) for cell in cells])
+    written(results, tmp_path)
+    assert (tmp_path / "score.png").exists()
+
+
 def test_one_model_and_one_point(tmp_path: Path) -> None:
     one = made_up.study("data_size", [made_up.cell("A", "A", 1000, 0, 0.5, "data_size")])
     said, _ = written(one, tmp_path)
