@@ -31,10 +31,21 @@ def sample_deviation(accuracies: Sequence[float]) -> float | None:
     return float(np.std(accuracies, ddof=1)) if len(accuracies) > 1 else None
 
 
-def of_seeds(accuracies: Sequence[float]) -> Interval:
-    """Interval of the mean of at least two runs: Student's t on their sample standard deviation."""
+def rounding(num_test: int) -> float:
+    """Standard deviation of rounding an accuracy to whole images of `num_test`; 0 where their number is unknown.
+
+    The least deviation over seeds that is assumed: equal accuracies on a few images are no proof that seeds do not differ.
+    """
+    return 12**-0.5 / num_test if num_test else 0.0
+
+
+def of_seeds(accuracies: Sequence[float], num_test: int = 0) -> Interval:
+    """Interval of the mean of at least two runs: Student's t on their sample standard deviation, at least `rounding`.
+
+    num_test: images of each accuracy, 0 if unknown. The interval holds for other seeds on these images, not for other images.
+    """
     n = len(accuracies)
-    half = quantile(n - 1) * float(np.std(accuracies, ddof=1)) / n**0.5
+    half = quantile(n - 1) * max(float(np.std(accuracies, ddof=1)), rounding(num_test)) / n**0.5
     return _around(float(np.mean(accuracies)), half, OVER_SEEDS)
 
 

@@ -412,7 +412,7 @@ class RunRecord:
         if not runs:
             return Score("top-1", float(self.metrics["top1"].values[-1]))
         num = self.results["runs"][0].get("num_samples", 0)
-        interval = of_seeds(runs) if len(runs) > 1 else of_samples(runs[0], num) if num else None
+        interval = of_seeds(runs, num) if len(runs) > 1 else of_samples(runs[0], num) if num else None
         return Score(f"{self.results.get('split', '')} top-1".strip(), float(np.mean(runs)), None, num, interval)
 
     def _vtab_score(self) -> Score | None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from pipeline.base.words import counted
-from pipeline.evaluate.intervals import of_samples, quantile
+from pipeline.evaluate.intervals import of_samples, quantile, rounding
 from pipeline.review.record import RunRecord, as_number
 from pipeline.settings import changes
 from pipeline.settings.run import RunConfig
@@ -82,38 +82,41 @@ def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> ScoreDi
     return ScoreDifference(value, max(-1.0, a - b - half), min(1.0, a - b + half), p, MCNEMAR)
 
 
-def of_seeds(first: Sequence[float], second: Sequence[float]) -> ScoreDifference:
-    """Two settings, each trained with several seeds: Student's t-test of two samples with a common variance.
+def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
+    """Two settings, each trained with several seeds: Student's t-test of two samples with a common variance, at least that of `rounding`.
 
-    One of the two may have a single seed; its variance is then taken to be the other's. Raises ValueError for one each.
+    One of the two may have a single seed; its variance is then taken to be the other's. num_test: images of each score, 0 if unknown.
+    Raises ValueError for one each.
     """
     n, m = len(first), len(second)
     if n + m < 3:
         raise ValueError("a t-test needs at least three runs")
     squares = sum(float(np.var(values)) * len(values) for values in (first, second))
     freedom = n + m - 2
-    error = math.sqrt(squares / freedom * (1 / n + 1 / m))
+    error = max(math.sqrt(squares / freedom), rounding(num_test)) * math.sqrt(1 / n + 1 / m)
     return _by_t(float(np.mean(first) - np.mean(second)), error, freedom, STUDENT)
 
 
-def of_same_seeds(first: Sequence[float], second: Sequence[float]) -> ScoreDifference:
+def of_same_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
     """Two settings, each trained with the same seeds in the same order: Student's t-test of the seeds' differences.
 
-    What the seeds of both have in common, such as the subset of the data, cancels. Raises ValueError for fewer than two seeds.
+    What the seeds of both have in common, such as the subset of the data, cancels. num_test: as of `of_seeds`. Raises ValueError for
+    fewer than two seeds.
     """
     if len(first) != len(second) or len(first) < 2:
         raise ValueError("a paired t-test needs at least two seeds, the same of both")
     differences = np.subtract(first, second)
-    error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    error = max(float(differences.std(ddof=1)), math.sqrt(2) * rounding(num_test)) / math.sqrt(len(differences))
     return _by_t(float(differences.mean()), error, len(differences) - 1, PAIRED)
 
 
 def _by_t(value: float, error: float, freedom: int, method: str) -> ScoreDifference:
-    """error: standard error of the value, known with so many degrees of freedom."""
+    """error: standard error of the value, known with so many degrees of freedom; of 0, that is without any scatter, nothing follows."""
     from scipy.special import stdtr  # Imported here because it takes 0.2 s.
 
     half = quantile(freedom) * error
-    p = 2 * float(stdtr(freedom, -abs(value) / error)) if error else float(value == 0)
+    # The scatter of equal scores may be 1e-17 by rounding.
+    p = 2 * float(stdtr(freedom, -abs(value) / error)) if error > 1e-12 else 1.0
     return ScoreDifference(value, max(-1.0, value - half), min(1.0, value + half), p, method)
 
 
@@ -213,7 +216,7 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
     for first, second in itertools.combinations(found, 2):
         ours, theirs = predictions[first.names], predictions[second.names]
         if len(first.values) + len(second.values) > 2:
-            difference = of_seeds(first.values, second.values)
+            difference = of_seeds(first.values, second.values, min(first.num_samples, second.num_samples))
         elif ours is not None and theirs is not None and np.array_equal(ours[0], theirs[0]):
             difference = of_same_images(ours[1], theirs[1])
         elif first.num_samples and second.num_samples:

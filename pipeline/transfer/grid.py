@@ -324,12 +324,14 @@ def page(result: dict[str, Any]) -> list[Block]:
     rows = [
         (
             f"{result['data']}, {result['split']}",
-            _score_text(result, accuracies),
+            _score_text(result, accuracies, result["runs"][0]["num_samples"]),
             f"{result['runs'][0]['num_samples']:,}",
         )
     ]
     for data, scores in result["also"].items():
-        rows.append((data, _score_text(scores, scores["of_seeds"]), f"{scores['num_samples']:,}"))
+        rows.append(
+            (data, _score_text(scores, scores["of_seeds"], scores["num_samples"]), f"{scores['num_samples']:,}")
+        )
     trials = [
         (f"{trial['lr']:g}", "diverged", "-") if "diverged" in trial
         else (f"{trial['lr']:g}", f"{100 * trial['top1']:.2f}", f"{trial['loss']:.4f}")
@@ -353,10 +355,10 @@ def page(result: dict[str, Any]) -> list[Block]:
     ]
 
 
-def _score_text(scores: dict[str, Any], accuracies: list[float]) -> str:
+def _score_text(scores: dict[str, Any], accuracies: list[float], num_test: int) -> str:
     if len(accuracies) == 1:
         return f"{100 * scores['top1']:.2f}"
-    interval = of_seeds(accuracies)
+    interval = of_seeds(accuracies, num_test)
     spread = f"95 % interval of the mean {100 * interval.low:.2f} to {100 * interval.high:.2f}"
     return f"{100 * scores['top1']:.2f} ± {100 * scores['std']:.2f} ({spread})"
 

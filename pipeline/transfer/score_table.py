@@ -235,7 +235,7 @@ def mean_of(column: Column, names: Sequence[str]) -> float:
 def _of_task(scores: list[dict[str, Any]]) -> TableScore:
     accuracies = [score["accuracy"] for score in scores]
     num_test = scores[0]["num_test"]
-    interval = of_seeds(accuracies) if len(scores) > 1 else of_samples(accuracies[0], num_test)
+    interval = of_seeds(accuracies, num_test) if len(scores) > 1 else of_samples(accuracies[0], num_test)
     return TableScore(float(np.mean(accuracies)), interval, len(scores), num_test)
 
 

@@ -57,6 +57,23 @@ def test_students_t_is_that_of_scipy() -> None:
         statistics.of_seeds([0.7], [0.6])
 
 
+def test_seeds_with_equal_scores_on_a_few_images_prove_nothing() -> None:
+    """Scores of 20 images are multiples of 0.05, which equal ones may be off by: a deviation of 0.05 / sqrt(12) is assumed."""
+    pairs = [0.9, 0.9], [0.95, 0.95]
+    found = statistics.of_seeds(*pairs, 20)
+    error = 0.05 / math.sqrt(12)
+    assert found.p == pytest.approx(2 * stats.t.sf(0.05 / error, 2))
+    assert statistics.in_words(found, found.p) == "may be noise"
+    assert found.high == pytest.approx(-0.05 + stats.t.ppf(0.975, 2) * error)
+    assert intervals.of_seeds([0.9, 0.9], 200).high == pytest.approx(0.9 + 12.7062 * error / 10 / math.sqrt(2))
+    paired = statistics.of_same_seeds([0.8, 0.85, 0.9, 0.95], [0.75, 0.8, 0.85, 0.9], 20)
+    assert paired.p == pytest.approx(2 * stats.t.sf(0.05 / (error * math.sqrt(2 / 4)), 3))
+    # Scores that differ are as before, and nothing follows where the number of images is unknown.
+    assert statistics.of_seeds([0.9, 0.95], pairs[1], 20) == statistics.of_seeds([0.9, 0.95], pairs[1])
+    assert statistics.of_seeds(*pairs).p == 1
+    assert statistics.of_same_seeds([0.3, 0.4], [0.2, 0.3]).p == 1
+
+
 def test_holm_by_hand() -> None:
     assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert statistics.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])

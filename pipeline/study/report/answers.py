@@ -68,7 +68,7 @@ class Point:
     def interval(self) -> Interval | None:
         """95 %: over seeds, of a single one over its test images; None where neither is known."""
         if len(self.scores) > 1:
-            return interval_of_seeds(self.scores)
+            return interval_of_seeds(self.scores, self.num_test)
         return of_samples(self.scores[0], self.num_test) if self.num_test else None
 
 
@@ -289,10 +289,11 @@ def _optimal(lines: Sequence[Line], points: Sequence[Point]) -> list[tuple[float
 # -------------------------------------------------------------------- differences
 def difference(first: Point, second: Point) -> ScoreDifference | None:
     """First minus second: over seeds, paired from PAIRED_FROM common ones; of single runs over test images; None if neither is known."""
+    num_test = min(first.num_test, second.num_test)
     if first.seeds == second.seeds and len(first.seeds) >= PAIRED_FROM:
-        return of_same_seeds(first.scores, second.scores)
+        return of_same_seeds(first.scores, second.scores, num_test)
     if len(first.scores) + len(second.scores) > 2:
-        return of_seeds(first.scores, second.scores)
+        return of_seeds(first.scores, second.scores, num_test)
     if first.num_test and second.num_test:
         return of_proportions(first.mean, first.num_test, second.mean, second.num_test)
     return None

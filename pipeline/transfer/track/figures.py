@@ -91,7 +91,7 @@ def draw_finals(runs: Sequence[dict[str, Any]], split: str) -> bytes:
     places = np.arange(len(runs))
     mean = float(np.mean(accuracies))
     if len(runs) > 1:
-        interval = of_seeds(accuracies)
+        interval = of_seeds(accuracies, runs[0].get("num_samples", 0))
         axes.axhspan(
             100 * interval.low, 100 * interval.high, color=COLOURS[0], alpha=0.15, label="95 % interval of the mean"
         )
