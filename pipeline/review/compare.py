@@ -53,7 +53,8 @@ _METHODS = {
     PROPORTIONS: "Two proportions: p is of the pooled z-test, the interval Newcombe's. Scores on the same images vary together, which "
     "this test ignores: it finds too few differences rather than too many.",
     MCNEMAR: "McNemar's test counts the images on which only one of the two is right; the interval is Bonett and Price's.",
-    STUDENT: "Student's t compares the means over seeds, with a common variance.",
+    STUDENT: "Student's t compares the means over seeds, with a common variance; what is more than noise of the seeds on these images may "
+    "still be noise on others, with many seeds as with few.",
 }
 
 
@@ -159,8 +160,10 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
     header = [column for column in rows[0] if column not in same]
     yield Table(header, [[row[column] for column in header] for row in rows])
     yield Paragraph(
-        "Brackets are 95 % intervals: Wilson's over the images of one run, Student's t over seeds. Compute is the time of training "
-        "steps times the number of ranks."
+        "Brackets are 95 % intervals: Wilson's over the images of one run, which says nothing of other seeds; Student's t over seeds, which "
+        "says nothing of other images. Compute is the time of training steps times the number of ranks."
+        + " The best score is chosen on the images that score it, so it is a little too good."
+        * any(row["best score"] not in ("the last", "–") for row in rows)
     )
     for group in groups:
         if len(group.records) > 1:
@@ -277,8 +280,8 @@ def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
     ]  # fmt: skip
     yield Table(("better", "than", "by, points", "95 % interval", "p", "p, corrected", "verdict", "test"), rows)
     used = [text for method, text in _METHODS.items() if any(pair.difference.method == method for pair in tested)]
-    seeds = "" if any(p.difference.method == STUDENT for p in tested) else (
-        " None of these tests knows how much another seed would change a score: train several seeds to know."
+    seeds = "" if all(p.difference.method == STUDENT for p in tested) else (
+        " The tests over images do not know how much another seed would change a score: train several seeds to know."
     )  # fmt: skip
     yield Paragraph(
         f"p, corrected: by Holm's method for {counted(len(tested), 'pair')}; of pairs below 0.05, even one is "

@@ -1,7 +1,8 @@
 """Whether two scores differ by more than noise: differences with 95 % intervals, p-values, and a correction for many pairs.
 
 Three kinds of noise: which images are in the test set (two proportions), the same for the same images (McNemar), and
-the seed of training (Student's t over seeds). The first two say nothing about the seed.
+the seed of training (Student's t over seeds). The first two say nothing about the seed, the last nothing about other test images:
+`tests/measure/measure_intervals.py`.
 """
 
 import itertools

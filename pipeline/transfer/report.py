@@ -236,8 +236,8 @@ def _mean(column: Column, name: str) -> str:
 def _intervals(ours: Sequence[Column]) -> str:
     scores = [score for column in ours for score in (*column.tasks.values(), *column.means.values())]
     kinds = {score.interval.over for score in scores if score.interval}
-    over_seeds = "Student's t over the seeds, of a mean over each seed's mean"
-    over_samples = "Wilson's over the test images of one run, of a mean by the sum of the tasks' variances"
+    over_seeds = "Student's t over the seeds, of a mean over each seed's mean, without the noise of the test images"
+    over_samples = "Wilson's over the test images of one run, of a mean by the sum of the tasks' variances, without that of the seed"
     texts = [over_seeds if kind == OVER_SEEDS else over_samples for kind in sorted(kinds, reverse=True)]
     return f"Brackets are 95 % intervals: {'; or '.join(texts)}." if texts else ""
 

@@ -9,8 +9,9 @@ import pytest
 from review_runs import write_run
 from scipy import stats
 
+from pipeline.base.page import markdown
 from pipeline.evaluate import intervals
-from pipeline.review import statistics
+from pipeline.review import compare, statistics
 from pipeline.review.reader import from_folder
 
 
@@ -102,7 +103,8 @@ def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
         write_run(tmp_path / f"seed{seed}", "optimizer.lr=0.009", f"seed={seed}", evaluations={20: top1})
         for seed, top1 in enumerate((0.5, 0.52, 0.54))
     ]
-    found = statistics.contenders({folder.name: from_folder(folder) for folder in folders})
+    records = {folder.name: from_folder(folder) for folder in folders}
+    found = statistics.contenders(records)
     assert [contender.title for contender in found] == ["a", "b", "c", "seed0 (3 seeds)"]
     pairs = {(p.first.names[0], p.second.names[0]): p.difference for p in statistics.pairs_of(found)}
     assert {names: d.method for names, d in pairs.items()} == {
@@ -111,6 +113,10 @@ def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
     }  # fmt: skip
     only = [int((right[x] & ~right[y]).sum()) for x, y in ("ab", "ba")]
     assert pairs["a", "b"].p == pytest.approx(stats.binomtest(only[0], sum(only)).pvalue)
+    # Of each test, the page says which noise it does not know.
+    text = markdown("", list(compare.page(records, compare.groups_of(records), [])))
+    assert "The tests over images do not know how much another seed would change a score" in text
+    assert "what is more than noise of the seeds on these images may still be noise on others" in text
 
 
 def test_a_run_that_ended_halfway_is_no_seed_of_those_that_did_not(tmp_path: Path) -> None:

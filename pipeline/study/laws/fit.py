@@ -10,9 +10,11 @@ proportional to the error would let a floor near 0 take all weight, and the fit 
 
 Intervals: profile likelihood with Student's t, the values of all laws whose sum of squares is at most minimum + t**2 * variance.
 Percentiles of resampled residuals, or of resampled cells and seeds, are too narrow for 4 or 5 sizes of one seed: see
-`tests/measure/measure_fit.py`. The variance is of cells, not of seeds, where cells deviate from the law by more (`Noise`). Two
-limits, measured there: with 4 or 5 sizes such a deviation may go unnoticed (0.88 of the intervals contain the truth, at worst),
-and where noise is proportional to the error, the intervals of scale and exponent are too narrow (0.78 at worst), not those of predictions.
+`tests/measure/measure_fit.py`. The variance is of cells, not of seeds, where cells deviate from the law by more (`Noise`). Three
+limits, measured there: with 4 or 5 sizes such a deviation may go unnoticed (0.88 of the intervals contain the truth, at worst);
+where noise is proportional to the error, the intervals of scale and exponent are too narrow (0.78 at worst), not those of predictions;
+and of 4 sizes of one seed, whose noise is known with one degree of freedom, those predictions are not refused whose noise looks small by
+chance (0.88 of these hold, where three in four are refused).
 """
 
 import functools

@@ -310,14 +310,18 @@ def method(answers: Answers) -> Iterator[str]:
             "The best of several is chosen by its score, which makes this line a little too high, and where the best model changes it is no exact power law."
         )
     if answers.optimal:
-        yield "The probability of the best model is the share of 1,000 bootstrap draws over cells and seeds in which its law is the best at that budget."
+        yield "The probability of the best model is the share of 1,000 bootstrap draws over cells and seeds in which its law is the best at that budget; where laws nearly agree, it says more than is known."
     yield (
-        f"Differences of two models: by seed where both have the same {PAIRED_FROM} or more, else of the two means; of single runs over the test images, which "
-        "says nothing of other seeds."
+        f"Differences of two models: by seed where both have the same {PAIRED_FROM} or more, else of the two means, with a common variance of the seeds; of "
+        "single runs over the test images, which says nothing of other seeds."
     )
+    if len({point.model for point in answers.points}) > 2:
+        yield "The best of several models is chosen by its score, so this score, its interval, and what it gains over the first model are a little too high."
+    if results.score == "best_top1":
+        yield "The best evaluation of each run is chosen on the images that score it, so all scores are a little too high, most of all those of runs with many evaluations."
     yield (
         "Not claimed: that this holds on other data, at other image sizes, with other hyper-parameters or schedules; every cell was trained with the settings of the "
-        "study, and a model whose settings suit it less is not thereby a worse model. Intervals over seeds leave out which images are in the test set. Runs are taken to be "
+        "study, and a model whose settings suit it less is not thereby a worse model. Intervals over seeds, and p of these, leave out which images are in the test set: on others, a difference that is more than noise here may be none. Runs are taken to be "
         "independent, also those that share their first steps or parts of their data."
     )
 

@@ -116,6 +116,7 @@ def test_ablation(tmp_path: Path) -> None:
     said, text = written(made_up.ablation(), tmp_path / "top1")
     assert "1 differs from learned-1d by more than noise: none by -3." in said
     assert "only the order of the variants and the signs can be compared" in text
+    assert "The best of several models is chosen by its score" in text
     _, text = written(made_up.ablation(score="5shot"), tmp_path / "shots")
     assert "the kind of score is the same" in text
     assert "| none | none | 61.38 | -2.82 | -3." in text
