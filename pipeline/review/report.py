@@ -27,7 +27,7 @@ from pipeline.settings import changes
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
 from pipeline.transfer import grid
-from pipeline.transfer.report import caveats, origin, score_table
+from pipeline.transfer.report import about_intervals, caveats, origin, score_table
 
 _KINDS = {**lineage.KINDS, "study": "study", "data": "job on data", "explain": "explanation of a model"}
 _COUNTS = {
@@ -183,7 +183,7 @@ def _scores(record: RunRecord) -> Iterator[Block]:
         for line in caveats(record.sweep):
             yield Paragraph(line)
         yield score_table([record.sweep])
-        yield Paragraph("Top-1 accuracy in per cent. Brackets are 95 % intervals.")
+        yield Paragraph(f"Top-1 accuracy in per cent. {about_intervals([record.sweep])}")
         yield from origin(record.sweep)
         return
     rows = [*_score_rows(record), *_probe_rows(record)]

@@ -42,6 +42,11 @@ class ScoreDifference:
     p: float
     method: str
 
+    @property
+    def noise(self) -> str:
+        """The noise that the test knows, in words: it knows no other."""
+        return f"noise of the {'seeds' if self.method in (STUDENT, PAIRED) else 'test images'}"
+
 
 def of_proportions(first: float, num_first: int, second: float, num_second: int) -> ScoreDifference:
     """Two accuracies, each on its own number of images.
@@ -135,9 +140,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def in_words(difference: ScoreDifference, corrected: float) -> str:
-    """Whether a difference is more than noise. corrected: its p-value by `holm`."""
+    """Whether a difference is more than the noise that its test knows. corrected: its p-value by `holm`."""
     if corrected < LEVEL:
-        return "more than noise"
+        return f"more than {difference.noise}"
     if difference.p < LEVEL:
         return "may be noise: not sure with so many pairs"
     return "may be noise"

@@ -81,7 +81,7 @@ def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]
         )
     yield score_table(table)
     yield Paragraph(
-        f"Top-1 accuracy in per cent, on all images of each test split; means are unweighted over tasks. {_intervals(ours)}"
+        f"Top-1 accuracy in per cent, on all images of each test split; means are unweighted over tasks. {about_intervals(ours)}"
     )
     runs = "; ".join(f"{column.name} {column.mean_of_runs:.2f} ± {column.deviation:.2f}" for column in PAPER)
     yield Paragraph(
@@ -233,7 +233,8 @@ def _mean(column: Column, name: str) -> str:
     return f"– ({sum(task in column.tasks for task in names)} of {len(names)})"
 
 
-def _intervals(ours: Sequence[Column]) -> str:
+def about_intervals(ours: Sequence[Column]) -> str:
+    """A sentence that says how the intervals of these columns were made; "" if they have none."""
     scores = [score for column in ours for score in (*column.tasks.values(), *column.means.values())]
     kinds = {score.interval.over for score in scores if score.interval}
     over_seeds = "Student's t over the seeds, of a mean over each seed's mean, without the noise of the test images"

@@ -22,6 +22,7 @@ def test_two_proportions_by_hand() -> None:
     # The z-test of two proportions is the chi-squared test of their table.
     table = [[56, 14], [48, 32]]
     assert found.p == pytest.approx(stats.chi2_contingency(table, correction=False).pvalue)
+    assert statistics.in_words(found, found.p) == "more than noise of the test images"
 
 
 def test_two_equal_scores_are_noise() -> None:
@@ -54,6 +55,7 @@ def test_students_t_is_that_of_scipy() -> None:
     interval = expected.confidence_interval(0.95)
     assert found.p == pytest.approx(expected.pvalue)
     assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
+    assert statistics.in_words(found, found.p) == "more than noise of the seeds"
     with pytest.raises(ValueError, match="three runs"):
         statistics.of_seeds([0.7], [0.6])
 

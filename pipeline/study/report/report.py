@@ -147,6 +147,8 @@ def _variants(answers: Answers) -> Iterator[Block]:
     )  # fmt: skip
     yield Table((*header, *(f"{name}{answers.results.mark(name)}, %" for name in others)), rows)
     yield _of_differences([variant.difference for variant in answers.variants], "all variants")
+    if len({variant.point.model for variant in answers.variants}) > 2:
+        yield Paragraph(f"All are compared with {answers.baseline}; which of the others is better is not tested.")
 
 
 def _of_differences(differences: list[ScoreDifference | None], family: str) -> Paragraph:
@@ -155,7 +157,7 @@ def _of_differences(differences: list[ScoreDifference | None], family: str) -> P
         return Paragraph("Single runs without a number of test images have no interval.")
     return Paragraph(
         f"Brackets are 95 % intervals, each for itself ({'; '.join(methods)}); p is corrected by Holm's method for {family}, and a "
-        "difference is called more than noise below 0.05."
+        "difference is called more than the noise of the seeds, or of the test images where there are single runs only, below 0.05."
     )
 
 

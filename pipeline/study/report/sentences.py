@@ -76,11 +76,8 @@ def _of_leads(answers: Answers) -> Iterator[str]:
         parts.append(f"{group[0].best.model} at {xs[0]}{f' to {xs[-1]}' if len(xs) > 1 else ''}")
     unsure = [number(lead.x, answers) for lead in answers.leads if not lead.difference or lead.corrected >= LEVEL]
     if not unsure:
-        sure = (
-            "Each lead over the second is more than noise."
-            if len(answers.leads) > 1
-            else "The lead is more than noise."
-        )
+        start = "Each lead over the second" if len(answers.leads) > 1 else "The lead"
+        sure = f"{start} is more than {_noise(answers.leads)}."
     elif len(unsure) == len(answers.leads):
         sure = "No lead over the second is sure: it may be noise."
     else:
@@ -158,7 +155,7 @@ def _of_variants(answers: Answers) -> Iterator[str]:
     unsure = [variant.point.model for variant in others if variant not in sure]
     if sure:
         texts = [f"{v.point.model} by {points(v.difference)}" for v in sure if v.difference]
-        yield f"Of {counted(len(others), 'variant')}, {len(sure)} differ{'s' if len(sure) == 1 else ''} from {answers.baseline} by more than noise: {', '.join(texts)}."
+        yield f"Of {counted(len(others), 'variant')}, {len(sure)} differ{'s' if len(sure) == 1 else ''} from {answers.baseline} by more than {_noise(sure)}: {', '.join(texts)}."
     if unsure:
         start = "The difference" if len(unsure) == 1 else "The differences"
         yield f"{start} of {listed(unsure, 8)} to {answers.baseline} may be noise."
@@ -176,6 +173,10 @@ def _of_weights(answers: Answers) -> Iterator[str]:
             f"With {counted(variant.point.data_size, 'labelled image')}, the best weights are {variant.point.model}: {percent(variant.point.mean, variant.point.interval)}, "
             f"{gain} to {answers.baseline} ({verdict(variant)})."
         )
+
+
+def _noise(items: Sequence[Lead | AblationVariant]) -> str:
+    return " or ".join(dict.fromkeys(item.difference.noise for item in items if item.difference))
 
 
 def verdict(item: Lead | AblationVariant) -> str:

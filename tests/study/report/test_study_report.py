@@ -114,7 +114,7 @@ def test_the_papers_points_are_beside_ours_only_where_scores_and_compute_are_of_
 
 def test_ablation(tmp_path: Path) -> None:
     said, text = written(made_up.ablation(), tmp_path / "top1")
-    assert "1 differs from learned-1d by more than noise: none by -3." in said
+    assert "1 differs from learned-1d by more than noise of the seeds: none by -3." in said
     assert "only the order of the variants and the signs can be compared" in text
     assert "The best of several models is chosen by its score" in text
     _, text = written(made_up.ablation(score="5shot"), tmp_path / "shots")
@@ -192,8 +192,10 @@ def test_lost_seeds_are_counted_and_do_not_change_the_others(tmp_path: Path) -> 
 @pytest.mark.usefixtures("not_drawn")
 @pytest.mark.parametrize("question", list(_STUDIES))
 def test_single_seeds(question: str, tmp_path: Path) -> None:
-    _, text = written(_STUDIES[question](seeds=1), tmp_path)
+    said, text = written(_STUDIES[question](seeds=1), tmp_path)
     assert "two proportions, over test images" in text
+    assert "more than noise of the test images" in text + said
+    assert "more than noise of the seeds" not in text + said
 
 
 def test_labels(tmp_path: Path) -> None:
