@@ -1,6 +1,6 @@
 """Figures of a study: score against data size or compute with the fitted laws, differences of an ablation, the paper's own points."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ _FAMILY_GREY = "0.2"
 _TONES = (-0.5, 0.4)
 _MAX_NAME = 34
 _MAX_LAWS = 4
+# How far points at the same x are drawn from each other, and all of them together, as shares of the axis: their bars would hide each other.
+_APART, _MOST_APART, _CHECKS_APART = 0.011, 0.08, 0.02
 
 
 def draw_scores(answers: Answers) -> bytes | None:
@@ -40,20 +42,23 @@ def draw_scores(answers: Answers) -> bytes | None:
     looks = _Looks(answers)
     laws = _plotted_laws(answers)
     with_law = {line.name for line in laws}
+    ends = _range(points, laws)
+    asides = _asides(list(dict.fromkeys(point.model for point in points)), ends)
     for model in dict.fromkeys(point.model for point in points):
         own = sorted((point for point in points if point.model == model), key=lambda point: point.x)
         if answers.families:
-            _connect(axes, own, looks.colour(own[0].model), ":", 0.8)
+            _connect(axes, own, asides, looks.colour(own[0].model), ":", 0.8)
         elif model not in with_law:
-            _connect(axes, own, looks.colour(model), looks.style(own[0]), 1.6)
+            _connect(axes, own, asides, looks.colour(model), looks.style(own[0]), 1.6)
         for point in own:
-            _draw_point(axes, point, looks)
+            _draw_point(axes, point, looks, asides[model])
     for line in answers.families:
         if line.name not in with_law:
-            _connect(axes, line.points, looks.line_colour(line), "-", 1.8)
-    ends = _range(points, laws)
+            _connect(axes, line.points, asides, looks.line_colour(line), "-", 1.8)
+    of_laws = _asides([line.name for line in laws], ends)
     for number, line in enumerate(laws, 1):
-        _draw_law(axes, line, answers, looks, ends, number)
+        after = max(asides.values()) * _span(ends) ** (_CHECKS_APART * number)
+        _draw_law(axes, line, answers, looks, of_laws[line.name], after)
     paper = list(published.RUNS) if paper_is_near(answers) else []
     if paper:
         _draw_paper_runs(axes, published.data_set_of(answers.results.score) or 0)
@@ -91,7 +96,7 @@ def draw_laws(answers: Answers) -> bytes | None:
     ends, limits = _range(points, lines), _limits(points, lines)
     for number, line in enumerate(lines, 1):
         axes = figure.add_subplot(rows, columns, number)
-        _draw_law(axes, line, answers, looks, ends)
+        _draw_law(axes, line, answers, looks, 1.0, _span(ends) ** _CHECKS_APART)
         for point in line.points:
             _draw_point(axes, point, looks)
         _log_axis(axes, *ends, [point.x for point in points] + [ends[1]], 0.13)
@@ -119,17 +124,28 @@ def _range(points: Sequence[Point], laws: Sequence[Line]) -> tuple[float, float]
     return min(xs), max(xs)
 
 
-def _connect(axes: Axes, points: Sequence[Point], colour: str, style: str, width: float) -> None:
+def _asides(names: Sequence[str], ends: tuple[float, float]) -> dict[str, float]:
+    """The factor of x by which what belongs to each name is drawn aside, so that all are beside each other. ends: of the axis."""
+    apart = min(_APART, _MOST_APART / len(names)) if names else 0.0
+    return {name: _span(ends) ** (apart * (number - (len(names) - 1) / 2)) for number, name in enumerate(names)}
+
+
+def _span(ends: tuple[float, float]) -> float:
+    """How many times the last x of an axis is the first one."""
+    return max(ends[1] / ends[0], 1.5)
+
+
+def _connect(
+    axes: Axes, points: Sequence[Point], asides: Mapping[str, float], colour: str, style: str, width: float
+) -> None:
     axes.plot(
-        [p.x for p in points], [100 * p.mean for p in points], style, color=colour, linewidth=width,
+        [p.x * asides[p.model] for p in points], [100 * p.mean for p in points], style, color=colour, linewidth=width,
         alpha=0.6 if width < 1 else 1,
     )  # fmt: skip
 
 
-def _draw_law(
-    axes: Axes, line: Line, answers: Answers, looks: "_Looks", ends: tuple[float, float], number: int = 1
-) -> None:
-    """number: of the law among those on these axes."""
+def _draw_law(axes: Axes, line: Line, answers: Answers, looks: "_Looks", aside: float, check_aside: float) -> None:
+    """aside, check_aside: factors of x at which the prediction and the check are drawn; see `_asides`."""
     assert line.fit
     colour, style = looks.line_colour(line), "-" if answers.families else looks.style(line.points[0])
     smallest, measured = (edge(point.x for point in line.points) for edge in (min, max))
@@ -142,10 +158,10 @@ def _draw_law(
     axes.plot(inside, 100 * (1 - law[:200]), style, color=colour, linewidth=1.6)
     axes.plot(beyond, 100 * (1 - law[200:]), "--", color=colour, linewidth=1.1)
     if found := line.prediction:
-        _draw_open(axes, found.x, found, colour, "o")
+        _draw_open(axes, found.x * aside, found, colour, "o")
     if left := line.holdout:
         # Beside the truth, which would hide it.
-        _draw_open(axes, left.prediction.x * (ends[1] / ends[0]) ** (0.02 * number), left.prediction, colour, "D")
+        _draw_open(axes, left.prediction.x * check_aside, left.prediction, colour, "D")
 
 
 def _draw_open(axes: Axes, x: float, found: Prediction, colour: str, marker: str) -> None:
@@ -327,14 +343,15 @@ def _shades(colour: str, count: int) -> list[str]:
     return [to_hex(pure * (1 + tone) if tone < 0 else pure + (1 - pure) * tone) for tone in np.linspace(*_TONES, count)]
 
 
-def _draw_point(axes: Axes, point: Point, looks: _Looks) -> None:
-    colour, marker = looks.colour(point.model), looks.marker(point)
+def _draw_point(axes: Axes, point: Point, looks: _Looks, aside: float = 1.0) -> None:
+    """aside: see `_asides`."""
+    colour, marker, x = looks.colour(point.model), looks.marker(point), point.x * aside
     if len(point.scores) > 1:
-        axes.plot([point.x] * len(point.scores), [100 * score for score in point.scores], marker, color=colour, alpha=0.25,
+        axes.plot([x] * len(point.scores), [100 * score for score in point.scores], marker, color=colour, alpha=0.25,
                   markersize=4, markeredgewidth=0, zorder=2)  # fmt: skip
     low, high = _ends(point)
     axes.errorbar(
-        [point.x], [100 * point.mean], yerr=[[100 * (point.mean - low)], [100 * (high - point.mean)]], fmt=marker, color=colour,
+        [x], [100 * point.mean], yerr=[[100 * (point.mean - low)], [100 * (high - point.mean)]], fmt=marker, color=colour,
         markersize=5.5, elinewidth=1, capsize=2.5, zorder=3,
     )  # fmt: skip
 
@@ -353,7 +370,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 def _log_axis(axes: Axes, low: float, high: float, ticks: Sequence[float], apart: float) -> None:
     """ticks: at these, if they are at least `apart` of the axis from each other; else at round values."""
     axes.set_xscale("log")
-    span = max(high / low, 1.5)
+    span = _span((low, high))
     axes.set_xlim(low / span**0.06, high * span**0.08)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())

@@ -31,7 +31,7 @@ _TITLES = {
     "labels": "what pre-trained weights are worth",
 }
 _CAPTIONS = {
-    "score.png": "Means over seeds with their 95 % intervals (over the test images where there is a single seed); pale points are single seeds.",
+    "score.png": "Means over seeds with their 95 % intervals (over the test images where there is a single seed); models at the same amount are drawn beside each other, and pale points are single seeds.",
     "laws.png": "The law of each model beside its runs.",
     "differences.png": "Differences to the first model.",
     "paper.png": "The paper's own points.",

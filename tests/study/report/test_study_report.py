@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import synthetic_study as made_up
+from matplotlib.figure import Figure
 
 from pipeline.study.report import figures
 from pipeline.study.report.answers import answer
@@ -330,6 +332,20 @@ def test_no_two_lines_look_alike(results: StudyResults) -> None:
     assert len(set(looks)) == len(looks) >= len(results.models)
     colours = {line.get_color() for line in lines if line.get_marker() not in ("", "None")}
     assert len(colours) == min(len(results.models), len(figures.COLOURS))
+
+
+def test_no_bar_hides_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores, predictions and checks of models at the same amount stand beside each other, also where their scores are equal."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(figures, "png", lambda figure: drawn.append(figure) or b"")
+    cells = made_up.data_size().cells
+    cells += [replace(cell, model=f"{cell.model} again", name=f"{cell.name}-again") for cell in cells]
+    answers = answer(made_up.study("data_size", cells))
+    figures.draw_scores(answers)
+    (axes,) = drawn[0].axes
+    places = sorted(float(bar.lines[0].get_xdata()[0]) for bar in axes.containers)
+    assert len(places) == 4 * 4 + 4 + 4  # Points, predictions, checks.
+    assert min(np.diff(np.log(places))) > 0.008 * np.log(100_000 / 6250)
 
 
 def test_lines_without_a_prediction_are_named(tmp_path: Path) -> None:
