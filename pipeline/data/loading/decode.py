@@ -39,6 +39,8 @@ _MAGIC = {
     b"MM\0*": "tiff",
 }
 _EXIF_ORIENTATION = 0x0112
+# Tags of a TIFF: bits of a sample; how they are to be read, of which 0 is "white is zero".
+_BITS, _PHOTOMETRIC = 258, 262
 # EXIF orientations whose rows are stored bottom up, and whose columns right to left (5-8: after transposing).
 _UPSIDE_DOWN, _MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
 _EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
@@ -65,8 +67,9 @@ def decode(
 ) -> np.ndarray:
     """Decode JPEG, PNG, WebP, GIF, BMP or TIFF to uint8 (H, W, 3) RGB, turned upright by its EXIF tag.
 
-    Grayscale is repeated to three channels, 16-bit is scaled to 8, alpha is dropped, and the first frame of an animation is
-    used. Raises DecodeError for anything that cannot be decoded to its last row, and for floating-point pixels.
+    Grayscale is repeated to three channels, 12-bit and 16-bit are scaled to 8, alpha is dropped, and the first frame of an animation
+    is used. Raises DecodeError for anything that cannot be decoded to its last row, and for floating-point pixels, negative ones and
+    those above 65,535.
 
     choose: (height, width) of the upright image -> the region to return, (top, left, height, width). Its pixels are those of
     the whole image, but most JPEGs are decoded only there (see `jpeg_region`), so damage below the region may go unnoticed.
@@ -222,14 +225,16 @@ def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
     if image.mode == "F":
         raise DecodeError("floating-point pixels, whose range is unknown")
     is_wide = image.mode.startswith("I")
-    # 65535 -> 255. For 32-bit types only the values show whether they are 8-bit or 16-bit.
-    is_16_bit = is_wide and (image.mode.startswith("I;16") or _maximum(image) > 255)
+    scale = _wide_scale(image) if is_wide else 1
+    # Pillow inverts such pixels of 8 bits itself.
+    is_negative = is_wide and _tiff_tag(image, _PHOTOMETRIC) == 0
 
     def convert(strip: Image.Image) -> np.ndarray:
         if not is_wide:
             return np.array(strip.convert("RGB"))  # A copy, because torch warns about read-only arrays.
-        values = np.asarray(strip, dtype=np.float64) / (257 if is_16_bit else 1)
-        return np.repeat(np.clip(np.round(values), 0, 255).astype(np.uint8)[..., None], 3, axis=2)
+        values = np.asarray(strip, dtype=np.float64) / scale
+        values = np.clip(np.round(values), 0, 255).astype(np.uint8)
+        return np.repeat((255 - values if is_negative else values)[..., None], 3, axis=2)
 
     if image.width * image.height <= _STRIP_PIXELS:
         return convert(image), orientation
@@ -246,8 +251,23 @@ def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
         yield top, image.crop((0, top, image.width, min(top + height, image.height)))
 
 
-def _maximum(image: Image.Image) -> float:
-    return np.max([np.asarray(strip, dtype=np.float64).max() for _, strip in _strips(image)])
+def _wide_scale(image: Image.Image) -> float:
+    """By what the values of an image of more than 8 bits are divided, so that white is 255. Raises DecodeError for an unknown range."""
+    if image.mode.startswith("I;16"):
+        # Pillow leaves 12-bit values as they are, in 16 bits.
+        return 4095 / 255 if _tiff_tag(image, _BITS) == 12 else 257
+    # For 32-bit types only the values show whether they are 8-bit or 16-bit.
+    extremes = np.array([strip.getextrema() for _, strip in _strips(image)])
+    low, high = int(extremes.min()), int(extremes.max())
+    if low < 0 or high > 65535:
+        raise DecodeError(f"pixels from {low:,} to {high:,}, whose range is unknown")
+    return 257 if high > 255 else 1
+
+
+def _tiff_tag(image: Image.Image, tag: int) -> int | None:
+    """A number of the header of a TIFF, the first of several; None for other formats, and if it is missing."""
+    value = getattr(image, "tag_v2", {}).get(tag)
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

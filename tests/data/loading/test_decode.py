@@ -88,6 +88,31 @@ def test_a_dark_sixteen_bit_image_stays_dark(encode: Encode) -> None:
     check(decode(encode(np.full((3, 3), 200, np.uint16), "PNG")), np.full((3, 3, 3), 1, np.uint8))
 
 
+def tiff(values: np.ndarray, bits: int, photometric: int) -> bytes:
+    """A TIFF of one channel as scanners and microscopes write it: Pillow writes neither 12 bits nor white as zero."""
+    height, width = values.shape
+    if bits == 12:
+        number = int("".join(f"{value:012b}" for value in values.flat), 2)
+        data = number.to_bytes(values.size * 12 // 8, "big")
+    else:
+        data = values.astype("<u2").tobytes()
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: height, 279: len(data)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def test_twelve_bits_become_eight() -> None:
+    # Read as 16 bits, white would be 16 of 255.
+    deep = np.array([[0, 16], [2056, 4079], [4094, 4095]])
+    check(decode(tiff(deep, 12, 1)), np.repeat(np.uint8([[0, 1], [128, 254], [255, 255]])[..., None], 3, axis=2))
+
+
+def test_white_is_zero_in_a_sixteen_bit_tiff() -> None:
+    deep = np.array([[0, 257, 65535]])
+    check(decode(tiff(deep, 16, 0)), np.repeat(np.uint8([[255, 254, 0]])[..., None], 3, axis=2))
+    check(decode(tiff(deep, 16, 1)), np.repeat(np.uint8([[0, 1, 255]])[..., None], 3, axis=2))
+
+
 def test_alpha_is_dropped(encode: Encode, noise: np.ndarray) -> None:
     check(decode(encode(np.dstack([noise, np.full(noise.shape[:2], 7, np.uint8)]), "PNG")), noise)
     check(decode(encode(noise[..., :2].copy(), "PNG")), np.repeat(noise[..., :1], 3, axis=2))  # grey + alpha
@@ -174,6 +199,9 @@ def test_exif_behind_long_segments_is_found(encode: Encode) -> None:
 def test_pixels_of_no_known_range_are_refused(encode: Encode) -> None:
     for values in (CORNERS[..., 0] / np.float32(255), CORNERS[..., 0].astype(np.float32)):
         with pytest.raises(DecodeError, match="floating-point"):
+            decode(encode(Image.fromarray(values), "TIFF"))
+    for values in (np.int32([[0, 65536]]), np.int32([[-1, 9]])):
+        with pytest.raises(DecodeError, match="range is unknown"):
             decode(encode(Image.fromarray(values), "TIFF"))
 
 
