@@ -153,7 +153,7 @@ def to_huggingface(
     Raises UserError for a model that these cannot hold.
     """
     if isinstance(model, ResNet):
-        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm, safetensors, onnx can.")
+        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm, safetensors or torch_export can.")
     kind, cls, own = _family(model.config)
     has_head = model.config.num_classes > 0
     reads = {"huggingface": ("token", "gap"), "dinov2": ("both",)}.get(kind, ())
