@@ -36,7 +36,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class ClassificationScores:
-    """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples.
+    """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples, and of softmax over those with a label.
 
     top5: None for so few classes that it says nothing (`classification.has_top5`).
     """
@@ -107,12 +107,14 @@ def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:
     return logits.softmax(1) if loss_kind == "softmax" else logits.sigmoid()
 
 
-def score(predictions: Predictions, split: Split, num_classes: int) -> ClassificationScores:
+def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: str = "softmax") -> ClassificationScores:
     """Accuracy and loss of the predictions. num_classes: K."""
-    n = len(split)
-    hits = is_any(predictions.top, label_table(split)) & predictions.readable[:, None]
+    n, labels = len(split), label_table(split)
+    hits = is_any(predictions.top, labels) & predictions.readable[:, None]
     readable = int(predictions.readable.sum())
-    loss = float(predictions.loss[predictions.readable].mean()) if readable else float("nan")
+    # Without a label, a softmax has nothing to predict, and its loss is 0, as if it were certain and right.
+    losses = predictions.loss[predictions.readable & ((labels[:, 0] >= 0) | (loss_kind != "softmax"))]
+    loss = float(losses.mean()) if len(losses) else float("nan")
     top5 = float(hits.any(1).sum()) / n if classification.has_top5(num_classes) else None
     return ClassificationScores(float(hits[:, 0].sum()) / n, top5, loss, n, n - readable)
 

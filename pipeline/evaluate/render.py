@@ -28,6 +28,8 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         over = f", of {counted(scores['num_samples'] - scores['num_unreadable'], 'image')}" * bool(
             scores["num_unreadable"]
         )
+        if scores["loss_kind"] == "softmax" and scores.get("num_unlabelled"):
+            over += ", without those that have no label"
         rows.append((f"loss ({scores['loss_kind']}{over})", f"{scores['loss']:.4f}"))
     several = len({row["l2"] for row in scores.get("fewshot", [])}) > 1
     for row in scores.get("fewshot", []):

@@ -85,12 +85,13 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         **_identity(config, dataset, split, loaded), "num_samples": len(split), "num_unreadable": len(seen.problems),
         "images_per_second": len(split) / seconds, "unreadable": _named(seen.problems, split),
     }  # fmt: skip
+    if predictions is not None or train is not None:
+        scores["num_unlabelled"] = int((label_table(split)[:, 0] < 0).sum())
     picture = None
     if predictions is not None:
         true, predicted = outcomes(predictions, split)
         classes = per_class(true, predicted, dataset.num_classes)
-        scores |= {**score(predictions, split, dataset.num_classes).to_dict(), **classes.macro()}
-        scores["num_unlabelled"] = int((true < 0).sum())
+        scores |= {**score(predictions, split, dataset.num_classes, loaded.loss_kind).to_dict(), **classes.macro()}
         scores["confused"] = _most_confused(true, predicted, dataset.class_names)
         columns = zip(dataset.class_names, *(column.tolist() for column in asdict(classes).values()), strict=True)
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]

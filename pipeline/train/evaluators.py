@@ -134,8 +134,9 @@ class SplitEvaluator(Evaluator):
         )  # fmt: skip
         if not self.engine.objective.predicts_classes:
             return means(measure, reader), None
-        predictions = predict(forward, reader, self.engine.objective.kind)
-        return score(predictions, split, self.context.prepared.data.dataset.num_classes), predictions
+        kind, num_classes = self.engine.objective.kind, self.context.prepared.data.dataset.num_classes
+        predictions = predict(forward, reader, kind)
+        return score(predictions, split, num_classes, kind), predictions
 
 
 class ProbeEvaluator(Evaluator):

@@ -179,7 +179,8 @@ def test_any_of_several_labels_is_right(make_dataset) -> None:
     predictions = Predictions(top, np.ones(top.shape, np.float32), np.arange(6.0), readable, {4: "cut"})
     scores = score(predictions, split, 7)
     assert (scores.top1, scores.top5) == (2 / 6, 3 / 6)
-    assert scores.loss == (0 + 1 + 2 + 3 + 5) / 5
+    assert scores.loss == (0 + 1 + 2 + 5) / 4
+    assert score(predictions, split, 7, "sigmoid").loss == (0 + 1 + 2 + 3 + 5) / 5
     true, predicted = outcomes(predictions, split)
     assert true.tolist() == [4, 2, 0, -1, 1, 6]
     assert predicted.tolist() == [4, 1, 2, 0, -1, 6]

@@ -192,12 +192,23 @@ def test_mistakes_on_the_command_line(
 
 def test_images_without_a_label_are_counted(weights: Path, make_dataset, tmp_path: Path, capsys) -> None:
     """With several labels an image, as with one, they lowered the accuracy without a word in the report."""
-    data = make_dataset({"train": [[0], [1]], "val": [[0], [], [1, 2], [], [3]]}, CLASSES)
+    labels = [[0], [1, 2], [3]]
+    data = make_dataset({"train": [[0], [1]], "val": [*labels, [], []], "labelled": labels}, CLASSES)
     scores = report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=0"))
     assert (scores["num_samples"], scores["num_unlabelled"]) == (5, 2)
     assert sum(row["support"] for row in scores["per_class"]) == 3
     assert "| images without a label (counted as wrong) | 2 |" in (tmp_path / "out" / "report.md").read_text()
     assert re.search(r"^images without a label \(counted as wrong\) +2$", capsys.readouterr().out, re.MULTILINE)
+    # Of a softmax, whose loss of them would be 0, as of certain and right predictions.
+    softmax, labelled = (
+        report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=0", "loss=softmax", f"split={split}"))
+        for split in ("val", "labelled")
+    )
+    assert softmax["loss"] == pytest.approx(labelled["loss"])
+    assert "loss (softmax, without those that have no label)" in render.page(softmax, None)
+    assert "loss (softmax)" in render.page(labelled, None)
+    features = report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=1", "classify=false"))
+    assert features["num_unlabelled"] == 2
 
 
 def test_a_split_without_images_or_labels_has_no_scores(weights: Path, make_dataset, tmp_path: Path) -> None:
