@@ -67,7 +67,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     own, own_split = dataset, split
     if config.classify:
         names = loaded.extra.get("classes")
-        dataset, split = _in_classes_of_weights(config, loaded.model.config.num_classes, names, own, own_split)
+        named = _renamed(own, loaded.extra) if config.match_classes else own
+        dataset, split = _in_classes_of_weights(config, loaded.model.config.num_classes, names, named, own_split)
     folder = _folder(config)
     for line in split.notes() + (train.notes() if train else []):
         print(line)
@@ -144,6 +145,17 @@ def _send(
         description, {"parent": origin.run_id} if origin.run_id else {}, score=score, scored_on=scored_on, origin=origin,
     )  # fmt: skip
     send_report(config.mlflow, files[0].parent, facts, metrics | probed, files, config.experiment)
+
+
+def _renamed(dataset: Dataset, extra: dict[str, Any]) -> Dataset:
+    """The data set with the names that its classes had in the mixture that the weights were trained on (`class_map` of data.mix)."""
+    class_map = (extra.get("class_maps") or {}).get(dataset.fingerprint)
+    if not class_map:
+        return dataset
+    print("classes renamed as in training: " + ", ".join(f"{own} is {name}" for own, name in class_map.items()))
+    names = [class_map.get(name, name) for name in dataset.classes]
+    shown = [class_map.get(own, name) for own, name in zip(dataset.classes, dataset.class_names, strict=True)]
+    return replace(dataset, info={**dataset.info, "classes": names, "class_names": shown})
 
 
 def _in_classes_of_weights(

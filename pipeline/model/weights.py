@@ -45,6 +45,7 @@ class _Extra:
 
     classes: list[str] | None = None
     class_names: list[str] | None = None  # readable ones
+    class_maps: dict[str, dict[str, str]] | None = None  # fingerprint of a data set -> its class -> that of `classes`
     preprocessing: SavedPreprocessing | None = None
     loss: str | None = None
     fingerprint: str | None = None

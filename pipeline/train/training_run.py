@@ -20,6 +20,7 @@ from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
 from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
+from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.plan import Plan
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.probes.probe import probe_metrics
@@ -274,6 +275,9 @@ class TrainingRun:
                  "step": progress.step}  # fmt: skip
         if dataset.class_names != dataset.classes:
             extra["class_names"] = dataset.class_names
+        split = self.context.prepared.data.split
+        if isinstance(split, MixedSplit) and split.class_maps:
+            extra["class_maps"] = split.class_maps
         extra |= engine.objective.extra()
         return Commit(state, engine.shapes, models.safetensors_metadata(model, extra), retention)
 

@@ -14,9 +14,11 @@ from tiny import make_dataset
 
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import read_state
+from pipeline.evaluate import report
 from pipeline.lifecycle import samples
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
+from pipeline.settings.commands.weights import ScoreConfig
 
 _BATCH = 24
 
@@ -31,7 +33,7 @@ def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     folder = tmp_path_factory.mktemp("mixtures")
     for number, (name, count) in enumerate({"a": 90, "b": 50, "c": 40}.items()):
         make_dataset(folder / name, {"train": count, "val": 10}, seed=number)
-    second = f"{{path: {folder}/b, weight: 1, eval_split: val}}"
+    second = f"{{path: {folder}/b, weight: 1, eval_split: val, class_map: {{class1: class2, class2: class1}}}}"
     third = f"{{path: {folder}/c, weight: 2, from_step: 3}}"
 
     def run(name: str, mix: str, *more: str) -> list[str]:
@@ -64,6 +66,17 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
     assert "changed since the checkpoint: data.mix was" in said
     # 2/3 of 72 images, then 2/5 of 72, in epochs of 90.
     assert metrics(folder / "parts", "epoch")[6] == pytest.approx((48 + 29) / 90)
+
+
+def test_a_set_is_scored_afterwards_by_the_names_of_its_class_map(runs: tuple[Path, str], tmp_path: Path) -> None:
+    """Its own names are other classes of the mixture: by these, the score was that of wrong labels."""
+    run, data = runs[0] / "whole", runs[0] / "b"
+    given = [f"weights={run}", f"data={data}", "shots=0", "threads=1", f"out={tmp_path}"]
+    scores = report.run(schema.load(ScoreConfig, None, given))
+    assert scores["top1"] == metrics(run, "b_val_top1")[6]
+    assert scores["loss"] == pytest.approx(metrics(run, "b_val_loss")[6])
+    by_number = report.run(schema.load(ScoreConfig, None, [*given, "match_classes=false"]))
+    assert by_number["loss"] != pytest.approx(scores["loss"])
 
 
 def test_what_was_trained_on_cannot_be_changed_later(runs: tuple[Path, str]) -> None:

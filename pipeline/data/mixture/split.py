@@ -95,6 +95,12 @@ class MixedSplit(Split):
         ]
 
     @property
+    def class_maps(self) -> dict[str, dict[str, str]]:
+        """Fingerprint of a data set -> the names that its classes have in the mixture, if they have others."""
+        sets = zip(self.datasets, self.mixture.sets, strict=True)
+        return {dataset.fingerprint: entry.class_map for dataset, entry in sets if entry.class_map}
+
+    @property
     def shares(self) -> list[str]:
         """Of each part, as "30.00%, 10.00% from step 50,000"."""
         counts = [(phase.first_batch, shares_of(phase.weights).counts) for phase in self.mixture.phases]

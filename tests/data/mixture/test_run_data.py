@@ -89,6 +89,8 @@ def test_classes_are_joined_by_name_or_map(sets: Path, tmp_path: Path) -> None:
     a = open_dataset(sets / "a")
     data = opened(sets, f"{{path: b, weight: 1, class_map: {{{a.classes[1]}: {a.classes[0]}, {a.classes[2]}: new}}}}")
     assert data.dataset.classes == [*a.classes, "new"]
+    fingerprint = open_dataset(sets / "b").fingerprint
+    assert data.split.class_maps == {fingerprint: {a.classes[1]: a.classes[0], a.classes[2]: "new"}}
     part = data.split.parts[1]
     row = next(row for row in range(len(part)) if part.labels_of(row)[0] == 1)
     assert data.split.labels_of(90 + row).tolist() == [0]
