@@ -13,7 +13,7 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.order import first_share
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.shares import shares_of
-from pipeline.data.mixture.split import mix
+from pipeline.data.mixture.split import MixedSplit, mix
 from pipeline.data.mixture.subset import held_out_split, run_splits
 from pipeline.data.storage.cache import Storage
 from pipeline.settings.run_sections import DataConfig, Labels, MixedSet
@@ -39,6 +39,25 @@ class RunData:
     def evaluation(self) -> Split | None:
         """The first split that is evaluated, None without one."""
         return next((split for _, split in self.evaluated.values()), None)
+
+    @property
+    def also_trained_on(self) -> list[str]:
+        """Names among `evaluated` of splits that are trained on, as a part of a mixture may be. That of data.dev_share is not."""
+        datasets = self.split.datasets if isinstance(self.split, MixedSplit) else (self.own,)
+        trained = {
+            (dataset.fingerprint, part.name): len(part)
+            for dataset, part in zip(datasets, self.split.parts, strict=True)
+        }
+        return [
+            name for name, (dataset, split) in self.evaluated.items()
+            if trained.get((dataset.fingerprint, split.name), 0) + len(split) > len(split.index)
+        ]  # fmt: skip
+
+    def notes(self) -> list[str]:
+        """Lines to print about the splits."""
+        of_evaluation = self.evaluation.notes() if self.evaluation else []
+        trained = [f"{name} is trained on: its scores are not of held-out images" for name in self.also_trained_on]
+        return [*self.split.notes(), *of_evaluation, *trained]
 
 
 def open_run_data(

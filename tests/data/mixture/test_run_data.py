@@ -157,6 +157,20 @@ def test_further_splits_are_evaluated_under_their_names(sets: Path) -> None:
             opened(sets, "", *settings)
 
 
+def test_a_split_that_is_evaluated_and_trained_on_is_said(sets: Path) -> None:
+    """In a mixture, it was another set of data.mix whose scores passed for those of held-out images."""
+    note = "{} is trained on: its scores are not of held-out images"
+    held_out = opened(sets, "{path: b, weight: 1, eval_split: extra}", "data.dev_share=0.1")
+    assert held_out.also_trained_on == []
+    assert not [line for line in held_out.notes() if "is trained on" in line]
+    mixed = opened(
+        sets, "{path: a, split: val, weight: 1}", f"data.path={sets / 'copy'}", "data.eval_also=train", "data.limit=50%"
+    )
+    assert mixed.notes()[-2:] == [note.format("val"), note.format("train")]
+    alone = opened(sets, "", "data.eval_split=train")
+    assert alone.notes()[-1] == note.format("train")
+
+
 def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
     split = opened(sets, "{path: b, weight: 1}").split
     budget = BadBudget(0.03)  # 2 of 90, 1 of 50.
