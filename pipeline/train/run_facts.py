@@ -90,15 +90,13 @@ def run_facts(
     parents = {"parent": parent} if parent else {}
     if config.track.parent_run:
         parents["group"] = tags["mlflow.parentRunId"] = config.track.parent_run
-    datasets = list(_training_data(dataset, split))
-    datasets += [_data_facts(one, its, "evaluation", {}) for one, its in data.evaluated.values()]
     of_steps = objectives.kind(config.train.loss).values(config)
     measured = {
         name: metric for of in objectives.metrics(config, dataset.num_classes).values() for name, metric in of.items()
     }
     measured |= {name: replace(metric, group="train") for name, metric in of_steps.items()}
     return RunFacts(
-        config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent, origin),
+        config.name, kind, parameters, tags, tuple(datasets_of(data)), _description(config, plan, resolved, dataset, split, parent, origin),
         parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
         config.checkpoint.best or score_of(measured), origin=origin, objective=config.train.loss, metrics=measured,
     )  # fmt: skip
@@ -109,6 +107,12 @@ def _flops_of_parts(config: RunConfig, model: models.Config) -> dict[str, str]:
     if not config.train.image_sizes:
         return {}
     return {FLOPS_OF_PARTS: " ".join(f"{objectives.training_flops(part, model) / 1e9:.6g}" for part in config.parts())}
+
+
+def datasets_of(data: RunData) -> list[DatasetFacts]:
+    """What a run trains on, then what it is evaluated on."""
+    evaluated = [_data_facts(dataset, split, "evaluation", {}) for dataset, split in data.evaluated.values()]
+    return [*_training_data(data.dataset, data.split), *evaluated]
 
 
 def _training_data(dataset: Dataset, split: Split) -> Iterator[DatasetFacts]:

@@ -20,10 +20,13 @@ from pipeline.base.json_record import Count, Limits, Share, quoted
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
+from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME
+from pipeline.model.files import find_file
+from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.outputs import try_output
@@ -144,7 +147,9 @@ def _run(
 ) -> dict[str, Any]:
     """Returns the content of results.json. by_number: as of `_check_data`."""
     tried: list[dict[str, Any]] = page.tried if page else []
+    weights_now = _sha256_of(trials[0].config.init.weights)
     for lr, trial in zip(config.lr, trials, strict=True):
+        _refuse_changed(trial, weights_now)
         try:
             tried.append({"lr": lr, **run_to_end(trial, config, start, page)})
         except DivergedError as error:  # A diverged trial is a result: this rate is not chosen.
@@ -161,6 +166,7 @@ def _run(
     if page:
         page.chosen = best
     for seed, final in zip(config.seeds, finals, strict=True):
+        _refuse_changed(final, weights_now)
         try:
             scores = run_to_end(final, config, start, page)
         except DivergedError as error:
@@ -214,6 +220,10 @@ def _check_data(trial: ChildRun, config: GridConfig) -> tuple[Dataset, int, set[
     for share in (config.dev_share, 0.0):
         opened = open_run_data(
             replace(settings, dev_share=share), seed, trial.config.train.global_batch, trial.config.labels
+        )
+    if settings.eval_split in opened.also_trained_on:
+        raise UserError(
+            f"data.eval_split = {settings.eval_split} is trained on, but the final runs are scored on it. Name another split."
         )
     by_number = set()
     for data in config.also:
@@ -271,6 +281,48 @@ def run_to_end(grid_run: ChildRun, config: GridConfig, start: Start, page: "Grid
     if isinstance(outcome, str):
         raise DivergedError(f"{grid_run.folder}: {outcome}")
     return asdict(outcome)
+
+
+def _refuse_changed(run: ChildRun, weights_now: str) -> None:
+    """Raise UserError if a run has ended, and not with the data and weights that its settings name now: it would not be run again.
+
+    weights_now: as of `_sha256_of`.
+    """
+    if read_outcome(run) is None:  # A run that goes on compares its data itself.
+        return
+    try:
+        facts = PageFolder(run.folder).read_facts().facts
+    except UserError:  # Of a run of an earlier version, nothing is known.
+        return
+    from pipeline.train.run_facts import datasets_of
+
+    config, changed = run.config, ""
+    now = datasets_of(open_run_data(config.data, config.seed, config.train.global_batch, config.labels))
+    for then, there in zip(facts.datasets, now, strict=False):
+        before, after = (
+            f"{data.digest} with {counted(data.num_samples, 'image')}, excluded {data.notes.get('excluded', NOTHING_EXCLUDED)}"
+            for data in (then, there)
+        )
+        if before != after:
+            changed = f"{there.name}, split {there.split}, was {before}, and is {after}"
+            break
+    origin = facts.origin
+    if origin and weights_now and origin.sha256 != weights_now:
+        changed = (
+            f"{origin.path} had the SHA-256 {origin.sha256[:16]}, and {config.init.weights} has {weights_now[:16]}"
+        )
+    if changed:
+        raise UserError(
+            f"{run.folder} has ended, and would be another run now: {changed}. Start another grid with name=..., or put back what it "
+            "began with."
+        )
+
+
+def _sha256_of(weights: str | None) -> str:
+    """SHA-256 of the weights that this names now; "" for those of MLflow, and for a file that cannot be read."""
+    with contextlib.suppress(UserError, OSError):
+        return find_origin(find_file(Path(weights or "")), weights or "").sha256
+    return ""
 
 
 def _refuse_other_weights(first: ChildRun, other: ChildRun) -> None:

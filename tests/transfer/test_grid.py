@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from child_runs import leave_behind
 from forked import Forge
@@ -23,9 +24,12 @@ from tiny import make_dataset
 from data_tools.driver import only_driver
 from pipeline import model as models
 from pipeline.base.errors import UserError
+from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.subset import hold_out
 from pipeline.lifecycle.run_folder import RESUME
+from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
 from pipeline.review import compare
@@ -33,6 +37,7 @@ from pipeline.review.reader import from_folder
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import CompareConfig, GridConfig
 from pipeline.settings.quantities import Limit
+from pipeline.train.run_facts import datasets_of
 from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun, read_outcome
 from pipeline.transfer.track.data_names import data_names
@@ -242,6 +247,43 @@ def test_weights_that_train_on_between_trials_are_refused(data: Path, tmp_path: 
         grid.run(schema.load(GridConfig, None, settings), start)
 
 
+def test_an_ended_run_of_other_data_or_weights_is_not_taken_for_one_of_todays(data: Path, tmp_path: Path) -> None:
+    """The same command printed the scores of the data and the weights of before as those of today's."""
+    weights, here = tmp_path / "start.pt", shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(here)))
+    settings = [f"run={tmp_path}/run.yaml", "name=tiny", f"out={tmp_path}", f"settings=[init.weights={weights}]", "lr=[0.1,0.2]",
+                "seeds=[3]", "dev_share=0.2"]  # fmt: skip
+    config = schema.load(GridConfig, None, settings)
+
+    def start(cell: ChildRun, config: GridConfig) -> int:
+        data = open_run_data(cell.config.data, cell.config.seed, cell.config.train.global_batch, cell.config.labels)
+        origin = find_origin(weights, str(weights))
+        facts = RunFacts(cell.name, "finetune", datasets=tuple(datasets_of(data)), origin=origin)
+        PageFolder(cell.folder).begin("vit", facts, Start(0.0, 0, []))
+        return leave_behind(cell, "finetune", 0.5)
+
+    def refused(said: str) -> None:
+        with pytest.raises(UserError, match=rf"tiny/lr-0\.1 has ended, and would be another run now: {said}") as error:
+            grid.run(config, lambda *_: pytest.fail("started"))
+        assert str(error.value).endswith(". Start another grid with name=..., or put back what it began with.")
+
+    weights.write_bytes(b"before")
+    assert grid.run(config, start)["top1"] == 0.5
+    weights.write_bytes(b"after")
+    refused(r".*start\.pt had the SHA-256 [0-9a-f]{16}, and .*start\.pt has [0-9a-f]{16}")
+    weights.unlink()  # Nothing is known of them.
+    assert grid.run(config, lambda *_: pytest.fail("started"))["top1"] == 0.5
+    dataset = open_dataset(here)
+    reason = {"split": "train", "row": 7, "key": dataset.split("train").keys([7])[0], "reason": "a copy"}
+    listed = write_list(dataset, "copies", pa.Table.from_pylist([reason], EXCLUDED))
+    refused("data, split train, was .* with 120 images, excluded 30 samples .* with 119 images, excluded 31 samples")
+    assert isinstance(listed, Path)
+    listed.unlink()
+    shutil.rmtree(here)
+    make_dataset(here, {"train": 150, "val": 37}, seed=1)
+    refused(f"data, split train, was {dataset.fingerprint} with 120 images, excluded 30 samples")
+
+
 def test_a_dev_split_is_a_part_that_only_the_seed_decides(data: Path) -> None:
     train = open_dataset(data).split("train")
     rest, dev = hold_out(train, 0.2, seed=0)
@@ -311,8 +353,9 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
 
     for wrong, line in {
         "settings=[init.weights=x,data.eval_split=test]": "has no split 'test'",
+        "settings=[init.weights=x,data.eval_split=train]": "data.eval_split = train is trained on, but the final runs",
         "settings=[init.weights=x,checkpoint.best=dev_top1]": "checkpoint.best = 'dev_top1' must be one of val_top1",
-        "settings=[init.weights=x,train.loss=mae]": "train.loss = mae learns no classes",
+        "settings=[init.weights=x,train.loss=mae]": "train.loss = mae predicts no classes",
         f"also=[{tmp_path}/nowhere:val]": "nowhere: no such data set",
         f"also=[{data}:test]": "has no split 'test'",
         f"also=[{other}:train]": f"also: {other}:train has 5 classes, {data} has 4",
