@@ -79,7 +79,7 @@ def page(scores: Scores) -> list[Block]:
     sums = [
         (text, *(f"{100 * scores[name][key]:.2f}" for name in names))
         for key, text in render.SCORES.items()
-        if key in of_first
+        if all(key in of_run for of_run in scores.values())  # Of five classes or fewer, there is no top-5.
     ]
     sums.append(("loss", *(f"{scores[name]['loss']:.4f}" for name in names)))
     first, second = names[:2]

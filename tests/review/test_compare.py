@@ -15,8 +15,8 @@ from review_runs import write_run
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
-from pipeline.base.page import markdown
-from pipeline.evaluate import architecture
+from pipeline.base.page import Table, markdown
+from pipeline.evaluate import architecture, render
 from pipeline.monitor.run_page import FLOPS_OF_PARTS
 from pipeline.process.outputs import kind_of
 from pipeline.review import budgets, compare, reader, rescore
@@ -398,6 +398,12 @@ def test_classes_of_weights_are_joined_by_name_whatever_their_order_and_number()
     assert [(row["class"], row["support"], row["few f1"], row["more f1"]) for row in rows] == [
         ("cat", 5, 0.1, 0.5), ("crane", 3, 0.2, 0.4), ("crane", 4, 0.3, 0.6),
     ]  # fmt: skip
+    # Of five classes or fewer there is no top-5, which ended the comparison with weights of more.
+    means = dict.fromkeys(("top1", "macro_precision", "macro_recall", "macro_f1", "loss"), 0.5)
+    about = {"data": "photos", "split": "val", **means}
+    table = rescore.page({"more": more | about | {"top5": 0.9}, "few": few | about})[1]
+    assert isinstance(table, Table)
+    assert [row[0] for row in table.rows] == ["top-1 accuracy", *list(render.SCORES.values())[2:], "loss"]
 
 
 def test_a_running_run_of_another_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
