@@ -173,8 +173,9 @@ def _in_classes_of_weights(
         and set(dataset.classes) <= set(names)
     ):
         numbers = label_map(dataset.classes, names)
+        others = ", and a prediction of one of the others is wrong" * (len(dataset.classes) < len(names))
         print(
-            f"classes by name: the {len(dataset.classes):,} of {config.data} are among the {len(names):,} of the weights"
+            f"classes by name: the {len(dataset.classes):,} of {config.data} are among the {len(names):,} of the weights{others}"
         )
         shown = dict(zip(dataset.classes, dataset.class_names, strict=True))
         info = {

@@ -264,7 +264,7 @@ def test_classes_of_weights_without_names_are_taken_by_number_and_that_is_said(
 
 
 def test_weights_of_a_mixture_score_a_set_by_the_names_of_its_classes(
-    weights: Path, data: Dataset, tmp_path: Path
+    weights: Path, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The set has six of seven classes, in another order: the scores are those of a head of these six."""
     mixed = save(tmp_path / "mixed.pt", K + 1, classes=[*reversed(CLASSES), "wasp"])
@@ -282,6 +282,7 @@ def test_weights_of_a_mixture_score_a_set_by_the_names_of_its_classes(
         report.run(config(path, data, "shots=2", "neighbours=3", f"out={tmp_path / path.stem}"))
         for path in (weights, mixed)
     )
+    assert "are among the 7 of the weights, and a prediction of one of the others is wrong\n" in capsys.readouterr().out
     assert other["loss"] == pytest.approx(one["loss"])
     for name in ("top1", "top5", "macro_f1", "fewshot", "knn"):
         assert other[name] == one[name], name
@@ -446,6 +447,8 @@ def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: 
     antialias = evaluation_view(config(weights, data), 224, {"resize_filter": "antialias"})
     assert antialias.resize_filter == "antialias"
     assert view({"image_size": 32, "eval_crop": "resize", "eval_resize": 0}, 32) == ("resize", 0)
+    with pytest.raises(UserError, match=r"eval_resize = 40 has no effect: .*random\.pt reads whole images"):
+        view({"image_size": 32, "eval_crop": "resize", "eval_resize": 0}, 32, "eval_resize=40")
     with pytest.raises(UserError, match="eval_crop = zoom must be one of center, resize, resize_center"):
         view({"eval_crop": "zoom"}, 224)
 
