@@ -33,6 +33,15 @@ def find_origin(file: Path, named: str) -> WeightsOrigin:
     return WeightsOrigin(str(file), _sha256(file), name, run_id or "", step, score)
 
 
+def sha256_now(named: str) -> str:
+    """SHA-256 of the weights that this names now, as `find_origin` has it; "" for those of MLflow, and for what cannot be read."""
+    from pipeline.model.files import find_file  # Late: imports torch.
+
+    with contextlib.suppress(UserError, OSError):
+        return _sha256(find_file(Path(named)))
+    return ""
+
+
 @dataclass(frozen=True)
 class _MadeBy:
     """What our weights files say of their run."""

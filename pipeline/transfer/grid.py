@@ -25,8 +25,7 @@ from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME
-from pipeline.model.files import find_file
-from pipeline.monitor.origin import find_origin
+from pipeline.monitor.origin import sha256_now
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.outputs import try_output
@@ -147,7 +146,7 @@ def _run(
 ) -> dict[str, Any]:
     """Returns the content of results.json. by_number: as of `_check_data`."""
     tried: list[dict[str, Any]] = page.tried if page else []
-    weights_now = _sha256_of(trials[0].config.init.weights)
+    weights_now = sha256_now(trials[0].config.init.weights or "")
     for lr, trial in zip(config.lr, trials, strict=True):
         _refuse_changed(trial, weights_now)
         try:
@@ -286,7 +285,7 @@ def run_to_end(grid_run: ChildRun, config: GridConfig, start: Start, page: "Grid
 def _refuse_changed(run: ChildRun, weights_now: str) -> None:
     """Raise UserError if a run has ended, and not with the data and weights that its settings name now: it would not be run again.
 
-    weights_now: as of `_sha256_of`.
+    weights_now: their SHA-256, as of `sha256_now`.
     """
     if read_outcome(run) is None:  # A run that goes on compares its data itself.
         return
@@ -316,13 +315,6 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
             f"{run.folder} has ended, and would be another run now: {changed}. Start another grid with name=..., or put back what it "
             "began with."
         )
-
-
-def _sha256_of(weights: str | None) -> str:
-    """SHA-256 of the weights that this names now; "" for those of MLflow, and for a file that cannot be read."""
-    with contextlib.suppress(UserError, OSError):
-        return find_origin(find_file(Path(weights or "")), weights or "").sha256
-    return ""
 
 
 def _refuse_other_weights(first: ChildRun, other: ChildRun) -> None:

@@ -6,7 +6,6 @@ A folder holds one study. Its study.json says what each cell is; cells may be ad
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from pipeline import model as models
 from pipeline import objectives
@@ -18,12 +17,12 @@ from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings import changes, schema
-from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.commands.study import StudyConfig, StudyModel
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.study.running.compute import EXA, pretraining_compute
+from pipeline.study.running.identity import StudyIdentity, common_changes, identity_of, settings_of
 from pipeline.transfer.child_run import ChildRun, make_child
 
 STUDY_FILE = "study.json"
@@ -101,10 +100,10 @@ class Study:
 
     def claim(self) -> None:
         """Write study.json. Raises UserError with the difference if a cell of this name was another run, or the data are others."""
-        file, now = self.folder / STUDY_FILE, _identity(self)
+        file, now = self.folder / STUDY_FILE, identity_of(self)
         then = replace(now, cells={})
         try:
-            then = json_record.read(file, _Identity)
+            then = json_record.read(file, StudyIdentity)
         except FileNotFoundError:
             if self.folder.exists() and (
                 files := [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
@@ -116,9 +115,7 @@ class Study:
             raise UserError(
                 f"{error} It says what the runs of this study are: choose another name=..., or remove the folder."
             ) from None
-        old, new = (schema.flatten({"data": study.data, "scoring": study.scoring}) for study in (then, now))
-        changed = changes.differences(old, new, _scoring_facts(then, now), "comparison")
-        found: dict[str, list[str]] = {str(change): [] for change in changed}
+        found: dict[str, list[str]] = {str(change): [] for change in common_changes(then, now)}
         for name, cell in now.cells.items():
             known = objectives.facts(cell["train.loss"])
             for change in changes.differences(then.cells.get(name, cell), cell, known, "comparison"):
@@ -129,7 +126,8 @@ class Study:
                 f"{self.folder} holds another study: {'; '.join(texts)}. Set it back, or choose another name=..."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(asdict(replace(now, cells={**then.cells, **now.cells})), indent=1) + "\n"
+        both = replace(now, cells={**then.cells, **now.cells}, sources={**now.sources, **then.sources})
+        text = json.dumps(asdict(both), indent=1) + "\n"
         with replacing(file) as replacement:  # All jobs of an array write it, often at the same moment.
             replacement.write(as_bytes(text))
 
@@ -329,18 +327,13 @@ def _some(names: list[str]) -> str:
 
 
 # -------------------------------------------------------------------- checking them
-def _settings_of(run: ChildRun) -> dict[str, Any]:
-    known = objectives.facts(run.config.train.loss)
-    return changes.decisive(objectives.flat_settings(run.config), known, "comparison")
-
-
 def _refuse_twins(cells: list[StudyCell]) -> None:
     """Raise UserError for two cells that are the same run, or have one name, as those of budgets that differ in the seventh digit."""
     seen: dict[str, str] = {}
     for cell in cells:
         # Another length that is as many steps is the same run, too.
         about = json.dumps(
-            {**_settings_of(cell.run), "train.length": cell.steps, "data.limit": cell.data_size}, sort_keys=True
+            {**settings_of(cell.run), "train.length": cell.steps, "data.limit": cell.data_size}, sort_keys=True
         )
         if about in seen:
             raise UserError(f"{seen[about]} and {cell.name} are the same run: leave out one of them.")
@@ -356,7 +349,7 @@ def _check_comparable(cells: list[StudyCell]) -> None:
     for name in ("data.path", "data.eval_split", "data.exclude", "data.dev_share", "train.loss"):
         values: dict[str, str] = {}
         for cell in cells:
-            values.setdefault(str(_settings_of(cell.run)[name]), cell.name)
+            values.setdefault(str(settings_of(cell.run)[name]), cell.name)
         if len(values) > 1 and not (name == "train.loss" and all(objectives.kind(v).predicts_classes for v in values)):
             (one, first), (other, second) = list(values.items())[:2]
             raise UserError(f"{first} has {name} = {one}, {second} has {other}: their scores cannot be compared.")
@@ -395,40 +388,3 @@ def _check_score(config: StudyConfig, cell: StudyCell, num_classes: int) -> None
             f"score = {config.score}: these cells will not have it, but {', '.join(known) or 'none at all'}. 5shot and 20nn need probe.every, "
             "probe.shots and probe.neighbours of the run; finetune:NAME and vtab need `finetune` and `vtab`."
         )
-
-
-@dataclass(frozen=True)
-class _Identity:
-    """Content of study.json: what a started study must not change. data: fingerprint of the data set. cells: by name."""
-
-    data: str
-    scoring: dict[str, dict[str, Any]]
-    cells: dict[str, dict[str, Any]]
-
-
-def _identity(study: Study) -> _Identity:
-    config = study.config
-    scoring: dict[str, Any] = {"finetune": {}, "vtab": {}}
-    for finetune in study.cells[0].finetunes:
-        settings = _settings_of(finetune)
-        del settings["init.weights"], settings["seed"]  # Of each cell.
-        scoring["finetune"][Path(finetune.file).name] = settings
-    if config.vtab:
-        vtab = schema.load(VtabConfig, config.vtab, [*config.vtab_settings, "weights=any"])
-        scoring["vtab"] = {
-            "protocol": schema.to_dict(vtab.protocol),
-            "method": vtab.method,
-            "tasks": vtab.tasks,
-            "seeds": vtab.seeds,
-        }
-    cells = {cell.name: _settings_of(cell.run) for cell in study.cells}
-    # As JSON, to be compared with what was read from a file.
-    return _Identity(study.dataset.fingerprint, *json.loads(json.dumps([scoring, cells])))
-
-
-def _scoring_facts(*studies: _Identity) -> dict[str, Fact]:
-    """The settings of a study's scoring, by their names in study.json."""
-    facts = dict(facts_of(VtabConfig, "scoring.vtab."))
-    for file in {file for study in studies for file in study.scoring.get("finetune", {})}:
-        facts.update(facts_of(RunConfig, f"scoring.finetune.{file}."))
-    return facts

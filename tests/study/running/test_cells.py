@@ -9,6 +9,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import yaml
 from tiny_study import write_run
@@ -16,6 +17,8 @@ from tiny_study import write_run
 from pipeline.base import files
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
+from pipeline.data.dataset.exclusion import EXCLUDED, write_list
+from pipeline.data.dataset.manifest import open_dataset
 from pipeline.model import create, save, save_safetensors
 from pipeline.settings import schema
 from pipeline.settings.command import read_settings
@@ -280,6 +283,33 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
     (base.parent / "runs" / "sizes" / "study.json").write_text("{")
     with pytest.raises(UserError, match=r"study.json is not valid JSON.*It says what the runs of this study are"):
         grown.claim()
+
+
+def test_a_started_study_reads_the_same_images_and_weights(dataset: Path, tmp_path: Path) -> None:
+    """Cells from before and after a list of copies was made, or other weights took the place of the first, stood in one figure."""
+    data, weights = open_dataset(shutil.copytree(dataset, tmp_path / "data")), tmp_path / "start.pt"
+    base = write_run(tmp_path, tmp_path / "data")
+    save(create("ViT-mu/4", 16, 0), weights)
+    finetune = base.with_name("finetune.yaml")
+    finetune.write_text(yaml.safe_dump(yaml.safe_load(base.read_text()) | {"model": {"image_size": 16}}))
+    new = "{name: new, settings: [model.name=ViT-mu/4,model.representation=false]}"
+    tuned = ["question=labels", f"models=[{new},{{name: tuned,weights: {weights}}}]"]
+    sizes, labels = make(base, SIZES, "name=a0"), make(finetune, SIZES, "name=a1", *tuned)
+    for study in (sizes, labels):
+        open_study(study).claim()
+    save(create("ViT-mu/4", 16, 0, seed=1), weights)
+    said = rf"a1 holds another study: the SHA-256 of {weights} was [0-9a-f]{{64}}, is [0-9a-f]{{64}}\. Set it back"
+    with pytest.raises(UserError, match=said):
+        open_study(labels).claim()
+    reason = {"split": "train", "row": 7, "key": data.split("train").keys([7])[0], "reason": "a copy"}
+    write_list(data, "copies", pa.Table.from_pylist([reason], EXCLUDED))
+    was = rf"data:train \(training\) was {data.fingerprint} without none, is {data.fingerprint} without 1 samples"
+    with pytest.raises(UserError, match=f"a0 holds another study: {was}"):
+        open_study(sizes).claim()
+    # A study of an earlier version does not know.
+    file = tmp_path / "runs" / "a0" / "study.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "sources": {}}))
+    open_study(sizes).claim()
 
 
 def test_jobs_of_an_array_that_start_together_all_go_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
