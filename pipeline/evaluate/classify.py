@@ -1,6 +1,6 @@
 """Classification scores of a split, exact on any number of ranks. Shapes: B batch, K classes, M labels, n samples.
 
-A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong.
+A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong, and so do logits that are no numbers.
 """
 
 from collections import Counter
@@ -32,6 +32,11 @@ class Predictions:
     loss: np.ndarray
     readable: np.ndarray
     problems: dict[int, str]
+
+    @property
+    def computed(self) -> np.ndarray:
+        """bool (n,), False for an unreadable image and logits that are no numbers, of which the most likely class is any."""
+        return self.readable & np.isfinite(self.loss)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:
 def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: str = "softmax") -> ClassificationScores:
     """Accuracy and loss of the predictions. num_classes: K."""
     n, labels = len(split), label_table(split)
-    hits = is_any(predictions.top, labels) & predictions.readable[:, None]
+    hits = is_any(predictions.top, labels) & predictions.computed[:, None]
     readable = int(predictions.readable.sum())
     # Without a label, a softmax has nothing to predict, and its loss is 0, as if it were certain and right.
     losses = predictions.loss[predictions.readable & ((labels[:, 0] >= 0) | (loss_kind != "softmax"))]
@@ -148,15 +153,15 @@ def is_any(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def outcomes(predictions: Predictions, split: Split) -> tuple[np.ndarray, np.ndarray]:
-    """(true, predicted) class of each sample, int64 (n,) each; predicted is -1 where the image is unreadable.
+    """(true, predicted) class of each sample, int64 (n,) each; predicted is -1 where none is computed.
 
     For a sample with several labels, the true class is the predicted one if that is correct, else its first label; -1 for a
     sample without labels.
     """
     labels = label_table(split)
     best = predictions.top[:, :1]
-    right = is_any(best, labels)[:, 0] & predictions.readable
-    return np.where(right, best[:, 0], labels[:, 0]), np.where(predictions.readable, best[:, 0], -1)
+    right = is_any(best, labels)[:, 0] & predictions.computed
+    return np.where(right, best[:, 0], labels[:, 0]), np.where(predictions.computed, best[:, 0], -1)
 
 
 def confusion(true: np.ndarray, predicted: np.ndarray, classes: np.ndarray) -> np.ndarray:

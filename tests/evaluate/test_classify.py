@@ -1,5 +1,6 @@
 """Scores equal scikit-learn's, whatever the number of ranks; every image counts once, unreadable ones as wrong."""
 
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,20 @@ def test_scores_equal_scikit_learns(make_dataset, loss_kind: str) -> None:
     assert (scores.num_samples, scores.num_unreadable) == (n, 3)
     assert sorted(predictions.problems) == bad
     assert "3 unreadable (counted as wrong; the loss is that of the other 297)" in str(scores)
+
+
+def test_what_is_no_number_is_wrong(make_dataset) -> None:
+    """It was some class: a model that had diverged could have the best top-1 of a run, as of a split of which most are of that class."""
+    labels, logits = np.arange(K).repeat(3), np.full((3 * K, K), np.nan, np.float32)
+    logits[::3] = 5 * np.eye(K)
+    split = make_dataset({"val": [[int(c)] for c in labels]}, list("abcdefg")).split("val")
+    for loss_kind in ("softmax", "sigmoid"):
+        (predictions,) = predict_on(1, split, logits, loss_kind)
+        scores = score(predictions, split, K, loss_kind)
+        assert (scores.top1, scores.top5, math.isnan(scores.loss)) == (1 / 3, 1 / 3, True)
+        true, predicted = outcomes(predictions, split)
+        assert (true == labels).all()
+        assert predicted.reshape(K, 3).tolist() == [[c, -1, -1] for c in range(K)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
