@@ -92,7 +92,7 @@ def _how(scores: dict[str, Any]) -> str:
     excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
     return (
         f"{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}. {excluded}"
-        f"Images at {scores['image_size']} pixels: {crop}. Computed in {scores['precision']} on {scores['device']}."
+        f"Images at {scores['image_size']} pixels: {crop}, by resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on {scores['device']}."
     )
 
 

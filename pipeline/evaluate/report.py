@@ -40,7 +40,9 @@ from pipeline.settings.commands.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
 # Keys of the scores that MLflow shows as parameters.
-_PARAMETERS = ("weights", "step", "data", "split", "image_size", "eval_crop", "eval_resize", "precision", "excluded")
+_PARAMETERS = (
+    "weights", "step", "data", "split", "image_size", "eval_crop", "eval_resize", "resize_filter", "precision", "excluded",
+)  # fmt: skip
 
 
 def run(config: ScoreConfig) -> dict[str, Any]:
@@ -252,6 +254,7 @@ def _identity(config: ScoreConfig, dataset: Dataset, split: Split, loaded: Loade
         "data": config.data, "split": config.split, "fingerprint": dataset.fingerprint,
         "excluded": split.excluded, "num_classes": dataset.num_classes, "image_size": str(size), "eval_crop": view.eval_crop,
         "eval_resize": (view.eval_resize or round(min(size) * 8 / 7)) if view.eval_crop != "resize" else min(size),
+        "resize_filter": view.resize_filter, "kernel": getattr(loaded.model.config, "kernel", None),
         "loss_kind": loaded.loss_kind, "precision": config.precision, "device": str(loaded.device),
     }  # fmt: skip
 

@@ -153,6 +153,7 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
         r"cat\|dog",
         "(confusion.png)",
         "Run try, step 1,000",
+        "pixels: the whole image resized, by resize_filter = linear.",
         f"{scores['top1']:.2%}",
         "4-shot",
         "89 images",
