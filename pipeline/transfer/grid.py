@@ -20,7 +20,6 @@ from pipeline.base.json_record import Count, Limits, Share, quoted
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
-from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
@@ -298,8 +297,10 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
     config, changed = run.config, ""
     now = datasets_of(open_run_data(config.data, config.seed, config.train.global_batch, config.labels))
     for then, there in zip(facts.datasets, now, strict=False):
+        known = "excluded" in then.notes  # Not by earlier versions.
         before, after = (
-            f"{data.digest} with {counted(data.num_samples, 'image')}, excluded {data.notes.get('excluded', NOTHING_EXCLUDED)}"
+            f"{data.digest} with {counted(data.num_samples, 'image')}"
+            + f", excluded {data.notes.get('excluded')}" * known
             for data in (then, there)
         )
         if before != after:
