@@ -53,7 +53,7 @@ _METHODS = {
     PROPORTIONS: "Two proportions: p is of the pooled z-test, the interval Newcombe's. Scores on the same images vary together, which "
     "this test ignores: it finds too few differences rather than too many.",
     MCNEMAR: "McNemar's test counts the images on which only one of the two is right; the interval is Bonett and Price's.",
-    STUDENT: "Student's t compares the means over seeds, with a common variance; what is more than noise of the seeds on these images may "
+    STUDENT: "Student's t compares the means over seeds, with a common variance, also of a single run; what is more than noise of the seeds on these images may "
     "still be noise on others, with many seeds as with few.",
 }
 

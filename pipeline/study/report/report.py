@@ -314,7 +314,7 @@ def method(answers: Answers) -> Iterator[str]:
     if answers.optimal:
         yield "The probability of the best model is the share of 1,000 bootstrap draws over cells and seeds in which its law is the best at that budget; where laws nearly agree, it says more than is known."
     yield (
-        f"Differences of two models: by seed where both have the same {PAIRED_FROM} or more, else of the two means, with a common variance of the seeds; of "
+        f"Differences of two models: by seed where both have the same {PAIRED_FROM} or more, else of the two means, with a common variance of the seeds, also of a single run; of "
         "single runs over the test images, which says nothing of other seeds."
     )
     if len({point.model for point in answers.points}) > 2:
