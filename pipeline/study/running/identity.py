@@ -82,7 +82,9 @@ def _sources(study: "Study") -> dict[str, str]:
             found[f"{of.name}:{of.split} ({of.context})"] = f"{of.digest} without {excluded}"
     weights = {cell.run.config.init.weights for cell in study.cells} - {None}
     known = {f"the SHA-256 of {path}": sha256_now(path) for path in weights if path}
+    known |= {}
     known |= {
+        f"the SHA-256 of the teacher of {cell.name}": objectives.teacher_digest(cell.run.config) for cell in study.cells
     }
     return found | {name: sha256 for name, sha256 in known.items() if sha256}
 
