@@ -28,12 +28,13 @@ from pipeline.data.storage.cache import Storage
 class AdhocSplit:
     """split: the images, with the known labels. label_names: the class names of these labels; may be empty.
 
-    readable: class name -> name to show, of a data set that has them.
+    readable: class name -> name to show, of a data set that has them. fingerprint: of a data set, else "".
     """
 
     split: Split
     label_names: list[str]
     readable: dict[str, str] = field(default_factory=dict)
+    fingerprint: str = ""
 
     def labels(self, rows: Iterable[int]) -> list[str | None]:
         """The known class names of samples, joined by ";"; None for a sample without."""
@@ -61,7 +62,8 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
         opened = dataset.split(split, exclude)
         if not len(opened):
             raise UserError(f"{places[0]}: split {split!r} has no images.")
-        return AdhocSplit(opened, dataset.classes, dict(zip(dataset.classes, dataset.class_names, strict=True)))
+        readable = dict(zip(dataset.classes, dataset.class_names, strict=True))
+        return AdhocSplit(opened, dataset.classes, readable, dataset.fingerprint)
     broken: list[Path] = []
     files = [path for place in places for path in _expand(place, broken)]
     folders = {path.parent for path in files if path.suffix == ".tar"}

@@ -4,8 +4,9 @@ A prediction is correct if it is any of the sample's labels. An unreadable image
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,6 +143,17 @@ def label_map(classes: Sequence[str], names: Sequence[str]) -> np.ndarray:
         )
     number = {name: place for place, name in enumerate(names)}
     return np.array([number[name] for name in classes], np.int32)
+
+
+def names_in_mixture(classes: Sequence[str], fingerprint: str, extra: Mapping[str, Any]) -> list[str]:
+    """Names of a data set's classes as the weights know them: of a set of their mixture with a `class_map`, those that it gives.
+
+    fingerprint: of the data set. extra: of the weights.
+    """
+    class_map = (extra.get("class_maps") or {}).get(fingerprint) or {}
+    if class_map:
+        print("classes renamed as in training: " + ", ".join(f"{own} is {name}" for own, name in class_map.items()))
+    return [class_map.get(name, name) for name in classes]
 
 
 def is_any(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:

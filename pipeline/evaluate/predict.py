@@ -16,7 +16,7 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
-from pipeline.evaluate.classify import Predictions, label_map, predict
+from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives.classification import unnamed_note
@@ -88,6 +88,8 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
         _tell_other_names(config, own, loaded)
     numbers = [f"class {number}" for number in range(num_classes)]
     images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers)
+    if own and images.fingerprint:
+        images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))
     if own and images.label_names and images.label_names != own and set(images.label_names) <= set(own):
         with contextlib.suppress(UserError):  # Of names that are not unique; then no true class is known.
             split = images.split.relabelled(label_map(images.label_names, own))

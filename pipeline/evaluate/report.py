@@ -21,6 +21,7 @@ from pipeline.evaluate.classify import (
     Predictions,
     label_map,
     label_table,
+    names_in_mixture,
     outcomes,
     per_class,
     predict,
@@ -150,13 +151,10 @@ def _send(
 
 
 def _renamed(dataset: Dataset, extra: dict[str, Any]) -> Dataset:
-    """The data set with the names that its classes had in the mixture that the weights were trained on (`class_map` of data.mix)."""
-    class_map = (extra.get("class_maps") or {}).get(dataset.fingerprint)
-    if not class_map:
-        return dataset
-    print("classes renamed as in training: " + ", ".join(f"{own} is {name}" for own, name in class_map.items()))
-    names = [class_map.get(name, name) for name in dataset.classes]
-    shown = [class_map.get(own, name) for own, name in zip(dataset.classes, dataset.class_names, strict=True)]
+    """The data set with the names by which weights know its classes. extra: of the weights."""
+    names = names_in_mixture(dataset.classes, dataset.fingerprint, extra)
+    triples = zip(dataset.classes, names, dataset.class_names, strict=True)
+    shown = [shown if name == own else name for own, name, shown in triples]
     return replace(dataset, info={**dataset.info, "classes": names, "class_names": shown})
 
 
