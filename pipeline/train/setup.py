@@ -85,7 +85,8 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     console.say(f"{config.name}: {plan.describe()}")
     if not stop.folder.is_locked:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
-    for line in plan.notes(config) + objectives.without_effect(config) + data.notes():
+    probe_notes = prepared.run_probe.notes(data) if prepared.run_probe else []
+    for line in plan.notes(config) + objectives.without_effect(config) + data.notes() + probe_notes:
         console.say(line)
     start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config))
     ranks.agree(in_use)

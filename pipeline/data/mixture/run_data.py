@@ -40,18 +40,18 @@ class RunData:
         """The first split that is evaluated, None without one."""
         return next((split for _, split in self.evaluated.values()), None)
 
+    def trains_on(self, fingerprint: str, split: Split) -> bool:
+        """Whether some images of a split of the data set with this fingerprint are trained on. That of data.dev_share is not."""
+        datasets = self.split.datasets if isinstance(self.split, MixedSplit) else (self.own,)
+        return any(
+            (dataset.fingerprint, part.name) == (fingerprint, split.name) and len(part) + len(split) > len(split.index)
+            for dataset, part in zip(datasets, self.split.parts, strict=True)
+        )
+
     @property
     def also_trained_on(self) -> list[str]:
-        """Names among `evaluated` of splits that are trained on, as a part of a mixture may be. That of data.dev_share is not."""
-        datasets = self.split.datasets if isinstance(self.split, MixedSplit) else (self.own,)
-        trained = {
-            (dataset.fingerprint, part.name): len(part)
-            for dataset, part in zip(datasets, self.split.parts, strict=True)
-        }
-        return [
-            name for name, (dataset, split) in self.evaluated.items()
-            if trained.get((dataset.fingerprint, split.name), 0) + len(split) > len(split.index)
-        ]  # fmt: skip
+        """Names among `evaluated` of splits that are trained on, as a part of a mixture may be."""
+        return [name for name, (of, split) in self.evaluated.items() if self.trains_on(of.fingerprint, split)]
 
     def notes(self) -> list[str]:
         """Lines to print about the splits."""

@@ -18,6 +18,7 @@ from pipeline.base.metric import SPREAD
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset, Split
+from pipeline.data.mixture.run_data import RunData
 from pipeline.evaluate.classify import is_any, label_table
 from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.probes import fewshot
@@ -147,11 +148,12 @@ def spread_rows(config: ProbeConfig, num_samples: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class LabelledProbe:
-    """The splits of labelled images that a run's probe is fitted to and tested on."""
+    """The splits of labelled images that a run's probe is fitted to and tested on. fingerprint: of their data set."""
 
     train: Split
     test: Split
     choice: ProbeSamples
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,13 @@ class RunProbe:
     config: RunConfig
     own: Split
     labelled: LabelledProbe | None
+
+    def notes(self, data: RunData) -> list[str]:
+        """Lines to print about its splits. data: what the run trains on."""
+        found = self.labelled
+        if found is None or not data.trains_on(found.fingerprint, found.test):
+            return []
+        return [f"probe.split = {found.test.name} is trained on: its scores are not of held-out images"]
 
     def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest) -> dict[str, Any]:
         """Scores of `features` (uint8 (B, H, W, 3) -> (B, D)), as `probe` returns them, and as "spread" what `spread` does.
@@ -208,4 +217,4 @@ def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: D
             f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class. Set probe.data to a data set "
             "with classes, or measure what needs none: probe.rankme_images=2048 probe.shots=0 probe.neighbours=0."
         )
-    return RunProbe(config, own_split, LabelledProbe(train, test, choice))
+    return RunProbe(config, own_split, LabelledProbe(train, test, choice, dataset.fingerprint))

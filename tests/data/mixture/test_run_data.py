@@ -169,6 +169,16 @@ def test_a_split_that_is_evaluated_and_trained_on_is_said(sets: Path) -> None:
     assert mixed.notes()[-2:] == [note.format("val"), note.format("train")]
     alone = opened(sets, "", "data.eval_split=train")
     assert alone.notes()[-1] == note.format("train")
+    # A probe reads no label of them, but its features were learnt from them.
+    probed = open_dataset(sets / "b")
+    settings = config(sets, "", "probe.every=1 epochs", f"probe.data={probed.path}", "probe.split=extra")
+    for mix, said in (
+        ("{path: b, weight: 1}", []),
+        ("{path: b, split: extra, weight: 1}", [note.format("probe.split = extra")]),
+    ):
+        data = opened(sets, mix, reads_labels=False)
+        run_probe = open_run_probe(settings, data.own, data.split.parts[0], probed)
+        assert run_probe.notes(data) == said
 
 
 def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
