@@ -7,6 +7,8 @@ import contextlib
 import os
 import secrets
 import select
+import shutil
+import signal
 import socket
 import threading
 from dataclasses import dataclass
@@ -28,6 +30,10 @@ _START_SECONDS = 120
 _SETTINGS = 4
 # Interval at which the processes of a node that starts are looked for, in seconds.
 _SEARCH_SECONDS = 0.1
+# Processes of a node, children of the one that starts it. Ray waits a minute for the second, then aborts.
+_OF_NODE = ("raylet", "gcs_server")
+# A disk with fewer free bytes is full.
+_FULL_BYTES = 2**20
 # The variable, JSON, that tells the command of `ray job submit` about its job.
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
@@ -61,7 +67,8 @@ def shared_path(name: str, value: str) -> AnyPath:
 def connect(num_cpus: int = 0) -> int:
     """Join the cluster of RAY_ADDRESS or `ray job submit`, else start one on this machine. Returns its number of CPUs.
 
-    num_cpus: size of a cluster that is started here; 0 is all CPUs. Raises UserError when the cluster cannot be reached, or started.
+    num_cpus: size of a cluster that is started here; 0 is all CPUs. SIGTERM to this process is then as Ctrl-C. Raises UserError when the
+    cluster cannot be reached, or started.
     """
     _prepare_environment()
     _check_reachable(os.environ.get("RAY_ADDRESS", ""))
@@ -100,6 +107,8 @@ def connect(num_cpus: int = 0) -> int:
             ) from None
         finally:
             is_connected.set()
+    # As Ctrl-C. Ray's own handler aborts this process 3 s later, while it waits for the tasks that it cancels.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     return int(ray.cluster_resources().get("CPU", 1))
 
 
@@ -200,7 +209,7 @@ def _exit_with_node(is_connected: threading.Event, earlier: list[Any]) -> None:
         is_last = is_connected.is_set()
         with contextlib.suppress(psutil.Error, OSError):
             for node in this.children():
-                if node.name() == "raylet" and node not in earlier:
+                if node.name() in _OF_NODE and node not in earlier:
                     agents = [(child, "node agent") for child in node.children() if _is_agent(child)]
                     for process, what in ((node, "node"), *agents):
                         if process not in seen:
@@ -211,12 +220,12 @@ def _exit_with_node(is_connected: threading.Event, earlier: list[Any]) -> None:
         return  # Shut down by this process, or not started, which it says itself.
     what = "node" if "node" in (watched[descriptor] for descriptor in ended) else "node agent"
     # A node ends itself when its agents are not there within 15 s.
-    why = (
-        "or out of memory: use fewer tasks at a time, num_tasks=..."
+    why = full_disk() or (
+        "killed, or out of memory: use fewer tasks at a time, num_tasks=..."
         if is_connected.is_set()
-        else "or the machine is too busy"
+        else "killed, or the machine is too busy"
     )
-    lost = f"Ray's {what} on this machine died (killed, {why})."
+    lost = f"Ray's {what} on this machine died ({why})."
     with contextlib.suppress(OSError):
         os.write(2, f"error: {lost} Run the same command again to continue.\n".encode())
     os._exit(2)
@@ -226,6 +235,15 @@ def _is_agent(child: Any) -> bool:
     """Whether this child process of a node is one of its agents. Workers' arguments contain the agents' names, too."""
     text = " ".join(child.cmdline())
     return "agent" in text.lower() and "default_worker" not in text
+
+
+def full_disk() -> str:
+    """Says that Ray's folder on this machine has no space left, without which its processes die; empty if it has."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(folder).free < _FULL_BYTES:
+            return f"no space is left in {folder}, where it writes its logs: free some, or set RAY_TMPDIR to another folder"
+    return ""
 
 
 def _leave_out_services() -> None:

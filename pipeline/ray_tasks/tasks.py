@@ -3,12 +3,14 @@
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from pipeline.base.errors import UserError
+from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
-from pipeline.ray_tasks.cluster import first_line
+from pipeline.process import waits
+from pipeline.ray_tasks.cluster import first_line, full_disk
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -19,6 +21,8 @@ RETRY_PAUSES = (1.0, 5.0, 25.0)
 _ENDING_SECONDS = 1.0
 # Timeout for cancelled tasks to remove their unfinished files, in seconds.
 _CANCEL_SECONDS = 30.0
+# When no task has ended for so many seconds, and so many times as long as the longest took, one may stand still.
+_STILL_SECONDS, _STILL_FACTOR = 600.0, 10.0
 
 
 class LostError(Exception):
@@ -84,6 +88,8 @@ def run_tasks(
     cancelled.
     on_failure: if given, it is called with index and error of a task that fails, and the others continue. A task that raises
     anything but a UserError is then retried, too.
+    Without it, tasks are taken to be of similar size, and it is said when they seem to stand still, as where a server of files does not
+    answer.
     """
     import ray
 
@@ -103,10 +109,23 @@ def run_tasks(
             task = _RunningTask(index, ray.put(argument), pauses)
             in_flight[remote.remote(task.argument, 0.0)] = task
 
+    longest = 0.0
+
+    def next_to_end() -> Any:
+        seconds = max(_STILL_SECONDS, _STILL_FACTOR * longest) if longest and on_failure is None else None
+        while not (ended := ray.wait(list(in_flight), num_returns=1, timeout=seconds)[0]):
+            waits.say(
+                "tasks",
+                f"no {function.__name__} has ended for {duration(seconds or 0)}, and none took more than {duration(longest)} before: "
+                f"{counted(len(in_flight), 'task')} may stand still, or the storage that they use. On the nodes, `ps` shows them as "
+                f"ray::{function.__name__}; one that is killed is run again.",
+            )
+        return ended[0]
+
     try:
         start_more()
         while in_flight:
-            (reference,), _ = ray.wait(list(in_flight), num_returns=1)
+            reference = next_to_end()
             task = in_flight.pop(reference)
             try:
                 result = _result(reference)
@@ -122,6 +141,7 @@ def run_tasks(
                 on_retry(_in_one_line(error))
                 in_flight[remote.remote(task.argument, pause)] = task
                 continue
+            longest = max(longest, time.monotonic() - task.begin)
             start_more()
             yield task.index, result
     except ray.exceptions.RayError as error:  # Not of a task: the cluster itself is gone.
@@ -133,12 +153,13 @@ def run_tasks(
 
 @dataclass
 class _RunningTask:
-    """A task in flight. argument: reference to it in Ray's object store, for a retry."""
+    """A task in flight. argument: reference to it in Ray's object store, for a retry. begin: when it was submitted."""
 
     index: int
     argument: Any
     pauses: Sequence[float]
     num_retries: int = 0
+    begin: float = field(default_factory=time.monotonic)
 
     def pause_after(self, error: Exception, retry_any: bool) -> float:
         """Seconds to wait before the task is retried after this error.
@@ -154,9 +175,10 @@ class _RunningTask:
             return self.pauses[self.num_retries - 1]
         if not is_lost:
             raise error
+        full = full_disk()
+        advice = f"Here {full}" if full else "If memory ran out, use fewer tasks at a time (num_tasks=...)"
         raise UserError(
-            f"Ray gave up on a task after {counted(self.num_retries, 'retry')}: {error} If memory ran out, use fewer tasks at a "
-            "time (num_tasks=...); run the same command again to continue."
+            f"Ray gave up on a task after {counted(self.num_retries, 'retry')}: {error} {advice}; run the same command again to continue."
         )
 
 

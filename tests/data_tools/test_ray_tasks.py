@@ -2,13 +2,16 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,7 +20,8 @@ from polling import until
 from launch import ray_run
 from pipeline import ray_tasks
 from pipeline.base.errors import CrashError, Stopped, UserError
-from pipeline.ray_tasks import cluster
+from pipeline.process import waits
+from pipeline.ray_tasks import LostError, cluster, tasks
 from pipeline.settings.command import read_settings
 from pipeline.settings.run import RunConfig
 
@@ -59,7 +63,43 @@ def test_a_ray_of_this_machine_has_only_the_processes_that_it_needs(ray_cluster:
     found = [process.as_dict(["cmdline"])["cmdline"] for process in psutil.Process().children(recursive=True)]
     said = [" ".join(words or []) for words in found]  # Of one that has just ended there are none.
     assert [line for line in said if "raylet" in line]
+    # A cluster whose SIGTERM is handled by Ray aborts while it cancels tasks.
+    ray_tasks.connect()
+    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     assert not [line for line in said if re.search(r"/(monitor|log_monitor|dashboard)\.py ", line)]
+
+
+def test_tasks_that_stand_still_are_said(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(waits, "_board", waits._Board(said.append))
+    monkeypatch.setattr(tasks, "_STILL_SECONDS", 0.05)
+    monkeypatch.setattr(tasks, "_STILL_FACTOR", 0.0)
+    monkeypatch.setattr(tasks, "duration", lambda seconds: "a while")
+
+    def work(release: str) -> None:
+        while release and not Path(release).exists():
+            time.sleep(0.01)
+
+    with tempfile.TemporaryDirectory() as folder:
+        release = Path(folder, "release")
+        threading.Thread(target=lambda: (until(lambda: said), release.touch()), daemon=True).start()
+        assert len(list(ray_tasks.run_tasks(work, ["", str(release)], print, limit=1))) == 2
+    assert said == [
+        "no work has ended for a while, and none took more than a while before: 1 task may stand still, or the storage that they use. "
+        "On the nodes, `ps` shows them as ray::work; one that is killed is run again."
+    ]
+
+
+def test_a_full_disk_of_ray_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    task = tasks._RunningTask(0, None, pauses=())
+    with pytest.raises(UserError, match=r"gave up .* died\. If memory ran out"):
+        task.pause_after(LostError("it died."), retry_any=False)
+    monkeypatch.setattr(
+        cluster.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096 * (folder == str(tmp_path)))
+    )
+    with pytest.raises(UserError, match=rf"gave up .* died\. Here no space is left in {tmp_path}"):
+        task.pause_after(LostError("it died."), retry_any=False)
 
 
 def test_what_a_node_does_not_have_is_said_before_ranks_run(ray_cluster: int, tmp_path: Path) -> None:
@@ -221,6 +261,7 @@ def kill():
         with contextlib.suppress(psutil.Error):
             for pid in watched:
                 if psutil.Process(pid).cmdline()[:1] == ["ray::RuntimeEnvAgent"]:
+                    print("gcs_server" in [psutil.Process(pid).name() for pid in watched], flush=True)
                     return os.kill(pid, 9)
         time.sleep(0.05)
 
@@ -264,7 +305,8 @@ def test_a_node_agent_that_dies_is_one_line(own_ray: None, ended: subprocess.Com
     assert ended.returncode == 2, ended.stderr
     assert "error: Ray's node agent on this machine died" in ended.stderr
     assert "Run the same command again to continue." in ended.stderr
-    said = (ended.stdout.removeprefix("1\n") + ended.stderr).splitlines()
+    watches_all, *said = (ended.stdout.removeprefix("1\n") + ended.stderr).splitlines()
+    assert watches_all == "True"
     assert len(said) <= 3  # Ray may have a line of its own.
 
 
