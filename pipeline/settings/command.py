@@ -4,6 +4,7 @@ import argparse
 import errno
 import gc
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -162,9 +163,20 @@ def mistake_in_words(error: UserError | OSError) -> str | None:
         return f"{error.filename}: permission denied. Choose another folder, or change its rights."
     if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
         return "There is no folder for temporary files. Set TMPDIR to an existing folder that can be written to."
+    if isinstance(error, FileNotFoundError) and _is_lost(error):
+        return (
+            f"{error.filename}: it was removed while it was written, or its folder was (is its disk still mounted?). Run the same command "
+            "again when the folder is there."
+        )
     if error.errno in _WRONG_PATH and error.filename:
         return f"{error.filename}: {_WRONG_PATH[error.errno]}."
     return None
+
+
+def _is_lost(error: FileNotFoundError) -> bool:
+    """Whether a file could not be written because its folder is missing, or could not get its name at the end."""
+    folder = os.path.dirname(str(error.filename or ""))
+    return bool(folder) and (error.filename2 is not None or not os.path.isdir(folder))
 
 
 def fields_help(cls: type) -> str:

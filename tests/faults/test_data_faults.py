@@ -30,6 +30,7 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, Dataset, open_dataset, write_dataset
 from pipeline.data.loading.loader import Batch, Loader
+from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import train_view
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
@@ -464,6 +465,15 @@ def test_a_shard_that_cannot_be_read_is_no_bad_image(fault: Callable[[Path], Non
         with pytest.raises(StorageError, match=said):
             read_all(patient)
         assert not patient.bad
+
+
+def test_too_many_open_files_are_no_fault_of_the_shard(copy: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(ShardReader, "_open", fail)
+    with pytest.raises(StorageError, match=r"cannot be read: Too many open files. Raise the limit: ulimit -n"):
+        ShardReader(copy.split("train")).read(0)
 
 
 # ------------------------------------------------------------------------------ while images are sharded

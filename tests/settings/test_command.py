@@ -3,6 +3,7 @@
 import ast
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import OneRankError, UserError
+from pipeline.base.files import replacing
 from pipeline.process.launcher import VARIABLES, forget_launcher
 from pipeline.settings import command
 from pipeline.settings.command import main
@@ -187,6 +189,27 @@ def test_a_path_that_the_system_refuses_is_one_line(
 ) -> None:
     printed = ending(OSError(number, "as the system says it", "/data/x"), monkeypatch, capsys)
     assert printed.startswith(f"error: /data/x: {said}")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_folder_that_vanishes_before_or_while_it_is_written_to_is_one_line(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where its disk is unmounted, which leaves nothing, or the empty folder that it was mounted on."""
+    (folder := tmp_path / "out").mkdir()
+
+    def write() -> None:
+        if when == "before":
+            folder.rmdir()
+        with replacing(folder / "x.tar"):
+            shutil.rmtree(folder)
+            folder.mkdir()
+
+    with pytest.raises(FileNotFoundError) as error:
+        write()
+    printed = ending(error.value, monkeypatch, capsys)
+    assert printed.startswith(f"error: {folder}/x.tar: it was removed while it was written, or its folder was")
     assert printed.count("\n") == 1
 
 

@@ -1,6 +1,7 @@
 """Reads samples by offset from the shards of a split: local files, or objects of a bucket, cached or by range requests."""
 
 import contextlib
+import errno
 import os
 import queue
 import threading
@@ -64,7 +65,9 @@ class ShardReader:
             if error.errno is None:  # Only errors of the operating system and of the store have a number.
                 raise
             path, reason = self.split.shard_paths[shard], error.strerror or error
-            raise StorageError(f"{path} cannot be read: {reason}. Restore the file or its permissions.") from None
+            too_many = error.errno in (errno.EMFILE, errno.ENFILE)
+            way_out = "Raise the limit: ulimit -n" if too_many else "Restore the file or its permissions"
+            raise StorageError(f"{path} cannot be read: {reason}. {way_out}.") from None
         expected = part.hash_of(own)
         if expected is not None and content_hash(data) != expected:
             raise OSError(f"its bytes in {opened.name} are not those of the manifest (xxh128)")

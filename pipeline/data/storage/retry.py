@@ -87,8 +87,8 @@ class Retry:
                 if now >= deadline:
                     limit = f"{self.seconds / 60:.3g} minutes" + (f" ({self.setting})" if self.setting else "")
                     raise StorageError(
-                        f"{url} was unreachable for {limit}: {short}. Check the network and the endpoint; "
-                        "the same command continues."
+                        f"{url} was unreachable for {limit}: {short}. Check the network, the endpoint and, if one is set, the proxy "
+                        "(https_proxy, no_proxy); the same command continues."
                     ) from None
             with self._lock:
                 self.retries += 1
