@@ -50,7 +50,7 @@ class Classification(Objective):
         read: Callable[[Tensor, torch.device], Tensor] = normalised,
     ) -> None:
         super().__init__(backbone)
-        self.kind, self.label_smoothing, self.read = kind, label_smoothing, read
+        self.loss_kind, self.label_smoothing, self.read = kind, label_smoothing, read
         self.any_size = False  # Whether images may have another size than the model's.
 
     def sized(self, config: RunConfig) -> Self:
@@ -71,7 +71,7 @@ class Classification(Objective):
 
     def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.backbone(views[0], any_size=self.any_size)
-        found = losses(logits, facts["labels"], self.kind, self.label_smoothing, facts.get("own"))
+        found = losses(logits, facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))
         return mean_of_valid(found, facts["valid"]), {}
 
 

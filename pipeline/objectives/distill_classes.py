@@ -126,7 +126,7 @@ class DistillClasses(TaughtObjective, Classification):
         with torch.no_grad():  # First, while there are no activations of the backbone in memory.
             target = self.frozen_teacher(seen_by_teacher(views, facts)).float()
         logits = self.backbone(views[0], any_size=self.any_size).float()
-        found = divergence(logits, target, self.kind, self.temperature)
+        found = divergence(logits, target, self.loss_kind, self.temperature)
         agrees = (logits.detach().argmax(1) == target.argmax(1)).float()
         return mean_of_valid(found, facts["valid"]), {"agreement": mean_among_valid(agrees, facts["valid"])}
 

@@ -64,7 +64,7 @@ class Objective(nn.Module):
     # Whether the backbone's output is logits of classes, which are scored as those of `launch/evaluate.py`.
     predicts_classes: ClassVar[bool] = False
     # If so, what makes probabilities of them: "softmax" or "sigmoid".
-    kind = ""
+    loss_kind = ""
     # Whether a run with init.weights continues what such an objective added to them; else only the backbone is loaded.
     continues_additions: ClassVar[bool] = False
     # Whether the backbone reads each image once and nothing is added to it: then memory and arithmetic are the model's, from its

@@ -134,7 +134,7 @@ class SplitEvaluator(Evaluator):
         )  # fmt: skip
         if not self.engine.objective.predicts_classes:
             return means(measure, reader), None
-        kind, num_classes = self.engine.objective.kind, self.context.prepared.data.dataset.num_classes
+        kind, num_classes = self.engine.objective.loss_kind, self.context.prepared.data.dataset.num_classes
         predictions = predict(forward, reader, kind)
         return score(predictions, split, num_classes, kind), predictions
 

@@ -270,7 +270,7 @@ class TrainingRun:
             "counts": asdict(self.monitoring.counts.to_save(spikes.num_spikes)),
         }
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
-        extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": engine.objective.kind or config.train.loss,
+        extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": engine.objective.loss_kind or config.train.loss,
                  "fingerprint": dataset.fingerprint, "train_split": config.data.train_split, "run": config.name,
                  "step": progress.step}  # fmt: skip
         if dataset.class_names != dataset.classes:

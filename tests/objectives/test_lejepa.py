@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
         ("augment.crop=none", "needs random crops"),
         ("objective.local_size=90", "Use 80 or 96"),
         ("objective={global_views: 1, local_views: 0}", "no view to predict"),
-        ("augment.mixup=0.2", "reads no labels"),
+        ("augment.mixup=0.2", "predicts no classes"),
     ):
         with pytest.raises(UserError, match=message):
             objectives.check(config(setting))

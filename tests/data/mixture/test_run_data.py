@@ -176,7 +176,7 @@ def test_a_split_that_is_evaluated_and_trained_on_is_said(sets: Path) -> None:
         ("{path: b, weight: 1}", []),
         ("{path: b, split: extra, weight: 1}", [note.format("probe.split = extra")]),
     ):
-        data = opened(sets, mix, reads_labels=False)
+        data = opened(sets, mix, labels="unread")
         run_probe = open_run_probe(settings, data.own, data.split.parts[0], probed)
         assert run_probe.notes(data) == said
 
