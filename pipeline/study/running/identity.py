@@ -69,7 +69,7 @@ def common_changes(then: StudyIdentity, now: StudyIdentity) -> list[Change]:
 
 
 def _sources(study: "Study") -> dict[str, str]:
-    """Splits that cells are trained, fine-tuned and evaluated on, as a whole, and weights that they begin with."""
+    """Splits that cells are trained, fine-tuned and evaluated on, as a whole; weights that they begin with, and that teach them."""
     from pipeline.train.run_facts import datasets_of
 
     first = study.cells[0]
@@ -82,7 +82,6 @@ def _sources(study: "Study") -> dict[str, str]:
             found[f"{of.name}:{of.split} ({of.context})"] = f"{of.digest} without {excluded}"
     weights = {cell.run.config.init.weights for cell in study.cells} - {None}
     known = {f"the SHA-256 of {path}": sha256_now(path) for path in weights if path}
-    known |= {}
     known |= {
         f"the SHA-256 of the teacher of {cell.name}": objectives.teacher_digest(cell.run.config) for cell in study.cells
     }

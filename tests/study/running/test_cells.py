@@ -20,6 +20,7 @@ from pipeline.base.progress import duration
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.model import create, save, save_safetensors
+from pipeline.objectives.parts.teacher import _find_published
 from pipeline.settings import schema
 from pipeline.settings.command import read_settings
 from pipeline.settings.commands.study import StudyConfig
@@ -258,6 +259,14 @@ def test_models_that_each_have_a_teacher_need_none_in_the_file(base: Path, tmp_p
     assert {cell.run.config.objective["teacher"] for cell in study.cells} == {str(tmp_path / "teacher.safetensors")}
     with pytest.raises(UserError, match=r"train.loss = distill needs objective.teacher"):
         open_study(make(base, SIZES, learns))
+    study.claim()
+    study.claim()
+    save_safetensors(create("ViT-mu/4", 16, 4, seed=1), tmp_path / "teacher.safetensors", {})
+    _find_published.cache_clear()  # As another process, which reads it anew.
+    with pytest.raises(
+        UserError, match=r"holds another study: the SHA-256 of the teacher of a-n\d+-seed\d was [0-9a-f]{64}, is"
+    ):
+        study.claim()
 
 
 def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
