@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_tools.bench.corpus import NUM_CLASSES, noise_batch, noise_of, objective_run
-from data_tools.bench.gpu.gpu_step import transformers_vit
 from data_tools.bench.measure import Contestant, Timing, race
 from data_tools.bench.record import markdown
 from pipeline import model as models
@@ -90,6 +89,18 @@ def check_minimal() -> None:
             its.copy_(mine.normal_(0, 0.3))  # Also the head, which is initialised to zero.
         images = torch.rand(2, 3, 32, 32)
         torch.testing.assert_close(ours.eval()(images), minimal.eval()(images), rtol=0, atol=1e-4)
+
+
+def transformers_vit(config: models.ViTConfig) -> nn.Module:
+    """The same architecture in `transformers`. Raises ImportError if that is not installed."""
+    import transformers
+
+    settings = transformers.ViTConfig(
+        hidden_size=config.width, num_hidden_layers=config.depth, num_attention_heads=config.num_heads,
+        intermediate_size=config.mlp_width, image_size=config.image_size, patch_size=config.patch_size, num_labels=config.num_classes,
+        hidden_act="gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(settings)
 
 
 MAKERS: dict[str, Callable[[models.ViTConfig], nn.Module]] = {

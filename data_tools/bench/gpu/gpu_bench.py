@@ -102,9 +102,7 @@ class GpuBench:
         self._step(first, engine)
         larger = [replace(first, batch=factor * first.batch) for factor in (2, 4)]
         self._each(
-            (self._others, first, best, False),
             *((self._compare, case, engine) for case in [*others[:1], larger[0], *others[1:], larger[1]]),
-            (self._others, first, best, True),
             *((self._step, first, setup) for setup in [replace(engine, deterministic=False), *_late_changes(best)]),
             *((self._largest_batch, case) for case in others),
         )
@@ -127,10 +125,6 @@ class GpuBench:
     def _compare(self, case: Case, engine: Setup) -> None:
         for setup in (Setup(), engine):
             self._step(case, setup)
-
-    def _others(self, case: Case, best: Setup, compiled: bool) -> None:
-        name = f"others {case.name}{', compiled' * compiled}"
-        self._apart(name, gpu_step.against_others, (case, best, compiled), _PART_SECONDS)
 
     def _objective(self, case: Case, loss: str) -> None:
         self._apart(f"objectives {case.name}, {loss}", gpu_step.objective, (case, _DEFAULTS, loss), _STEP_SECONDS)

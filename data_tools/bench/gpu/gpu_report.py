@@ -83,7 +83,7 @@ def write_report(record: BenchRecord, exactness: Exactness) -> None:
         f"bf16; plain matrix product {f'{product:,.1f} TFLOP/s' if product else 'not measured'}, {peak}.",
         _bounds(rows, roofline.find_sheet(device), product),
         _steps(rows, exactness, gpu.tflops if gpu else 0.0, product),
-        _others(rows), _shards(rows), _objectives(rows, gpu.tflops if gpu else 0.0), _fits(rows), *_operations(rows, device),
+        _shards(rows), _objectives(rows, gpu.tflops if gpu else 0.0), _fits(rows), *_operations(rows, device),
     ]  # fmt: skip
     advice = _advice(rows, exactness)
     record.facts |= {"report": "\n\n".join(line for line in [*lines, *advice] if line), "advice": advice}
@@ -142,15 +142,6 @@ def _case(model: str, batch: int) -> Case:
     """The case of a row's model, "ViT-L/16@224"."""
     name, _, pixels = model.partition("@")
     return Case(name, int(pixels), batch, 0.0)
-
-
-def _others(rows: Sequence[Row]) -> str:
-    def named(row: Row) -> Row:
-        compiled = ", all compiled" if row.get("compiled") else ""
-        return {**row, "name": f"others {row.get('contestant', row['name'])}{compiled}"}
-
-    found = [named(row) for row in rows if row["name"].startswith("others")]
-    return _table(found, "others", ["side by side", "ms", "images/s"], _speed)
 
 
 def _shards(rows: Sequence[Row]) -> str:

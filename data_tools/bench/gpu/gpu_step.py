@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_tools.bench.apart import Row, reason
+from data_tools.bench.apart import Row
 from data_tools.bench.corpus import NUM_CLASSES, noise_batch, noise_of, objective_run
 from data_tools.bench.gpu import roofline
 from data_tools.bench.record import machine
@@ -128,38 +128,6 @@ def measure(case: Case, setup: Setup) -> Iterator[Row]:
             "setup": asdict(setup), "losses": losses, "repeats": repeats, "seconds_to_ready": ready,
             "peak_memory_gib": peak_memory(torch.device(case.device)) / 2**30,
         }  # fmt: skip
-
-
-def against_others(case: Case, best: Setup, compiled: bool) -> Iterator[Row]:
-    """Rows of the best step, a bare loop, `transformers`' and timm's model with the same optimizer, interleaved in rounds.
-
-    compiled: these models are compiled by torch, with its defaults.
-    """
-    plain = Setup(compile="default", fused_optimizer=best.fused_optimizer) if compiled else Setup()
-    makers: dict[str, tuple[Callable[[], nn.Module], Setup]] = {
-        "ours, best": (lambda: _vit(case), replace(best, engine=False, graph=False, deterministic=False)),
-        "ours, bare loop": (lambda: _vit(case), plain),
-        "transformers": (lambda: transformers_vit(case.config), plain),
-        "timm": (lambda: _timm_vit(case), plain),
-    }
-    steps: dict[str, tuple[Step, Setup]] = {}
-    for name, (make, setup) in makers.items():
-        try:
-            with _settings_of_torch(setup, case.device):
-                step = _plain_step(case, setup, make())[0]
-                for _ in range(_WARM_UP_STEPS):
-                    step()
-            steps[name] = step, setup
-        except Exception as error:
-            yield {"contestant": name, "compiled": compiled, "failed": reason(error)}
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(_MIN_ROUNDS):
-        for name, (step, setup) in steps.items():
-            with _settings_of_torch(setup, case.device):
-                step()
-                found[name].append(statistics.median(_times(step, case.seconds / 2, case.device == "cuda")))
-    for name, times in found.items():
-        yield {"contestant": name, "compiled": compiled, **_speed(case, times)}
 
 
 def profile(case: Case, setup: Setup) -> Iterator[Row]:
@@ -325,15 +293,11 @@ def _choose_optimizer(optimizer: torch.optim.Optimizer, setup: Setup, capturable
 
 
 def _compiled(model: nn.Module, setup: Setup) -> Callable[[Tensor], Tensor]:
-    def forward(images: Tensor) -> Tensor:
-        found = model(images)
-        return found if isinstance(found, Tensor) else found.logits  # transformers
-
     if setup.compile == "blocks":
         for block in model.blocks:  # type: ignore[union-attr]
             block.compile()
-        return forward
-    return torch.compile(forward, mode=setup.compile) if setup.compile else forward
+        return model
+    return torch.compile(model, mode=setup.compile) if setup.compile else model
 
 
 def _captured(step: Step) -> Step:
@@ -383,28 +347,6 @@ def _filled(model: Any, device: torch.device) -> Any:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
     assert not list(model.buffers()), "they would be uninitialised"
     return model
-
-
-def transformers_vit(config: models.ViTConfig) -> nn.Module:
-    """The same architecture in `transformers`. Raises ImportError if that is not installed."""
-    import transformers
-
-    settings = transformers.ViTConfig(
-        hidden_size=config.width, num_hidden_layers=config.depth, num_attention_heads=config.num_heads,
-        intermediate_size=config.mlp_width, image_size=config.image_size, patch_size=config.patch_size, num_labels=config.num_classes,
-        hidden_act="gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
-    )  # fmt: skip
-    return transformers.ViTForImageClassification(settings)
-
-
-def _timm_vit(case: Case) -> nn.Module:
-    from timm.models.vision_transformer import VisionTransformer
-
-    config = case.config
-    return VisionTransformer(
-        img_size=case.pixels, patch_size=config.patch_size, num_classes=NUM_CLASSES, embed_dim=config.width, depth=config.depth,
-        num_heads=config.num_heads, mlp_ratio=config.mlp_width / config.width,
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- timing

@@ -34,7 +34,7 @@ class GpuBenchConfig(RecordConfig):
         540.0, "Time for everything; what is left out for lack of time is listed.", above=0, max=86400
     )
     candidate_seconds: float = setting(2.0, "Time in which each configuration's steps are timed.", above=0, max=600)
-    only: list[Literal["product", "step", "others", "operations", "shards", "objectives", "fit"]] = setting(
+    only: list[Literal["product", "step", "operations", "shards", "objectives", "fit"]] = setting(
         [], "Parts to measure, by the first word of their names; empty measures all."
     )
     batch: int = setting(0, "Images per step; 0 is the power of two with at most 32,768 tokens.", min=0, max=MAX_BATCH)
