@@ -50,7 +50,7 @@ if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:
         "data_tools.bench.gpu.gpu_bench",
         """
         Measure how fast one GPU trains, and which settings are the fastest that keep the loss and repeat bit for bit: eager and
-        compiled, attention backends, fused optimizer, CUDA graphs, batch sizes; the engine, from real shards.
+        compiled, fused optimizer, deterministic kernels, batch sizes; the engine, from real shards.
         Takes at most `seconds`; results are written as they are measured.
 
           python launch/bench.py gpu json=gpu.json

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from data_tools.bench.apart import Row, reason, rows_apart
 from data_tools.bench.gpu import gpu_step
 from data_tools.bench.gpu.gpu_report import Exactness, write_report
-from data_tools.bench.gpu.gpu_step import ATTENTIONS, Case, Setup
+from data_tools.bench.gpu.gpu_step import DEFAULTS, Case, Setup
 from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -33,17 +33,13 @@ _MODELS = {"cuda": ["ViT-L/16@224", "ViT-H/14@224", "ViT-L/16@384", "ViT-B/16@22
 _MAX_TOKENS, _MAX_BATCH = 32_768, 16_384
 # A measurement is not begun with less time left, and that for the report is kept.
 _LEAST_SECONDS, _REPORT_SECONDS = 5.0, 3.0
-# Time limits: of the first part, of one configuration, of one that a compiler searches kernels for, of the rest.
-_FIRST_SECONDS, _STEP_SECONDS, _SEARCH_SECONDS, _PART_SECONDS = 45.0, 120.0, 200.0, 120.0
-# A configuration must be this much faster than the plain one to be combined with others.
-_GAIN = 1.005
+# Time limits: of the first part, and of any other.
+_FIRST_SECONDS, _PART_SECONDS = 45.0, 120.0
 # CUDA was used before the fork, by an import: every process is then started afresh. Also when the first part fails.
 _BAD_FORK = ("forked subprocess", "initialization error")
 _NUM_IMAGES, _NUM_DISTINCT = 1600, 64
 # DINO's prototypes alone take a CPU ten seconds.
 _OBJECTIVES = {"cuda": ("mae", "dino", "lejepa"), "cpu": ("mae", "lejepa")}
-# The engine as a run on a GPU has it.
-_DEFAULTS = Setup(engine=True, deterministic=True, fused_optimizer=True)
 
 
 def run(config: GpuBenchConfig) -> None:
@@ -86,24 +82,23 @@ class GpuBench:
             self.device_memory = row.get("device_memory") or self.device_memory
 
         # What a run has with its defaults first, then what would be faster.
-        for setup in (Setup(), _DEFAULTS, replace(_DEFAULTS, compile="default")):
+        compiled = replace(DEFAULTS, compile=True)
+        for setup in (Setup(), DEFAULTS, compiled):
             self._step(first, setup)
         self._each(
-            *((self._step, case, _DEFAULTS) for case in others[:1]),
+            *((self._step, case, DEFAULTS) for case in others[:1]),
             (self._from_shards, first),
             *((self._objective, first, loss) for loss in _OBJECTIVES[first.device]),
             (self._largest_batch, first),
             *((self._operations, case) for case in [first, *others[:1]]),
         )
-        for setup in _single_changes():
+        for setup in (replace(DEFAULTS, fused=False), replace(DEFAULTS, deterministic=False)):
             self._step(first, setup)
-        best = self._best_combination(first)
-        engine = replace(best, engine=True, graph=False, deterministic=True)
-        self._step(first, engine)
+        best = self.exactness.fastest(self.record.rows, first) or DEFAULTS
         larger = [replace(first, batch=factor * first.batch) for factor in (2, 4)]
         self._each(
-            *((self._compare, case, engine) for case in [*others[:1], larger[0], *others[1:], larger[1]]),
-            *((self._step, first, setup) for setup in [replace(engine, deterministic=False), *_late_changes(best)]),
+            *((self._compare, case, best) for case in [*others[:1], larger[0], *others[1:], larger[1]]),
+            (self._step, first, replace(compiled, deterministic=False)),
             *((self._largest_batch, case) for case in others),
         )
 
@@ -119,35 +114,17 @@ class GpuBench:
     def _step(self, case: Case, setup: Setup) -> None:
         name = f"step {case.name}, batch {case.batch}, {setup}"
         if not any(row["name"] == name for row in self.record.rows):
-            limit = _SEARCH_SECONDS if "autotune" in setup.compile else _STEP_SECONDS
-            self._apart(name, gpu_step.measure, (case, setup), limit)
+            self._apart(name, gpu_step.measure, (case, setup), _PART_SECONDS)
 
     def _compare(self, case: Case, engine: Setup) -> None:
         for setup in (Setup(), engine):
             self._step(case, setup)
 
     def _objective(self, case: Case, loss: str) -> None:
-        self._apart(f"objectives {case.name}, {loss}", gpu_step.objective, (case, _DEFAULTS, loss), _STEP_SECONDS)
+        self._apart(f"objectives {case.name}, {loss}", gpu_step.objective, (case, loss), _PART_SECONDS)
 
     def _operations(self, case: Case) -> None:
-        self._apart(f"operations {case.name}", gpu_step.profile, (case, Setup(deterministic=True)), _STEP_SECONDS)
-
-    def _best_combination(self, case: Case) -> Setup:
-        """Measure the changes that made the plain step faster together, then with bits that repeat; returns the best so far."""
-        faster = self.exactness.faster_than_plain(self.record.rows, case, _GAIN)
-        combined = Setup()
-        for setup in reversed(faster):  # The fastest last: it decides where two exclude each other.
-            combined = replace(combined, **{k: v for k, v in asdict(setup).items() if v})
-        if combined.graph and combined.compile:  # Not both: a compiled step makes its own graphs, or has few launches.
-            combined = replace(combined, graph=faster[0].graph, compile=faster[0].compile)
-        self._step(case, combined)
-        # Some attention kernels cannot repeat their bits: then the next fastest.
-        for attention in dict.fromkeys([combined.attention, "", "flash", "efficient"]):
-            setup = replace(combined, attention=attention, deterministic=True)
-            self._step(case, setup)
-            if self.exactness.is_exact(self.record.rows, case, setup):
-                break
-        return self.exactness.fastest(self.record.rows, case) or Setup(deterministic=True)
+        self._apart(f"operations {case.name}", gpu_step.profile, (case,), _PART_SECONDS)
 
     def _from_shards(self, case: Case) -> None:
         """The engine on real shards of generated JPEGs, with a checkpoint in each round and few or many log lines."""
@@ -226,25 +203,6 @@ class GpuBench:
         case = Case(model, int(pixels), 1, self.config.candidate_seconds, self.config.device)
         most = 2 ** math.floor(math.log2(max(1, _MAX_TOKENS / case.config.num_tokens)))
         return replace(case, batch=self.config.batch or (most if self.config.device == "cuda" else 4))
-
-
-def _single_changes() -> list[Setup]:
-    """Configurations that differ from the plain one in one thing: what the best one is combined from, in order of worth."""
-    return [
-        Setup(), Setup(compile="blocks"), Setup(fused_optimizer=True), Setup(deterministic=True), Setup(compile="default"),
-        Setup(attention="flash"), Setup(attention="cudnn"), Setup(graph=True),
-    ]  # fmt: skip
-
-
-def _late_changes(best: Setup) -> list[Setup]:
-    """Configurations that are hardly expected to be the best, or take minutes to compile."""
-    modes = ("reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
-    attentions = [Setup(attention=name) for name in ATTENTIONS]
-    return [
-        replace(best, channels_last=True),
-        *attentions,
-        *(replace(best, compile=mode, graph=False) for mode in modes),
-    ]
 
 
 def _run_of(model: str) -> RunConfig:

@@ -1,7 +1,7 @@
 """What the rows of `bench.py gpu` say: which configurations are exact, which is the fastest, and the tables."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from data_tools.bench.apart import Row
 from data_tools.bench.gpu import roofline
@@ -15,7 +15,7 @@ from pipeline.monitor.gpus import Gpu, find_gpu
 
 @dataclass(frozen=True)
 class Exactness:
-    """Exact: each of the first losses within `tolerance` of the plain step's (relative), and all steps repeat bit for bit."""
+    """Exact: each of the first losses within `tolerance` of the plain step's (relative), by kernels that are deterministic."""
 
     tolerance: float
 
@@ -31,32 +31,14 @@ class Exactness:
         difference = row.get("loss_difference")
         return difference is not None and difference <= self.tolerance
 
-    def is_exact(self, rows: Sequence[Row], case: Case, setup: Setup) -> bool:
-        row = _find(rows, case.name, case.batch, setup)
-        return row is not None and self.has_equal_loss(row) and row["repeats"] is True
-
-    def fastest(self, rows: Sequence[Row], case: Case, engine: bool = False) -> Setup | None:
-        """The fastest exact configuration. engine: of the engine, whose repetition is what the same plain step's is."""
+    def fastest(self, rows: Sequence[Row], case: Case) -> Setup | None:
+        """The fastest exact configuration of the engine."""
         exact = [
             row
             for row in _of_case(rows, case.name, case.batch)
-            if (setup := Setup(**row["setup"])).engine == engine
-            and self.has_equal_loss(row)
-            and (row["repeats"] is True or (engine and setup.deterministic))
+            if (setup := Setup(**row["setup"])).engine and setup.deterministic and self.has_equal_loss(row)
         ]
         return Setup(**min(exact, key=lambda row: row["ms"])["setup"]) if exact else None
-
-    def faster_than_plain(self, rows: Sequence[Row], case: Case, gain: float) -> list[Setup]:
-        """Configurations with the same loss that are at least `gain` times as fast, the fastest first; not the engine's."""
-        plain = self.milliseconds(rows, case, Setup())
-        if plain is None:
-            return []
-        found = [
-            row
-            for row in _of_case(rows, case.name, case.batch)
-            if not row["setup"]["engine"] and self.has_equal_loss(row) and row["ms"] * gain < plain
-        ]
-        return [Setup(**row["setup"]) for row in sorted(found, key=lambda row: row["ms"])]
 
     def milliseconds(self, rows: Sequence[Row], case: Case, setup: Setup) -> float | None:
         row = _find(rows, case.name, case.batch, setup)
@@ -109,10 +91,9 @@ def _steps(rows: Sequence[Row], exactness: Exactness, sheet: float, product: flo
             f"{row['tflops'] / sheet:.1%}" if sheet else "", f"{row['tflops'] / product:.1%}" if product else "",
             f"{row['peak_memory_gib']:.1f}",
             ("" if difference is None else f"{difference:.1e}") + ("" if exactness.has_equal_loss(row) else " NO"),
-            {True: "yes", False: "no", None: ""}[row["repeats"]],
         ]  # fmt: skip
 
-    heads = ["step", "ms", "images/s", "TFLOP/s", "MFU, data sheet", "of the product", "peak GiB", "loss within", "bits repeat"]  # fmt: skip
+    heads = ["step", "ms", "images/s", "TFLOP/s", "MFU, data sheet", "of the product", "peak GiB", "loss within"]  # fmt: skip
     return _table(rows, "step", heads, cells)
 
 
@@ -209,25 +190,20 @@ def _us(seconds: float | None, missing: str) -> str:
 
 
 def _advice(rows: Sequence[Row], exactness: Exactness) -> list[str]:
-    """Lines that name the fastest exact configuration of each model, and the settings of a run that give it."""
+    """Lines that name the fastest exact configuration of each model, as the settings of a run that give it."""
     lines = []
     for case in _cases(rows):
-        best, engine = (exactness.fastest(rows, case, engine=kind) for kind in (False, True))
-        said = f"{case.name}, batch {case.batch}: fastest exact step: {best or 'none measured'}"
-        if engine:
-            rest = _without_settings(engine)
-            said += f"; in the engine: {' '.join(_settings(engine, case.batch))}"
-            said += "" if rest == Setup() else f", and, which no setting offers: {rest}"
-        lines.append(said + ".")
+        best = exactness.fastest(rows, case)
+        settings = " ".join(_settings(best, case.batch)) if best else "none measured"
+        lines.append(f"{case.name}, batch {case.batch}: fastest exact step of the engine: {settings}.")
     return lines
 
 
 def fastest_steps(rows: Sequence[Row], exactness: Exactness) -> list[Fastest]:
-    """The fastest exact configuration that settings of a run give, for each model and batch: `launch/plan.py bench=FILE` reads it."""
-    rows = [row for row in rows if "setup" not in row or _without_settings(Setup(**row["setup"])) == Setup()]
+    """The fastest exact configuration of each model and batch: `launch/plan.py bench=FILE` reads it."""
     found = []
     for case in _cases(rows):
-        setup = exactness.fastest(rows, case, engine=True)
+        setup = exactness.fastest(rows, case)
         row = setup and _find(rows, case.name, case.batch, setup)
         if setup and row:
             gflops = training_flops_per_image(case.config) / 1e9
@@ -236,16 +212,6 @@ def fastest_steps(rows: Sequence[Row], exactness: Exactness) -> list[Fastest]:
 
 
 def _settings(setup: Setup, batch: int) -> list[str]:
-    """The settings of a run that give this step, as far as there are any."""
-    chosen = {
-        "compile": setup.compile == "default",
-        "fused": setup.fused_optimizer,
-        "deterministic": setup.deterministic,
-    }
-    return [*(f"engine.{name}={str(on).lower()}" for name, on in chosen.items()), f"train.micro_batch={batch}"]
-
-
-def _without_settings(setup: Setup) -> Setup:
-    """The parts of a set-up that no setting of a run can give; `Setup()` if there are none."""
-    mode = "" if setup.compile == "default" else setup.compile
-    return replace(setup, engine=False, deterministic=False, fused_optimizer=False, compile=mode)
+    """The settings of a run that give this step of the engine."""
+    chosen = ("compile", "fused", "deterministic")
+    return [*(f"engine.{name}={str(getattr(setup, name)).lower()}" for name in chosen), f"train.micro_batch={batch}"]

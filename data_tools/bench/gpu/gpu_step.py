@@ -1,9 +1,8 @@
 """One training step in many configurations, each checked and timed on one device: what `gpu_bench.py` runs in processes of their own.
 
-Every function that `gpu_bench.py` calls is a generator of rows (dicts for JSON). Models start from the same weights, and see one batch.
+Every function that `gpu_bench.py` calls is a generator of rows (dicts for JSON), and may choose the kernels of its process. Models start from the same weights, and see one batch.
 """
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -12,12 +11,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
 from data_tools.bench.apart import Row
 from data_tools.bench.corpus import NUM_CLASSES, noise_batch, noise_of, objective_run
@@ -38,11 +35,6 @@ from pipeline.settings.run import EngineConfig, OptimizerConfig
 Step = Callable[[], Tensor]
 _LR = 1e-4
 _CHECKED_STEPS, _WARM_UP_STEPS, _MIN_ROUNDS = 5, 3, 3
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
-}  # fmt: skip
-ATTENTIONS = tuple(_BACKENDS)
 
 
 @dataclass(frozen=True)
@@ -70,27 +62,24 @@ class Case:
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to compute the step; the default is plain PyTorch.
+    """One way to compute the step; the default is plain PyTorch, with torch's choice of kernels.
 
-    compile: "", "blocks" (each encoder block by itself, which compiles one for all) or a mode of torch.compile. attention: a
-    backend of scaled_dot_product_attention, empty for torch's choice. graph: the whole step, optimizer included, is one CUDA
-    graph. deterministic: torch.use_deterministic_algorithms. engine: DeepSpeed's engine at ZeRO stage 1, and the batch copied
-    from host memory, as in training.
+    engine: DeepSpeed's engine at ZeRO stage 1, and the batch copied from host memory, as in training. compile, fused: as the engine's
+    settings, of the engine alone. deterministic: as `engine.deterministic`, of both.
     """
 
-    compile: str = ""
-    attention: str = ""
-    fused_optimizer: bool = False
-    channels_last: bool = False
-    graph: bool = False
-    deterministic: bool = False
     engine: bool = False
+    compile: bool = False
+    fused: bool = False
+    deterministic: bool = False
 
     def __str__(self) -> str:
-        words = [f"compile {self.compile}"] if self.compile else []
-        words += [f"attention {self.attention}"] if self.attention else []
-        words += [name.replace("_", " ") for name, on in asdict(self).items() if on is True and name != "engine"]
-        return ("engine: " if self.engine else "") + (", ".join(words) or "eager")
+        chosen = [name for name, on in asdict(self).items() if on and name != "engine"]
+        return ("engine: " if self.engine else "") + (", ".join(chosen) or "eager")
+
+
+# As a run on a GPU has it.
+DEFAULTS = Setup(engine=True, fused=True, deterministic=True)
 
 
 def matrix_product(device: str, side: int) -> Iterator[Row]:
@@ -106,45 +95,35 @@ def matrix_product(device: str, side: int) -> Iterator[Row]:
 
 
 def measure(case: Case, setup: Setup) -> Iterator[Row]:
-    """One row: speed, memory, losses of the first steps, and whether the steps repeat bit for bit."""
+    """One row: speed, memory, and losses of the first steps."""
     begin = time.perf_counter()
-    with _settings_of_torch(setup, case.device):
-        step, reset, state = _engine_step(case, setup) if setup.engine else _plain_step(case, setup, _vit(case))
-        losses, repeats = [float(step()) for _ in range(_CHECKED_STEPS)], None
-        ready = time.perf_counter() - begin
-        if setup.graph:
-            step = _captured(step)
-        if reset is not None:
-            runs = []
-            for _ in range(2):
-                reset()
-                losses = [float(step()) for _ in range(_CHECKED_STEPS)]
-                runs.append((losses, [tensor.clone() for tensor in state()]))
-            (first, before), (second, after) = runs
-            repeats = first == second and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-            del runs, before, after
-        times = _times(step, case.seconds, case.device == "cuda")
-        yield _speed(case, times) | {
-            "setup": asdict(setup), "losses": losses, "repeats": repeats, "seconds_to_ready": ready,
-            "peak_memory_gib": peak_memory(torch.device(case.device)) / 2**30,
-        }  # fmt: skip
+    if setup.deterministic:
+        use_exact_arithmetic(torch.device(case.device))
+    step = _engine_step(case, setup) if setup.engine else _plain_step(case)
+    losses = [float(step()) for _ in range(_CHECKED_STEPS)]
+    ready = time.perf_counter() - begin
+    times = _times(step, case.seconds, case.device == "cuda")
+    yield _speed(case, times) | {
+        "setup": asdict(setup), "losses": losses, "seconds_to_ready": ready,
+        "peak_memory_gib": peak_memory(torch.device(case.device)) / 2**30,
+    }  # fmt: skip
 
 
-def profile(case: Case, setup: Setup) -> Iterator[Row]:
-    """One row: seconds a step of each operation of `roofline.operations`, from torch.profiler."""
+def profile(case: Case) -> Iterator[Row]:
+    """One row: seconds of each operation of `roofline.operations` in the plain step with deterministic kernels, from torch.profiler."""
     steps = 3
-    with _settings_of_torch(setup, case.device):
-        step, _, _ = _plain_step(case, setup, _vit(case))
-        for _ in range(_WARM_UP_STEPS):
+    use_exact_arithmetic(torch.device(case.device))
+    step = _plain_step(case)
+    for _ in range(_WARM_UP_STEPS):
+        step()
+    _synchronize(case)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if case.device == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
+        for _ in range(steps):
             step()
         _synchronize(case)
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if case.device == "cuda":
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
-            for _ in range(steps):
-                step()
-            _synchronize(case)
     events = profiler.key_averages(group_by_input_shape=True)
     yield {"model": case.name, "batch": case.batch,
            "operations": roofline.measured_rows(events, case.config, case.batch, steps)}  # fmt: skip
@@ -152,7 +131,7 @@ def profile(case: Case, setup: Setup) -> Iterator[Row]:
 
 def fits(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
     """Rows of the engine's peak memory at growing micro-batches, until one does not fit: {"too_large": size}."""
-    step, _, _ = _engine_step(case, Setup(engine=True), sizes)
+    step = _engine_step(case, Setup(engine=True), sizes)
     for size in sizes:
         try:
             for _ in range(2):
@@ -164,7 +143,7 @@ def fits(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
         yield {"fits": size, "peak_memory_gib": peak_memory(torch.device(case.device)) / 2**30}
 
 
-def objective(case: Case, setup: Setup, loss: str) -> Iterator[Row]:
+def objective(case: Case, loss: str) -> Iterator[Row]:
     """One row of the engine's step of an objective, `train.loss`, with as many of the case's images as are predicted to fit a GPU."""
     from data_tools.bench.training_step import pipeline_engine  # Late, as in `_engine_step`.
     from pipeline.train.loop import training_step
@@ -174,57 +153,48 @@ def objective(case: Case, setup: Setup, loss: str) -> Iterator[Row]:
     most = device_memory(torch.device(case.device, 0)) or math.inf
     while case.batch > 1 and rank_memory(config, run, case.batch, 1, 1).total > most:
         case = replace(case, batch=case.batch // 2)
-    with _settings_of_torch(setup, case.device):
-        trained = objectives.create(run, models.build(config)).to(case.device)
-        trained.num_steps = 100
-        optimizer = optimizers.build(trained, trained.decayed(), run.optimizer, setup.fused_optimizer)
-        settings = EngineConfig(precision="bf16", compile=bool(setup.compile))
-        engine = pipeline_engine(trained, optimizer, settings, case.batch, from_environment())
-        batch = _pinned(noise_of(run, case.batch), case.device)
-        numbers = itertools.count()
+    use_exact_arithmetic(torch.device(case.device))
+    trained = objectives.create(run, models.build(config)).to(case.device)
+    trained.num_steps = 100
+    optimizer = optimizers.build(trained, trained.decayed(), run.optimizer, DEFAULTS.fused)
+    engine = pipeline_engine(trained, optimizer, EngineConfig(precision="bf16"), case.batch, from_environment())
+    batch = _pinned(noise_of(run, case.batch), case.device)
+    numbers = itertools.count()
 
-        def step() -> Tensor:
-            return training_step(engine, [batch], next(numbers), _LR).loss
+    def step() -> Tensor:
+        return training_step(engine, [batch], next(numbers), _LR).loss
 
-        losses = [float(step()) for _ in range(_CHECKED_STEPS)]
-        times = _times(step, case.seconds, case.device == "cuda")
+    losses = [float(step()) for _ in range(_CHECKED_STEPS)]
+    times = _times(step, case.seconds, case.device == "cuda")
     flops = objectives.training_flops(run, config)
     yield _speed(case, times, flops) | {
-        "setup": asdict(setup), "first_losses": losses, "arithmetic": flops / models.training_flops_per_image(case.config),
+        "setup": asdict(DEFAULTS), "first_losses": losses, "arithmetic": flops / models.training_flops_per_image(case.config),
         "peak_memory_gib": peak_memory(torch.device(case.device)) / 2**30,
         "predicted_gib": rank_memory(config, run, case.batch, 1, 1).total / 2**30,
     }  # fmt: skip
 
 
 # ---------------------------------------------------------------------- steps
-def _plain_step(
-    case: Case, setup: Setup, model: nn.Module
-) -> tuple[Step, Callable[[], None], Callable[[], list[Tensor]]]:
-    """(a step that returns its loss, what returns to the start, what lists the weights): bf16 weights, fp32 master weights."""
+def _plain_step(case: Case) -> Step:
+    """A step that returns its loss: bf16 weights, fp32 master weights."""
     device = torch.device(case.device)
-    if setup.graph and device.type != "cuda":
-        raise ValueError("a CUDA graph needs a GPU")
-    master = model.to(device, torch.float32).train()
+    master = _vit(case).train()
     model = copy.deepcopy(master).to(torch.bfloat16)
     optimizer = optimizers.build(master, kernel_names(master), OptimizerConfig(lr=_LR))
-    _choose_optimizer(optimizer, setup, capturable=setup.graph)
+    _choose_optimizer(optimizer, fused=False)
     weights: list[Tensor] = list(model.parameters())
     masters: list[Tensor] = list(master.parameters())
-    start = [weight.detach().clone() for weight in weights]
     for weight in masters:
         weight.grad = torch.zeros_like(weight)
     grads = [weight.grad for weight in masters if weight.grad is not None]
     batch = noise_batch(case.batch, case.pixels)
     images, labels = normalise(batch.images, device, torch.bfloat16), batch.labels[:, 0].to(device)
-    layout = torch.channels_last if setup.channels_last else torch.contiguous_format
-    images = images.contiguous(memory_format=layout)
-    forward = _compiled(model, setup)
+    images = images.contiguous()
 
     def step() -> Tensor:
-        _begin_step(setup)
         for weight in weights:
             weight.grad = None
-        loss = F.cross_entropy(forward(images).float(), labels)
+        loss = F.cross_entropy(model(images).float(), labels)
         loss.backward()
         with torch.no_grad():
             torch._foreach_copy_(grads, [weight.grad for weight in weights if weight.grad is not None])
@@ -233,36 +203,20 @@ def _plain_step(
             torch._foreach_copy_(weights, masters)
         return loss.detach().clone()
 
-    @torch.no_grad()
-    def reset() -> None:
-        torch._foreach_copy_(masters, start)
-        torch._foreach_copy_(weights, start)
-        for state in optimizer.state.values():
-            for tensor in state.values():
-                tensor.zero_()
-
-    return step, reset, lambda: [*weights, *masters]
+    return step
 
 
-def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[Step, None, Callable[[], list[Tensor]]]:
-    """Like `_plain_step`, of the engine, which has no way back to the start. sizes: two steps of each in turn, at first."""
+def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> Step:
+    """Like `_plain_step`, of the engine. sizes: two steps of each in turn, at first."""
     # Late: imports DeepSpeed, which may use CUDA, and processes are forked from one that has imported this file.
     from data_tools.bench.training_step import pipeline_engine
     from pipeline.train.loop import training_step
 
-    if setup.graph:
-        raise ValueError("the engine's step cannot be captured in a CUDA graph")
-    device = torch.device(case.device)
-    model = _vit(case).to(device)
-    if setup.compile == "blocks":
-        for block in model.blocks:
-            block.compile()
+    model = _vit(case)
     optimizer = optimizers.build(model, kernel_names(model), OptimizerConfig(lr=_LR))
-    _choose_optimizer(optimizer, setup)
-    settings = EngineConfig(precision="bf16", compile=setup.compile == "default")
+    _choose_optimizer(optimizer, setup.fused)
+    settings = EngineConfig(precision="bf16", compile=setup.compile)
     engine = pipeline_engine(Classification(model, "softmax"), optimizer, settings, case.batch, from_environment())
-    if setup.compile not in ("", "blocks", "default"):
-        engine.engine.compile(compile_kwargs={"mode": setup.compile})
     whole = _pinned(noise_batch(max(sizes or [case.batch]), case.pixels), case.device)
     batches = [
         Batch(
@@ -273,72 +227,26 @@ def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[S
     numbers = itertools.count()
 
     def step() -> Tensor:
-        _begin_step(setup)
         number = next(numbers)
         batch = batches[min(number // 2, len(batches) - 1)]
         return training_step(engine, [batch], number, _LR).loss
 
-    return step, None, lambda: list(model.parameters())
+    return step
 
 
-def _begin_step(setup: Setup) -> None:
-    if setup.compile:  # Otherwise it only imports Inductor, in each process.
-        torch.compiler.cudagraph_mark_step_begin()
-
-
-def _choose_optimizer(optimizer: torch.optim.Optimizer, setup: Setup, capturable: bool = False) -> None:
+def _choose_optimizer(optimizer: torch.optim.Optimizer, fused: bool) -> None:
     """AdamW's implementation: one fused kernel, or torch's default of kernels over lists of tensors (foreach)."""
     for group in optimizer.param_groups:
-        group.update(fused=setup.fused_optimizer, foreach=not setup.fused_optimizer, capturable=capturable)
+        group.update(fused=fused, foreach=not fused)
 
 
-def _compiled(model: nn.Module, setup: Setup) -> Callable[[Tensor], Tensor]:
-    if setup.compile == "blocks":
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.compile()
-        return model
-    return torch.compile(model, mode=setup.compile) if setup.compile else model
-
-
-def _captured(step: Step) -> Step:
-    """The step as one CUDA graph. It was called before, so that its memory and the optimizer's state exist."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
-
-
-@contextlib.contextmanager
-def _settings_of_torch(setup: Setup, device: str) -> Iterator[None]:
-    with sdpa_kernel(_BACKENDS[setup.attention]) if setup.attention else contextlib.nullcontext():
-        if setup.deterministic:
-            use_exact_arithmetic(torch.device(device))
-        else:
-            torch.use_deterministic_algorithms(False)
-        yield
-
-
-# ---------------------------------------------------------------------- models
 def _vit(case: Case) -> models.VisionTransformer:
+    """With random weights drawn on the device, which is faster than the model's own."""
     with torch.device("meta"):
         model = models.build(case.config)
     assert isinstance(model, models.VisionTransformer)
-    return _filled(model, torch.device(case.device))
-
-
-def _filled(model: Any, device: torch.device) -> Any:
-    """A model from the meta device, with random weights drawn on the device, which is faster than the models' own."""
-    model = model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
+    model.to_empty(device=case.device)
+    generator = torch.Generator(case.device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
