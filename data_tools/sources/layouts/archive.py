@@ -49,7 +49,7 @@ _MAX_HEADER_BYTES = 2**20
 
 
 class Member(NamedTuple):
-    """A member of a plain tar. offset, size: of its data in the file. fault: why it cannot be used, else "".
+    """A member of a plain tar or a zip. offset, size, packed: as in `listing.TABLE`. fault: why it cannot be used, else "".
 
     is_file: False for folders, links and devices. hard_link: name of the member that a hard link stands for, else "".
     """
@@ -61,6 +61,7 @@ class Member(NamedTuple):
     fault: str = ""
     is_file: bool = True
     hard_link: str = ""
+    packed: int = 0
 
 
 def kind(source: AnyPath) -> str:
@@ -132,40 +133,40 @@ def remove_unpacked(staging: AnyPath) -> None:
     remove_if_empty(staging)
 
 
-def walk_tar(source: AnyPath, collector: Collector) -> None:
-    """Report every folder and file of a plain tar to the collector. Raises tarfile.TarError for a damaged one."""
+def walk(source: AnyPath, collector: Collector) -> None:
+    """Report every folder and file of a plain tar or a zip to the collector. Raises tarfile.TarError, or UserError, for a damaged one."""
     container = collector.add_container(source)
-    with source.open("rb") as file:
-        for member in resolved_members(file, 0, file_size(source)):
-            if member.is_folder:
-                collector.folder(member.name)
-            else:
-                collector.file(member.name, container, member.offset, member.size, fault=member.fault)
+    for member in members(source, collector.notes):
+        if member.is_folder:
+            collector.folder(member.name)
+        else:
+            collector.file(member.name, container, member.offset, member.size, member.packed, member.fault)
 
 
-def walk_zip(source: AnyPath, collector: Collector) -> None:
-    """Report every folder and file of a zip to the collector. Raises UserError for a damaged one."""
-    members = zip_members(source)
-    container, num_bytes = collector.add_container(source), file_size(source)
-    if odd := [member.filename for member in members if not _is_named_by_unicode(member)]:
-        collector.notes.append(
+def members(source: AnyPath, notes: list[str] | None = None) -> Iterator[Member]:
+    """Yields the members of a plain tar, as `resolved_members` does, or of a zip. notes: what is said of the names is appended."""
+    if kind(source) != "zip":
+        with source.open("rb") as file:
+            yield from resolved_members(file, 0, file_size(source))
+        return
+    found, num_bytes = zip_members(source), file_size(source)
+    odd = [member.filename for member in found if not _is_named_by_unicode(member)]
+    if odd and notes is not None:
+        notes.append(
             f"{counted(len(odd), 'name')} in {source} in an encoding that the zip does not tell, read as code page 437, such as "
             f"{printable(odd[0])}. If that is wrong, unpack it (unzip -O ENCODING, or unar), and shard the folder"
         )
-    for member in members:
-        if member.is_dir():
-            collector.folder(member.filename)
-            continue
-        place = (member.header_offset, member.file_size, max(member.compress_size, 1))
+    for member in found:
+        # The packed size is at least 1, because 0 means "not packed" in the table.
+        offset, size, packed = member.header_offset, member.file_size, max(member.compress_size, 1)
         fault = ""
         if member.flag_bits & 1:
             fault = "it is encrypted; unpack the zip, and shard the folder"
         elif member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             fault = "it is packed by a rare method; unpack the zip, and shard the folder"
-        elif not (0 <= place[0] <= place[0] + place[2] <= num_bytes and place[1] < 2**63):
+        elif not (0 <= offset <= offset + packed <= num_bytes and size < 2**63):
             fault = "damaged zip member (it lies outside the zip)"
-        # The packed size is at least 1, because 0 means "not packed" in the table.
-        collector.file(member.filename, container, *place, fault=fault)
+        yield Member(member.filename, member.is_dir(), offset, size, fault, not member.is_dir(), packed=packed)
 
 
 def zip_members(source: AnyPath) -> list[zipfile.ZipInfo]:

@@ -19,8 +19,7 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every folder and file of a folder or archive to the collector."""
     if source.is_file():
-        walk_archive = archive.walk_zip if archive.kind(source) == "zip" else archive.walk_tar
-        walk_archive(source, collector)
+        archive.walk(source, collector)
     elif isinstance(source, BucketPath):
         for path, size in source.walk():
             name = name_inside(path, source)

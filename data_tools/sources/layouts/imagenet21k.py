@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from data_tools.sources.ignored import is_hidden
-from data_tools.sources.layouts.archive import LIST, kind, resolved_members, staged_path, tar_members, walk_zip
+from data_tools.sources.layouts import archive
 from data_tools.sources.listing import Collector
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -46,7 +46,7 @@ _Members = list[tuple[str, int, int, str]]
 def is_tar_of_tars(source: AnyPath) -> bool:
     """Whether the first file in a tar, hidden ones apart, is itself a tar."""
     with source.open("rb") as file:
-        for member in tar_members(file, 0, file_size(source)):
+        for member in archive.tar_members(file, 0, file_size(source)):
             if not member.is_folder and not is_hidden(member.name.rpartition("/")[2]):
                 return member.name.endswith(".tar")
     return False
@@ -56,8 +56,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     """Report the members of every class's tar to the collector. (A zip is read as one of class folders.)"""
     if source.is_dir():
         _walk_folder(source, staging, collector)
-    elif kind(source) == "zip":
-        walk_zip(source, collector)
+    elif archive.kind(source) == "zip":
+        archive.walk(source, collector)
     else:
         walk_tar(source, staging, collector)
 
@@ -86,7 +86,7 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
 
     def tars() -> Iterator[_ClassTar]:
         with source.open("rb") as file:
-            for name, is_folder, offset, size, fault, *_ in resolved_members(file, 0, file_size(source)):
+            for name, is_folder, offset, size, fault, *_ in archive.resolved_members(file, 0, file_size(source)):
                 # Not the ._n01440764.tar beside a class's tar, in a tar made on a Mac.
                 is_tar = name.endswith(".tar") and not is_hidden(name.rpartition("/")[2])
                 if fault and is_tar:
@@ -138,7 +138,11 @@ def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members:
 
     Raises tarfile.TarError.
     """
-    cached = staged_path(tar.path, staging, f".{tar.start}{LIST}") if isinstance(tar.path, BucketPath) else None
+    cached = (
+        archive.staged_path(tar.path, staging, f".{tar.start}{archive.LIST}")
+        if isinstance(tar.path, BucketPath)
+        else None
+    )
     if cached is not None:
         with contextlib.suppress(FileNotFoundError):
             if (members := _read_list(cached)) is not None:
@@ -146,7 +150,7 @@ def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members:
     with tar.path.open("rb") as file:
         members = [
             (member.name, member.offset, member.size, member.fault)
-            for member in resolved_members(file, tar.start, tar.end)
+            for member in archive.resolved_members(file, tar.start, tar.end)
             if not member.is_folder
         ]
     if cached is not None:

@@ -22,4 +22,4 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         plain = archive.unpack(path, kind, staging) if kind in archive.COMPRESSED else path
         collector.inside = f"{name.removesuffix(suffix)}/"
         with archive.damage_named(path, tarfile.TarError):
-            (archive.walk_zip if kind == "zip" else archive.walk_tar)(plain, collector)
+            archive.walk(plain, collector)

@@ -7,17 +7,17 @@ the readable names of wnids, in lines `wnid name`. Boxes are not read.
 """
 
 import re
-import zipfile
 from collections.abc import Callable
 
 from data_tools.sources.class_numbers import names_of_synsets
 from data_tools.sources.layouts import archive
 from data_tools.sources.layouts import folder as class_folders
 from data_tools.sources.listing import Collector
+from data_tools.sources.reader import Reader
 from pipeline.base.errors import UserError
 from pipeline.base.words import printable
 from pipeline.data.storage.atomic import read_bytes
-from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.commands.data import ShardConfig
 
 SPLITS = {"train": "train", "val": "val"}
@@ -85,20 +85,15 @@ def _read_texts(source: AnyPath) -> tuple[str, dict[str, bytes]]:
     found: dict[str, bytes] = {}
     if source.is_dir():
         found = {name: read_bytes(source / name) for name in (ANNOTATIONS, WORDS) if (source / name).is_file()}
-    elif archive.kind(source) == "zip":
-        for member in archive.zip_members(source):
-            if _is_text(member.filename, member.file_size):
-                try:
-                    with source.open("rb") as file, zipfile.ZipFile(file) as opened:
-                        found.setdefault(member.filename.removeprefix("./"), opened.read(member))
-                except archive.ZIP_ERRORS as error:
-                    raise UserError(f"{source} is damaged ({member.filename}: {error}). Fetch it again.") from None
     else:
-        with source.open("rb") as file:
-            for tar_member in archive.resolved_members(file, 0, file_size(source)):
-                if _is_text(tar_member.name, tar_member.size) and not tar_member.fault:
-                    file.seek(tar_member.offset)
-                    found.setdefault(tar_member.name.removeprefix("./"), file.read(tar_member.size))
+        with Reader() as reader:
+            for member in archive.members(source):
+                if _is_text(member.name, member.size) and not member.fault:
+                    try:
+                        text = reader.read(str(source), member.offset, member.size, member.packed)
+                    except ValueError as error:
+                        raise UserError(f"{source} is damaged ({member.name}: {error}). Fetch it again.") from None
+                    found.setdefault(member.name.removeprefix("./"), text)
     before = next((name.removesuffix(ANNOTATIONS) for name in found if name.endswith(ANNOTATIONS)), None)
     if before is None:
         raise UserError(f"{source} is no Tiny-ImageNet: it has no {ANNOTATIONS}.")

@@ -3,9 +3,7 @@
 import functools
 import hashlib
 import itertools
-import shutil
 import tarfile
-import zipfile
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -123,34 +121,24 @@ class DatasetFiles:
 
     def _members(self, path: AnyPath) -> Iterable[FileLocation]:
         kind = archive.kind(path)
-        if kind == "zip":
-            yield from self._members_of_zip(path)
-            return
         plain = archive.unpack(path, kind, self._staging) if kind in archive.COMPRESSED else path
-        with plain.open("rb") as file:
-            for member in archive.resolved_members(file, 0, file_size(plain)):
-                if member.fault and member.is_file:
-                    raise tarfile.ReadError(f"{printable(member.name)}: {member.fault}")
-                if member.is_file:
-                    yield FileLocation(member.name.removeprefix("./"), str(plain), member.offset, member.size)
+        for member in archive.members(plain):
+            if member.fault and member.is_file:
+                raise tarfile.ReadError(f"{printable(member.name)}: {member.fault}")
+            place = FileLocation(member.name.removeprefix("./"), str(plain), member.offset, member.size, member.packed)
+            inner = place.name.rpartition("/")[2]
+            if member.packed and inner in _ALSO.get(self.dataset.name, []) and not is_hidden(place.name):
+                yield from self._members(self._unpacked(path, place, inner))
+            elif member.is_file:
+                yield place
 
-    def _members_of_zip(self, path: AnyPath) -> Iterable[FileLocation]:
-        with path.open("rb") as file, zipfile.ZipFile(file) as zipped:
-            for member in zipped.infolist():
-                name = member.filename
-                if name.rpartition("/")[2] in _ALSO.get(self.dataset.name, []) and not is_hidden(name):
-                    yield from self._members(self._unpacked(path, zipped, member))
-                elif not member.is_dir():
-                    yield FileLocation(
-                        name, str(path), member.header_offset, member.file_size, max(member.compress_size, 1)
-                    )
-
-    def _unpacked(self, path: AnyPath, zipped: zipfile.ZipFile, member: zipfile.ZipInfo) -> AnyPath:
-        """Extract an archive from an archive; returns its path."""
-        inner = archive.staged_path(path, self._staging, f".{member.filename.rpartition('/')[2]}")
+    def _unpacked(self, path: AnyPath, place: FileLocation, name: str) -> AnyPath:
+        """Extract an archive of this name from a zip; returns its path."""
+        inner = archive.staged_path(path, self._staging, f".{name}")
         if not inner.exists():
-            with zipped.open(member) as packed, replacing(inner) as file:
-                shutil.copyfileobj(packed, file, _BLOCK)
+            (content,) = self.read([place])
+            with replacing(inner) as file:
+                file.write(content)
         return inner
 
 
