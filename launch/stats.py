@@ -21,26 +21,5 @@ guard(__name__)
 from pipeline.settings.command import main
 from pipeline.settings.commands.data import StatsConfig
 
-
-def stats(config: StatsConfig) -> None:
-    from data_tools.check import stats  # Late: --help and mistakes in the settings need no Matplotlib.
-
-    found = stats.run(config)
-    if config.mlflow:
-        from pipeline.monitor.run_page import DatasetFacts, RunFacts
-        from pipeline.monitor.tracking import send_report
-
-        folder, name, digest = stats.folder(config), found["name"], found["fingerprint"]
-        assert isinstance(folder, Path), "run() refuses others"
-        files = [folder / name for name in stats.files(config)]
-        tags = {"data": digest, "data_fingerprint": digest, "dataset": name}
-        datasets = tuple(
-            DatasetFacts(name, found["data"], digest, split, of["samples"], found["num_classes"], "statistics")
-            for split, of in found["splits"].items()
-        )
-        facts = RunFacts(f"stats {name}", "data", tags=tags, datasets=datasets)
-        send_report(config.mlflow, folder, facts, stats.metrics(found), files, config.experiment)
-
-
 if __name__ == "__main__":
-    main(StatsConfig, stats, __doc__)
+    main(StatsConfig, "data_tools.check.stats", __doc__)

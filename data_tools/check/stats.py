@@ -20,6 +20,8 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath
+from pipeline.monitor.run_page import DatasetFacts, RunFacts
+from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import try_output
 from pipeline.settings.commands.data import StatsConfig
 from pipeline.settings.schema import flatten
@@ -30,14 +32,15 @@ _QUANTILES = {"p5": 0.05, "median": 0.5, "p95": 0.95}
 
 
 def run(config: StatsConfig) -> dict[str, Any]:
-    """Write the report and figures into the folder and print a table. Returns the content of stats.json."""
+    """Write the report and figures into the folder, print a table, and send both to MLflow if it is set. Returns the content of stats.json."""
     begin = time.monotonic()
-    out = folder(config)
+    data = ray_tasks.shared_path("data", config.data)
+    out = ray_tasks.shared_path("out", config.out) if config.out else data / "stats"
     if config.mlflow and isinstance(out, BucketPath):
         raise UserError(
             f"mlflow=... keeps its record beside the report, but that is in a bucket ({out}). Add out=FOLDER."
         )
-    dataset = open_dataset(ray_tasks.shared_path("data", config.data))
+    dataset = open_dataset(data)
     if isinstance(out, Path):
         try_output("out", out)
     counts, mixes = count(dataset)
@@ -64,19 +67,22 @@ def run(config: StatsConfig) -> dict[str, Any]:
     }
     write_files(out, contents, mark=STATS)
     _print_report(stats, out)
+    if config.mlflow:
+        assert isinstance(out, Path), "refused above"
+        _send(config, stats, out, [name for name, content in contents.items() if content is not None])
     return stats
 
 
-def folder(config: StatsConfig) -> AnyPath:
-    """The output folder."""
-    return (
-        ray_tasks.shared_path("out", config.out) if config.out else ray_tasks.shared_path("data", config.data) / "stats"
+def _send(config: StatsConfig, stats: dict[str, Any], out: Path, names: Sequence[str]) -> None:
+    """Send the numbers and these files of the report to MLflow."""
+    name, digest = stats["name"], stats["fingerprint"]
+    tags = {"data": digest, "data_fingerprint": digest, "dataset": name}
+    datasets = tuple(
+        DatasetFacts(name, stats["data"], digest, split, of["samples"], stats["num_classes"], "statistics")
+        for split, of in stats["splits"].items()
     )
-
-
-def files(config: StatsConfig) -> list[str]:
-    """Names of the files that `run` writes."""
-    return [STATS, CLASSES, SHARDS, HISTOGRAMS, *([SHEET] if config.sheet else [])]
+    facts = RunFacts(f"stats {name}", "data", tags=tags, datasets=datasets)
+    send_report(config.mlflow, out, facts, metrics(stats), [out / name for name in names], config.experiment)
 
 
 def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
