@@ -20,10 +20,10 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+from measure_recall import measure_recall
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_tools.dedup.evaluate import measure_recall
 from data_tools.dedup.near_copies import SIDE, TestImages, is_plain, thumbnail
 from data_tools.dedup.pair_sheet import captioned, draw_pairs
 from data_tools.dedup.verify_pair import distance, reduced

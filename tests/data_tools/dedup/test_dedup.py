@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from measure_recall import PLANTS, measure_recall
 from PIL import Image
 from raw_images import encoded, settings, write_folder
 
 from data_tools.dedup import dedup, near_copies
-from data_tools.dedup.evaluate import PLANTS, measure_recall
 from data_tools.dedup.near_copies import NUM_CROPS, TestImages, is_plain, thumbnail
 from data_tools.dedup.pair_sheet import draw_pairs, read_tile
 from data_tools.dedup.verify_pair import distance, reduced

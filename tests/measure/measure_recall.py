@@ -1,18 +1,21 @@
-"""Command: recall of dedup on your own images, to choose max_distance.
+"""Recall of dedup on your own images, to choose max_distance.
 
-    python -m data_tools.dedup.evaluate datasets/photos val       # copies of up to 2,000 images of a split
+    python tests/measure/measure_recall.py datasets/photos val       # copies of up to 2,000 images of a split
 
 Recall is the share of generated copies that are found. To find false positives, run `launch/dedup.py ... dry_run=true` on
-data that share no image with the test images, and look at the sheet of pairs; tests/measure/measure_copies.py does so with
-patches.
+data that share no image with the test images, and look at the sheet of pairs; measure_copies.py does so with patches.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import simplejpeg
 from PIL import Image, ImageEnhance
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_tools.dedup.near_copies import TestImages, is_plain, thumbnail
 from data_tools.dedup.verify_pair import distance, reduced
