@@ -1,4 +1,4 @@
-"""Command: benchmarks of data loading, sharding, augmentation and the training step. See `data_tools/bench/`."""
+"""Command: benchmarks of data loading, of the training step and of a GPU. See `data_tools/bench/`."""
 
 import sys
 import tempfile
@@ -17,8 +17,6 @@ from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.commands.operate import TrainBenchConfig
 from pipeline.settings.run import DataConfig
 
-_DATA = {"data": "data.loaders", "views": "data.multi_crop", "shard": "data.shards", "augment": "data.augment"}
-
 
 def measure(what: str, module: str, config: RecordConfig, *more: Path) -> None:
     """Run a benchmark, `run(config, record, *more)` of a module of data_tools.bench, and keep its record."""
@@ -31,7 +29,7 @@ def measure(what: str, module: str, config: RecordConfig, *more: Path) -> None:
 
 def bench(config: BenchConfig) -> None:
     with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
-        measure(config.what, _DATA[config.what], config, Path(folder))
+        measure(config.what, "data.loaders", config, Path(folder))
 
 
 def bench_train(config: TrainBenchConfig) -> None:
@@ -79,14 +77,11 @@ elif __name__ == "__main__":
         BenchConfig,
         bench,
         """
-        Measure the data loader (data; views: with 10 views of an image) or sharding (shard) and those of other projects,
-        alternately, on the same images; or the cost of augmentation (augment). For the training step, see `bench.py train --help`, for a
-        GPU `bench.py gpu --help`.
+        Measure the data loader and those of other projects, alternately, on the same images. For the training step, see
+        `bench.py train --help`, for a GPU `bench.py gpu --help`.
 
           python launch/bench.py data source=photos
-          python launch/bench.py views source=photos images=1000
-          python launch/bench.py shard source=imagenet_samples.tar images=2000 rounds=5
-          python launch/bench.py augment source=photos images=200 rounds=9
+          python launch/bench.py data source=imagenet_samples.tar images=2000 rounds=5
 
         source is a folder or a tar of JPEGs, repeated up to `images`. Each line shows the output, the decoder and the resize
         filter; compare only lines that agree in these. Other loaders are measured if installed (pip install '.[bench]').

@@ -228,22 +228,19 @@ class StatsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(RecordConfig):
-    """A benchmark of reading or writing data, compared with other projects."""
+    """A benchmark of reading data, compared with other projects."""
 
-    what: Literal["data", "views", "shard", "augment", "train", "gpu"] = setting(
+    what: Literal["data", "train", "gpu"] = setting(
         REQUIRED,
-        "What is measured: data, the loader; views, the loader with 2 large views and 8 small ones of each image; shard, sharding; augment, "
-        "the cost of augmentation; the others, as the first word of the command, have settings of their own",
+        "What is measured: data, the loader; the others, as the first word of the command, have settings of their own",
     )
     source: str = setting(REQUIRED, "Folder or tar of JPEGs", path=True)
     images: int = setting(4000, "Number of images; those of source are repeated.", min=1)
-    batch: int = batch_size(64, "Images per batch.", needs="what=data,views,augment")
-    image_size: int = pixels(224, "Side of a decoded image in pixels.", least=1, needs="what=data,views,augment")
+    batch: int = batch_size(64, "Images per batch.")
+    image_size: int = pixels(224, "Side of a decoded image in pixels.", least=1)
     max_threads: int = cpu_threads(
         16,
-        "With data: largest number of threads; our loader is measured with one thread per core, then twice, four times ... "
-        "as many.",
-        needs="what=data",
+        "Largest number of threads; our loader is measured with one thread per core, then twice, four times ... as many.",
     )
     rounds: int = setting(3, "Number of rounds; each measures everything once, and medians are reported.", min=1)
     folder: str = setting("", "Folder for temporary images; it must exist. Empty is the system's.", output="folder")
@@ -254,10 +251,8 @@ class BenchConfig(RecordConfig):
             raise UserError(
                 f"{self.what} has settings of its own: make it the first word, as bench.py {self.what} --help."
             )
-        if self.what != "shard" and self.images < 2 * self.batch:
+        if self.images < 2 * self.batch:
             raise UserError(f"images = {self.images} must be at least two batches of {self.batch}.")
-        if self.what == "augment" and self.batch % 2:
-            raise UserError(f"batch = {self.batch} must be even: images are mixed in pairs.")
         if self.folder and not Path(self.folder).is_dir():
             raise UserError(f"folder = {quoted(self.folder)}: this folder does not exist.")
 

@@ -1,5 +1,6 @@
 """Benchmarks: what is timed is what ran, in turns; what is missing or fails costs its own line only."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -7,11 +8,12 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import measure_augmentation
+import measure_multi_crop
 import numpy as np
 import pytest
 import simplejpeg
@@ -20,7 +22,7 @@ from PIL import Image
 
 from data_tools.bench import measure
 from data_tools.bench.corpus import read_raw
-from data_tools.bench.data import augment, multi_crop, peers, shards
+from data_tools.bench.data import peers
 from data_tools.bench.measure import Contestant, Timing, race, report
 from data_tools.bench.record import BenchRecord
 from pipeline import objectives
@@ -37,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("nosuch", "what = nosuch must be one of data, views, shard, augment, train, gpu."),
+        ("nosuch", "what = nosuch must be one of data, train, gpu."),
         ("gpu", "gpu has settings of its own: make it the first word"),
     ],
 )
@@ -95,7 +97,7 @@ def test_rates_leave_the_start_out_and_failures_stay_apart(
 
 def test_the_views_that_are_measured_are_dinos() -> None:
     config = schema.load(RunConfig, ROOT / "configs/pretrain/dino_vit_s16_imagenet1k.yaml", [])
-    measured = multi_crop.ours(224, "bicubic", True)
+    measured = measure_multi_crop.ours(224, "bicubic", True)
     for group, expected in zip(measured, objectives.kind("dino").views(config), strict=True):
         size = ImageSize.parse(group.size)
         assert (group.count, size, group.augment) == (expected.count, ImageSize.parse(expected.size), expected.augment)
@@ -163,37 +165,37 @@ def test_what_is_no_tar_or_cut_short_is_one_line(source: Path, tmp_path: Path, i
 
 def test_cost_of_augmentation(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
-    config = BenchConfig(what="augment", source=str(source), images=8, batch=4, image_size=32, rounds=1)
-    config.check()
-    augment.run(config, record := BenchRecord("augment", config), tmp_path)
-    assert len(record.rows) == len(augment.SETTINGS) + 6
+    given = argparse.Namespace(source=str(source), images=8, batch=4, image_size=32, rounds=1)
+    measure_augmentation.run(given, record := BenchRecord("augment", RecordConfig()), tmp_path)
+    assert len(record.rows) == len(measure_augmentation.SETTINGS) + 6
     torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(augment.SETTINGS) + 6
+    assert len(lines) == len(measure_augmentation.SETTINGS) + 6
     # What others are compared with: decoding, and of mixing, which comes after two rows of several views.
-    assert all(lines[row].endswith(" 1.00 x") for row in (0, len(augment.SETTINGS) + 2))
-    assert [line.split("  ")[0] for line in lines[len(augment.SETTINGS) :][:2]] == [
+    assert all(lines[row].endswith(" 1.00 x") for row in (0, len(measure_augmentation.SETTINGS) + 2))
+    assert [line.split("  ")[0] for line in lines[len(measure_augmentation.SETTINGS) :][:2]] == [
         "2 views",
         "2 large views, 8 small ones",
     ]
     with pytest.raises(UserError, match="batch = 3 must be even"):
-        replace(config, batch=3).check()
+        measure_augmentation.run(argparse.Namespace(batch=3), record, tmp_path)
     with pytest.raises(UserError, match="folder = '/nowhere': this folder does not exist"):
-        replace(config, folder="/nowhere").check()
+        BenchConfig(what="data", source=str(source), folder="/nowhere").check()
 
 
 @pytest.mark.slow
-def test_the_command(source: Path, tmp_path: Path) -> None:
+def test_sharding_is_measured(source: Path, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    command = [sys.executable, ROOT / "launch" / "bench.py", "shard", f"source={source}", "images=8"]
+    command = [sys.executable, ROOT / "tests" / "measure" / "measure_sharding.py", str(source), "--images", "8"]
     done = subprocess.run(
-        [*command, "rounds=1", f"folder={scratch}", f"json={tmp_path}/found.json"],
+        [*command, "--rounds", "1", "--json", f"{tmp_path}/found.json"],
         capture_output=True,
         text=True,
         timeout=200,
         check=True,
         cwd="/",
+        env={**os.environ, "TMPDIR": str(scratch)},
         preexec_fn=lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]),  # One core: half the lines.
     )
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ours") or line.startswith("| ShardWriter")]
@@ -201,8 +203,7 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert "not measured" not in "".join(rows)
     assert not list(scratch.iterdir())
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["command"].startswith(f"python {ROOT}/launch/bench.py shard source=")
+    assert found["command"].startswith(f"python {ROOT}/tests/measure/measure_sharding.py {source}")
     assert found["machine"]["cores"] == 1
-    config = BenchConfig(what="shard", source=f"{tmp_path}/none")
     with pytest.raises(UserError, match=r"^source = .*/none: no such file or folder\."):
-        shards.run(config, BenchRecord("shard", config), scratch)
+        read_raw(tmp_path / "none", 8)

@@ -1,10 +1,17 @@
-"""Benchmark of sharding, webdataset's ShardWriter, MosaicML's MDSWriter and img2dataset, on the same images."""
+"""Speed of sharding beside webdataset's ShardWriter, MosaicML's MDSWriter and img2dataset, on the same images.
 
+    python tests/measure/measure_sharding.py photos.tar --images 2000 --rounds 5
+
+Others are measured if they are installed (pip install '.[bench]').
+"""
+
+import argparse
 import hashlib
 import io
 import multiprocessing
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +19,10 @@ from typing import Any
 
 import torch
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import of_jpegs
 
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.data.peers import write_mosaic
@@ -22,7 +33,7 @@ from data_tools.sharding.write_shard import write_shard
 from data_tools.sources import list_source
 from data_tools.sources.split_files import PARTS
 from pipeline.base.words import counted
-from pipeline.settings.commands.data import BenchConfig, ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 _SHORT, _QUALITY, _PER_SHARD = 256, 95, 500
 _OURS = "pandas"  # Imported before timing, because pyarrow imports it, which takes half a second.
@@ -31,7 +42,7 @@ Files = Sequence[tuple[Path, int]]
 Write = Callable[[Files, Path, int], None]
 
 
-def run(config: BenchConfig, record: BenchRecord, folder: Path) -> None:
+def run(config: argparse.Namespace, record: BenchRecord, folder: Path) -> None:
     """Measure and print. Tasks are plain processes, without Ray, whose start takes a few seconds."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     torch.set_num_threads(1)
@@ -172,3 +183,7 @@ def _img2dataset(files: Files, out: Path, cores: int) -> Iterator[int]:
         thread_count=2 * cores, number_sample_per_shard=_PER_SHARD, enable_wandb=False,
     )  # fmt: skip
     yield len(files)
+
+
+if __name__ == "__main__":
+    of_jpegs.main(__doc__, "shard", run)

@@ -1,9 +1,11 @@
-"""Benchmark of augmentation: CPU time of the operations after the crop, and of mixing.
+"""CPU time of augmentation, the operations after the crop, and of mixing: `python tests/measure/measure_augmentation.py photos.tar --images 200 --rounds 9`.
 
 CPU time of one thread is measured, because other load on the machine hardly affects it. Settings alternate, and medians are
 printed.
 """
 
+import argparse
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,12 +16,16 @@ import cv2
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import of_jpegs
+
 from data_tools.bench.corpus import read_raw
 from data_tools.bench.record import BenchRecord
+from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.data.loading.views import Views, train_views
-from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.run import AugmentConfig
 
 SETTINGS = {
@@ -37,8 +43,10 @@ SETTINGS = {
 }
 
 
-def run(config: BenchConfig, record: BenchRecord, _: Path) -> None:
+def run(config: argparse.Namespace, record: BenchRecord, _: Path) -> None:
     """Print the CPU time of each setting over all images, and of mixing before and after normalisation."""
+    if config.batch % 2:
+        raise UserError(f"--batch = {config.batch} must be even: images are mixed in pairs.")
     torch.set_num_threads(1)
     files = read_raw(Path(config.source), config.images)
     side = config.image_size
@@ -96,3 +104,7 @@ def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int, re
         each = median(of_way) / num_images
         print(f"{name:42s} {1e6 * each:8.0f} us  {1 / each:8.0f} images/s  {median(of_way) / first:5.2f} x")
         record.add(name, microseconds=1e6 * each, images_per_second=1 / each, ratio=median(of_way) / first)
+
+
+if __name__ == "__main__":
+    of_jpegs.main(__doc__, "augment", run)

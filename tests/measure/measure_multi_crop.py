@@ -1,7 +1,14 @@
-"""Benchmark of multi-crop views, as DINO has them: 2 large views and 8 small ones of each image, beside torchvision and lightly."""
+"""Speed of multi-crop views, as DINO has them: 2 large views and 8 small ones of each image, beside torchvision and lightly.
 
+    python tests/measure/measure_multi_crop.py photos.tar --images 1000
+
+Others are measured if they are installed.
+"""
+
+import argparse
 import io
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +21,10 @@ import simplejpeg
 import torch
 from PIL import Image, ImageFilter
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import of_jpegs
+
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.data import peers
 from data_tools.bench.data.loaders import load_batches, write_shards
@@ -22,7 +33,6 @@ from data_tools.bench.record import BenchRecord
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.views import Views, train_views
-from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.run import AugmentConfig
 
 LARGE, SMALL = 2, 8
@@ -31,7 +41,7 @@ _BLUR, _SOLARISE = (1.0, 0.1, 0.5), (0.0, 0.2, 0.0)  # of the first large view, 
 _ALL, _CROPS = "DINO's views", "crops and flips alone"
 
 
-def run(config: BenchConfig, record: BenchRecord, folder: Path) -> None:
+def run(config: argparse.Namespace, record: BenchRecord, folder: Path) -> None:
     """Measure and print images per second, each with LARGE + SMALL views."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     split = write_shards(folder, 0)
@@ -64,14 +74,14 @@ def ours(side: int, resize_filter: str, distorted: bool) -> tuple[Views, ...]:
     return Views(1, side, first), Views(1, side, second), Views(SMALL, small_side(side), small)
 
 
-def _ours(config: BenchConfig, split: Split, cores: int) -> Iterator[Contestant]:
+def _ours(config: argparse.Namespace, split: Split, cores: int) -> Iterator[Contestant]:
     for method, distorted in (("bicubic", True), ("antialias", True), ("bicubic", False)):
         view = train_views(ours(config.image_size, method, distorted), seed=0)
         about = ("uint8", _ALL if distorted else _CROPS, method)
         yield Contestant(f"our loader, {', '.join(about[1:])}", about, cores, partial(load_batches, config, split, view, cores, 0))  # fmt: skip
 
 
-def _others(config: BenchConfig, files: Sequence[tuple[Path, int]], cores: int) -> Iterator[Contestant]:
+def _others(config: argparse.Namespace, files: Sequence[tuple[Path, int]], cores: int) -> Iterator[Contestant]:
     """All in torch's DataLoader, a process for each core."""
     made: list[tuple[str, Callable[[int], peers.View], str, str, str]] = [
         ("lightly, Pillow", lightly_pillow, _ALL, "antialias", "lightly.transforms.dino_transform"),
@@ -135,3 +145,7 @@ def _torchvision(distorted: bool, side: int, blur: torch.nn.Module, last: list[A
         )
     ]
     return lambda image: [transform(image) for transform in (of[0], of[1], *[of[2]] * SMALL)]
+
+
+if __name__ == "__main__":
+    of_jpegs.main(__doc__, "views", run)
