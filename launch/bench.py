@@ -1,8 +1,6 @@
 """Command: benchmarks of data loading, of the training step and of a GPU. See `data_tools/bench/`."""
 
 import sys
-import tempfile
-from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -12,34 +10,9 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.settings.command import main
-from pipeline.settings.commands.bench import GpuBenchConfig, RecordConfig
+from pipeline.settings.commands.bench import GpuBenchConfig
 from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.commands.operate import TrainBenchConfig
-from pipeline.settings.run import DataConfig
-
-
-def measure(what: str, module: str, config: RecordConfig, *more: Path) -> None:
-    """Run a benchmark, `run(config, record, *more)` of a module of data_tools.bench, and keep its record."""
-    from data_tools.bench.record import BenchRecord  # Late, as the module: --help needs no torch.
-
-    record = BenchRecord(what, config)
-    import_module(f"data_tools.bench.{module}").run(config, record, *more)
-    record.finish()
-
-
-def bench(config: BenchConfig) -> None:
-    with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
-        measure(config.what, "data.loaders", config, Path(folder))
-
-
-def bench_train(config: TrainBenchConfig) -> None:
-    if config.data:
-        from pipeline.data.dataset.manifest import open_dataset
-        from pipeline.data.mixture.subset import run_splits
-
-        run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
-    measure("train", "training_step", config)
-
 
 if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:
     del sys.argv[1]
@@ -60,7 +33,7 @@ elif __name__ == "__main__" and sys.argv[1:2] == ["train"]:
     del sys.argv[1]
     main(
         TrainBenchConfig,
-        bench_train,
+        "data_tools.bench.training_step",
         """
         Measure the pipeline's training step and a plain PyTorch loop with the same model, batch and optimizer, alternately.
 
@@ -75,7 +48,7 @@ elif __name__ == "__main__" and sys.argv[1:2] == ["train"]:
 elif __name__ == "__main__":
     main(
         BenchConfig,
-        bench,
+        "data_tools.bench.loaders",
         """
         Measure the data loader and those of other projects, alternately, on the same images. For the training step, see
         `bench.py train --help`, for a GPU `bench.py gpu --help`.

@@ -35,8 +35,9 @@ _LR = 1e-3
 _OF_A_RUN = ("images_per_second", "mfu", "data_wait", "peak_memory_gib", "checkpoint_blocked_seconds")
 
 
-def run(config: TrainBenchConfig, record: BenchRecord) -> None:
+def run(config: TrainBenchConfig) -> None:
     """Print the speed of a step and of a plain loop, or of a short run from shards if `config.data` is set."""
+    record = BenchRecord("train", config)
     if from_environment().world_size > 1:
         raise UserError("this benchmark runs on one rank. Start it with python, without a launcher.")
     if config.threads:
@@ -48,6 +49,7 @@ def run(config: TrainBenchConfig, record: BenchRecord) -> None:
         record.add("from shards", **from_shards(config))
     else:
         against_a_bare_loop(config, record)
+    record.finish()
 
 
 def from_shards(config: TrainBenchConfig) -> dict[str, float]:

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import of_jpegs
 
+from data_tools.bench import peers
 from data_tools.bench.corpus import write_raw
-from data_tools.bench.data import peers
-from data_tools.bench.data.loaders import load_batches, write_shards
+from data_tools.bench.loaders import load_batches, write_shards
 from data_tools.bench.measure import Contestant, report
 from data_tools.bench.record import BenchRecord
 from pipeline.base.words import counted

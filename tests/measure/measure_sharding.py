@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import of_jpegs
 
 from data_tools.bench.corpus import write_raw
-from data_tools.bench.data.peers import write_mosaic
 from data_tools.bench.measure import Contestant, report
+from data_tools.bench.peers import write_mosaic
 from data_tools.bench.record import BenchRecord
 from data_tools.sharding.shard import make_jobs, make_plan
 from data_tools.sharding.write_shard import write_shard

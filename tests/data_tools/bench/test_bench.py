@@ -20,9 +20,8 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from data_tools.bench import measure
+from data_tools.bench import measure, peers
 from data_tools.bench.corpus import read_raw
-from data_tools.bench.data import peers
 from data_tools.bench.measure import Contestant, Timing, race, report
 from data_tools.bench.record import BenchRecord
 from pipeline import objectives

@@ -1,6 +1,7 @@
 """Benchmark of the loader, of decoding alone, and of other loaders, on the same images."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,8 +11,8 @@ import cv2
 import numpy as np
 import torch
 
+from data_tools.bench import peers
 from data_tools.bench.corpus import write_raw
-from data_tools.bench.data import peers
 from data_tools.bench.measure import Contestant, report
 from data_tools.bench.record import BenchRecord
 from data_tools.sharding import shard
@@ -30,8 +31,16 @@ _LATE_STEP = 1_000_000
 _WHOLE, _REGION, _PILLOW = "libjpeg-turbo", "libjpeg-turbo, region", "Pillow"
 
 
-def run(config: BenchConfig, record: BenchRecord, folder: Path) -> None:
-    """Measure and print. folder: the images are written there in every layout."""
+def run(config: BenchConfig) -> None:
+    """Measure and print."""
+    record = BenchRecord(config.what, config)
+    with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
+        _run(config, record, Path(folder))
+    record.finish()
+
+
+def _run(config: BenchConfig, record: BenchRecord, folder: Path) -> None:
+    """folder: the images are written there in every layout."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     splits = {name: write_shards(folder, short) for name, short in (("full size", 0), (f"{_SHORT} px", _SHORT))}
     cv2.setNumThreads(0)
