@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.transfer import report
 from pipeline.transfer.published import PAPER
 from pipeline.transfer.score_table import MEMBERS, OVERALL, column_as_published, columns, read_results
-from pipeline.transfer.track.sweep_page import SweepPage
+from pipeline.transfer.track.sweep_page import result_of
 from pipeline.transfer.vtab_tasks import TASKS
 
 
@@ -209,7 +208,7 @@ def test_scores_of_other_files_than_the_published_ones_are_marked_everywhere(
     rows = list(csv.DictReader((part / "report" / "scores.csv").open()))
     assert [row["name"] for row in rows if row["published_files"] == "0"] == ["svhn", "natural", "all"]
     assert report.for_mlflow(table[0])[1]["not_published_files"] == "svhn"
-    on_mlflow = SweepPage._result(SimpleNamespace(_column=table[0]))  # type: ignore[arg-type]
+    on_mlflow = result_of(table[0])
     assert "natural 53.00† %; " in on_mlflow
     assert "| SVHN | 56.00† | lr 0.01" in on_mlflow
     assert on_mlflow.count("†") == 3

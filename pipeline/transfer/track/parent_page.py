@@ -1,4 +1,4 @@
-"""The MLflow page of a grid or a study: a parent run, below which its runs, which send themselves, are shown."""
+"""The MLflow page of a grid, a study or a sweep: a parent run, below which its runs are shown. Those of a grid and a study send themselves."""
 
 import time
 from collections.abc import Mapping
@@ -42,14 +42,16 @@ def tags_of_folder(folder: Path, dataset: Dataset) -> dict[str, str]:
 
 
 class ParentPage:
-    """Sends a parent run. A context manager: on leaving, its runs are linked and the parent run ends.
+    """Sends a parent run. A context manager: on leaving, its runs are complete and the parent run ends.
 
-    folder: of the grid or study. out: folder of all runs. experiment: that of its runs.
+    folder: of the grid, study or sweep. out: folder of all runs. experiment: that of its runs.
     """
+
+    result = ""  # Markdown for the description.
+    failure = ""  # Why it failed, if it did without an error.
 
     def __init__(self, facts: RunFacts, folder: Path, out: Path, uri: str, experiment: str) -> None:
         self.folder, self.uri = folder, uri
-        self.result = ""
         self._folders: dict[Path, None] = {}
         self._tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), out, folder, facts)
         self._parent, self._wait = "", _WAIT
@@ -61,10 +63,11 @@ class ParentPage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None or issubclass(kind, Exception):
-            self._link()
-            outcome = f"failed: {error}" if error else "finished"
-            self._tracker.finish("FAILED" if error else "FINISHED", outcome=outcome, result=self.result)
-        else:  # Asked to stop, or Ctrl-C.
+            self.complete()
+            failure = self.failure if error is None else str(error) or type(error).__name__
+            outcome = f"failed: {failure}" if failure else "finished"
+            self._tracker.finish("FAILED" if failure else "FINISHED", outcome=outcome, result=self.result)
+        else:  # Asked to stop, or Ctrl-C: the next start sends what is missing.
             self._tracker.finish("KILLED", in_a_hurry=True, outcome="stopped: the same command continues")
 
     def tracking(self, track: TrackConfig) -> TrackConfig:
@@ -104,7 +107,7 @@ class ParentPage:
         except Exception:  # Whatever the server or its client raises: it is asked again.
             return False
 
-    def _link(self) -> None:
+    def complete(self) -> None:
         """Link runs that were sent before the parent was known, as those of an earlier version."""
         try:
             sent = [folder for folder in self._folders if run_id_of(folder)]

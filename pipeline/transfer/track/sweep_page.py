@@ -3,23 +3,22 @@
 import os
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from pipeline.base.words import counted
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states, sent_to, tracked_folder_of
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import RunFacts, source_tags, split_facts
-from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.monitor.tracking import default_uri
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
-from pipeline.settings.run import TrackConfig
 from pipeline.transfer import charts
 from pipeline.transfer.report import for_mlflow, tags_of
 from pipeline.transfer.score_table import Column, column_of, unpublished_warning
 from pipeline.transfer.sweep import SWEEP_FILE, Outcome, Sweep, cell_name, score_row, settings_of
 from pipeline.transfer.track.children import ChildSender, NestedRun, Pace
 from pipeline.transfer.track.figures import draw_rates_of_groups
+from pipeline.transfer.track.parent_page import ParentPage
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, VtabCell
 from pipeline.transfer.vtab_tasks import TASKS
 
@@ -41,8 +40,8 @@ def tracking_uri(config: VtabConfig) -> str:
     return default_uri(Path(config.out).parent if config.out else Path("runs"))
 
 
-class SweepPage:
-    """Sends a sweep that is running. A context manager: on leaving, what is left is sent, and the parent run ends.
+class SweepPage(ParentPage):
+    """Sends a sweep that is running, and its cells.
 
     header: what results.json says of the sweep, beside scores. outcomes, failed: filled by the driver; read here to draw.
     """
@@ -54,31 +53,23 @@ class SweepPage:
         self.sweep, self.num_cells, self.outcomes, self.failed = sweep, num_cells, outcomes, failed
         self._column: Column | None = None
         self._next_log = 0.0
-        facts = _facts(sweep, header, num_cells, uri)
-        self._tracker = Tracker(TrackConfig(uri=uri, experiment=EXPERIMENT), sweep.folder.parent, sweep.folder, facts)
+        super().__init__(_facts(sweep, header, num_cells, uri), sweep.folder, sweep.folder.parent, uri, EXPERIMENT)
         source = source_tags()
         tags = {"kind": "cell", **{name: source[name] for name in _CHILD_SOURCE if name in source}}
         self._children = ChildSender(sweep.folder, uri, tags, self._draw, pace)
 
-    def __enter__(self) -> "SweepPage":
+    def __enter__(self) -> Self:
         self._children.add([child_of(self.sweep, cell, outcome) for cell, outcome in self.outcomes.items()])
         self._children.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C: the next start sends what is missing.
-            self._tracker.finish("KILLED", in_a_hurry=True, outcome="interrupted")
-            return
-        self._log()
+    def complete(self) -> None:
+        """Send what is left of the cells."""
+        self._log_counts()
         self._children.end()
-        outcome = "finished"
-        if error is not None:
-            outcome = f"failed: {error}"
-        elif self.failed:
-            outcome = f"failed: {len(self.failed):,} of {counted(self.num_cells, 'cell')}, such as {next(iter(self.failed.values()))}"
-        self._tracker.finish("FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=self._result())
+        if self.failed:
+            cells = counted(self.num_cells, "cell")
+            self.failure = f"{len(self.failed):,} of {cells}, such as {next(iter(self.failed.values()))}"
 
     def ended(self, cell: VtabCell, outcome: Outcome) -> None:
         """A cell is done, and its file is written."""
@@ -96,22 +87,18 @@ class SweepPage:
         """results.json is complete."""
         self._column = column_of("this sweep", results)
         metrics, _ = for_mlflow(self._column)
-        self._tracker.log(0, metrics)
+        self.log(metrics)
+        self.result = result_of(self._column)
 
     # ---------------------------------------------------------------- what is shown
     def _log_now_and_then(self) -> None:
         if time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + _LOG_EVERY
-            self._log()
+            self._log_counts()
 
-    def _log(self) -> None:
+    def _log_counts(self) -> None:
         num_diverged = sum("diverged" in outcome for outcome in list(self.outcomes.values()))
-        counts: dict[str, float] = {
-            "cells_done": len(self.outcomes),
-            "cells_failed": len(self.failed),
-            "cells_diverged": num_diverged,
-        }
-        self._tracker.log(0, counts)
+        self.log({"cells_done": len(self.outcomes), "cells_failed": len(self.failed), "cells_diverged": num_diverged})
 
     def _draw(self) -> dict[str, bytes]:
         """The figures of what is done so far; called by the sender's thread."""
@@ -124,24 +111,24 @@ class SweepPage:
             pictures["accuracy_by_task.png"] = charts.draw_tasks([column])
         return pictures
 
-    def _result(self) -> str:
-        """Markdown: the scores of tasks and means."""
-        if self._column is None or not self._column.tasks:
-            return ""
-        column = self._column
-        means = [f"{name} {100 * score.accuracy:.2f}{column.mark(name)} %" for name, score in column.means.items()]
-        lines = [
-            "**Result**",
-            "",
-            *(["; ".join(means), ""] if means else []),
-            "| task | top-1, % | chosen |",
-            "|---|---:|---|",
-        ]
-        for task in TASKS:
-            if score := column.tasks.get(task.name):
-                chosen = column.facts["details"].get(task.name, "")
-                lines.append(f"| {task.title} | {100 * score.accuracy:.2f}{column.mark(task.name)} | {chosen} |")
-        return "\n".join(lines)
+
+def result_of(column: Column) -> str:
+    """Markdown: the scores of tasks and means."""
+    if not column.tasks:
+        return ""
+    means = [f"{name} {100 * score.accuracy:.2f}{column.mark(name)} %" for name, score in column.means.items()]
+    lines = [
+        "**Result**",
+        "",
+        *(["; ".join(means), ""] if means else []),
+        "| task | top-1, % | chosen |",
+        "|---|---:|---|",
+    ]
+    for task in TASKS:
+        if score := column.tasks.get(task.name):
+            chosen = column.facts["details"].get(task.name, "")
+            lines.append(f"| {task.title} | {100 * score.accuracy:.2f}{column.mark(task.name)} | {chosen} |")
+    return "\n".join(lines)
 
 
 def child_of(sweep: Sweep, cell: VtabCell, outcome: Outcome) -> NestedRun:
