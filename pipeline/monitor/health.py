@@ -4,7 +4,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -38,26 +37,6 @@ class SpikeScore:
         return score
 
 
-@dataclass(frozen=True)
-class Spike:
-    """A loss far above those before it. step: from 1, as in log lines."""
-
-    step: int
-    loss: float
-    score: float
-
-    def __str__(self) -> str:
-        return f"step {self.step:,}: a loss of {self.loss:.4f} is {self.score:.1f} standard deviations above those before it"
-
-
-@dataclass(frozen=True)
-class Reaction:
-    """What follows from the spikes since the last time. lines: for the log. roll_back_before: a step, or None."""
-
-    lines: list[str]
-    roll_back_before: int | None
-
-
 class SpikePolicy:
     """Finds loss spikes and decides what follows, by `health.on_spike`.
 
@@ -72,32 +51,26 @@ class SpikePolicy:
         self.scores = SpikeScore(config.spike_window, recent)
         self.num_spikes = num_spikes
         self._waiting: list[tuple[int, Tensor]] = []
-        self._found: list[Spike] = []
+        self._found: list[tuple[int, str]] = []  # Step, from 1 as in log lines, and line of each spike.
 
     def check_of(self, step: int) -> Callable[[Tensor], bool] | None:
         """A check of the loss of a step (a rank's mean) that returns False if the step must be skipped; None if none ever is."""
         return (lambda loss: self._judge(step, self.ranks.mean(loss))) if self.config.on_spike == "skip" else None
 
     def add(self, step: int, loss: Tensor) -> None:
-        """Keep a loss for `catch_up`, unless it was checked. Does not wait for the device or the other ranks."""
+        """Keep a loss for `react`, unless it was checked. Does not wait for the device or the other ranks."""
         if self.config.on_spike != "skip":
             self._waiting.append((step, loss))
 
-    def react(self) -> Reaction:
-        """Check the losses that were added, and decide."""
-        spikes = self.catch_up()
-        how = " (not taken)" if self.config.on_spike == "skip" else ""
-        goes_back = bool(spikes) and self.config.on_spike == "rollback"
-        return Reaction([f"{spike}{how}" for spike in spikes], spikes[0].step if goes_back else None)
-
-    def catch_up(self) -> list[Spike]:
-        """Check the losses that were added. Returns all spikes since the last call, oldest first."""
+    def react(self) -> tuple[list[str], int | None]:
+        """Check the losses that were added. Returns (a line for each spike since the last call, oldest first; before which step to roll back)."""
         losses = self.ranks.sum(*(float(loss) for _, loss in self._waiting)) if self._waiting else []
         for (step, _), loss in zip(self._waiting, losses, strict=True):
             self._judge(step, loss / self.ranks.world_size)
         found = self._found
         self._waiting, self._found = [], []
-        return found
+        goes_back = bool(found) and self.config.on_spike == "rollback"
+        return [line for _, line in found], found[0][0] if goes_back else None
 
     def forget(self, recent: Iterable[float]) -> None:
         """Continue with the losses of a checkpoint."""
@@ -108,7 +81,10 @@ class SpikePolicy:
         if score <= self.config.spike_sigma:
             return True
         self.num_spikes += 1
-        self._found.append(Spike(step, loss, score))
+        how = " (not taken)" if self.config.on_spike == "skip" else ""
+        self._found.append(
+            (step, f"step {step:,}: a loss of {loss:.4f} is {score:.1f} standard deviations above those before it{how}")
+        )
         return False
 
 

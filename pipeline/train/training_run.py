@@ -150,8 +150,8 @@ class TrainingRun:
         """
         config, console, progress = self.context.config, self.context.console, self.progress
         engine, spikes, tracker = self.training.engine, self.monitoring.spikes, self.monitoring.tracker
-        reaction = spikes.react()
-        for line in reaction.lines:
+        lines, roll_back_before = spikes.react()
+        for line in lines:
             console.say(line)
         if engine.skipped_steps > config.train.max_skipped_steps:
             raise DivergedError(
@@ -159,7 +159,7 @@ class TrainingRun:
                 f"that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, use "
                 "a longer schedule.warmup or engine.precision=fp32, or raise the budget."
             )
-        if reaction.roll_back_before is None:
+        if roll_back_before is None:
             return False
         with self.monitoring.meter.paused():
             self.saving.saver.wait()
@@ -167,7 +167,7 @@ class TrainingRun:
                 "an earlier checkpoint to be read", 60 * commit_minutes(config), "checkpoint.wait_minutes"
             ):
                 state = resume.go_back_on_all_ranks(
-                    self.saving.checkpoints, engine, reaction.roll_back_before, self.context.ranks, console
+                    self.saving.checkpoints, engine, roll_back_before, self.context.ranks, console
                 )
         if state is None:
             return False
@@ -240,10 +240,10 @@ class TrainingRun:
         self.monitoring.counts.gather_on_all_ranks()
         if progress.step == progress.saved:
             return
-        reaction = self.monitoring.spikes.react()
-        for line in reaction.lines:
+        lines, roll_back_before = self.monitoring.spikes.react()
+        for line in lines:
             console.say(line)
-        if reaction.roll_back_before is None or not progress.saved:
+        if roll_back_before is None or not progress.saved:
             self.save_on_all_ranks()
             return
         console.say(
