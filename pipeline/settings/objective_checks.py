@@ -23,9 +23,7 @@ LOCAL_SIZE, MASK_SHARE = 96, 0.75
 def check_objective(config: "RunConfig") -> None:
     """Raise UserError for settings of a run that do not fit its train.loss."""
     loss = config.train.loss
-    if loss == "mae" and config.model.name:
-        _check_mae(config.model)
-    elif loss in ("dino", "lejepa"):
+    if loss in ("dino", "lejepa"):
         if config.augment.crop not in ("inception", "random_resized"):
             raise UserError(
                 f"train.loss = {loss} needs random crops: augment.crop = {config.augment.crop} must be random_resized or inception."
@@ -81,19 +79,21 @@ def check_encodes_kept(vit: Config, loss: str) -> None:
 
     loss: value of train.loss.
     """
-    if isinstance(vit, ViTConfig) and not vit.has_stem:
-        vit.check_covered()
-    if (
-        not isinstance(vit, ViTConfig)
-        or (vit.has_stem, vit.axial, vit.positions_at, vit.stride) != (False, False, "stem", vit.patch_size)
-        or vit.positions == "relative"
-        or vit.representation
-        or vit.pool == "map"
-        or vit.pool_norm
-    ):
+    found = ["no tokens"]
+    if isinstance(vit, ViTConfig):
+        if not vit.has_stem:
+            vit.check_covered()
+        fits = {
+            "stem": vit.stem is None, "small_stem": vit.small_stem is None, "axial": not vit.axial,
+            "positions": vit.positions != "relative", "positions_at": vit.positions_at == "stem",
+            "patch_stride": vit.stride == vit.patch_size, "representation": not vit.representation,
+            "pool": vit.pool != "map", "pool_norm": not vit.pool_norm,
+        }  # fmt: skip
+        found = [f"{name} = {vit.to_dict()[name]}" for name, does in fits.items() if not does]
+    if found:
         raise UserError(
-            f"train.loss = {loss} trains a plain ViT with a class token or mean pooling, whose patches do not "
-            "overlap, with positions at the stem and without representation layer; this backbone is another one."
+            f"train.loss = {loss} trains a plain ViT, such as ViT-B/16, with a class token or mean pooling, whose patches do not overlap, with "
+            f"positions at the stem and without representation layer; this backbone has {', '.join(found)}."
         )
 
 
@@ -126,25 +126,6 @@ def check_small_views(
             )
     if model.grid_at(*size) != model.grid:
         model.check_any_grid()
-
-
-def _check_mae(model: Any) -> None:
-    """model: `ModelConfig`, most of whose fields are declared in architecture/config.py."""
-    if "+" in model.name or model.name.startswith(("BiT-", "Axial-")) or model.small_stem is not None:
-        stem = f" with model.small_stem = {model.small_stem}" if model.small_stem is not None else ""
-        raise UserError(
-            f"train.loss = mae removes patches of a plain ViT, not of {model.name}{stem}. Use a model such as ViT-B/16."
-        )
-    if model.positions == "relative" or model.positions_at != "stem":
-        raise UserError(
-            "train.loss = mae encodes kept patches only, with positions added once before the first block, not model.positions = "
-            f"{model.positions}, model.positions_at = {model.positions_at}. Use positions=sincos2d_mae, positions_at=stem."
-        )
-    if model.pool == "map" or model.pool_norm or model.patch_stride is not None:
-        raise UserError(
-            "train.loss = mae trains neither attention pooling nor a norm after pooling, and its patches do not overlap: set model.pool=token or gap, and leave out "
-            "model.pool_norm and model.patch_stride."
-        )
 
 
 def dino_compares_micro_batch(objective: Mapping[str, Any]) -> str:

@@ -145,7 +145,7 @@ def test_objectives_are_checked_before_the_long_imports(dataset: Path, tmp_path:
     bare = make_dataset(tmp_path / "bare", {"train": 48, "val": 4, "other": 48}, labelled=False)
     wrong = {
         '"nosuch" is an unknown model; did you mean': ["model.name=nosuch"],
-        "mae removes patches of a plain ViT, not of ViT-mu/8 with model.small_stem = [16]":
+        "this backbone has small_stem = [16]":
             ["train.loss=mae", "model.name=ViT-mu/8", "model.small_stem=[16]"],
         "objective.centring = sinkhorn compares the images of a micro-batch":
             ["train.loss=dino", "augment.crop=inception", "objective.centring=sinkhorn", "train.micro_batch=1"],
