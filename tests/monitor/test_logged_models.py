@@ -209,8 +209,12 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
         def set_version_tags(self, name: str, version: str, tags: dict[str, str]) -> None:
             self.tags = tags
 
-        def set_alias(self, name: str, alias: str, version: str) -> None:
+        def set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
             aliases[alias] = self.tags
+
+        @property
+        def client(self) -> "Store":
+            return self
 
         def tags_of_alias(self, name: str, alias: str) -> dict[str, str] | None:
             return aliases.get(alias)
@@ -339,7 +343,7 @@ def test_a_model_that_a_killed_sender_registered_gets_its_alias_and_no_second_ve
 
     found = [checkpoint(tmp_path, "a", 10), checkpoint(tmp_path, "a", 20)]
     with monkeypatch.context() as patch:
-        patch.setattr(ModelStore, "set_alias", kill)
+        patch.setattr("mlflow.tracking.MlflowClient.set_registered_model_alias", kill)
         tracked(tmp_path, "a", found, {10: 0.5, 20: 0.25}, register="photos")
     tracked(tmp_path, "a", found, {}, start=20, register="photos")
     client = MlflowStore(default_uri(tmp_path)).client

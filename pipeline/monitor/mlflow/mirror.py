@@ -138,7 +138,7 @@ class RunMirror:
         known = state.models.get(model.sha256)
         sent = known or self._create(store, experiment_id, state.run_id, model)
         if sent.roles != model.roles:
-            store.set_model_tags(sent.model_id, {"roles": ", ".join(model.roles)})
+            store.client.set_logged_model_tags(sent.model_id, {"roles": ", ".join(model.roles)})
         of_model = points.get(model.step, [])
         store.link_scores(state.run_id, sent.model_id, of_model, self._evaluation_data())
         sent = replace(sent, roles=model.roles, num_scores=len({point.key for point in of_model}))
@@ -158,7 +158,9 @@ class RunMirror:
         kind = self.facts.tags.get("model", "")
         model_id = store.create_model(experiment_id, run_id, name, model.step, kind, tags)
         for file in files:
-            self.refusals.allows(store, run_id, str(file), partial(store.log_model_file, model_id, file))
+            self.refusals.allows(
+                store, run_id, str(file), partial(store.client.log_model_artifact, model_id, str(file))
+            )
         return SentModel(model_id, model.roles)
 
     def _register(self, store: ModelStore, state: SyncState, model: ModelFacts, points: dict[int, list[Any]]) -> None:
@@ -175,7 +177,7 @@ class RunMirror:
         version = sent.version or store.register(name, state.run_id, sent.model_id, tags)
         store.set_version_tags(name, version, tags)
         if "last" in model.roles:
-            store.set_alias(name, "last", version)
+            store.client.set_registered_model_alias(name, "last", version)
         if math.isfinite(score):
             best = store.tags_of_alias(name, "best")
             sign = self.facts.metric(self.facts.score).sign
@@ -185,7 +187,7 @@ class RunMirror:
                     f"{best.get('score_data')}) cannot be compared with {self.facts.score} on {data}."
                 )
             elif best is None or not sign * score <= sign * float(best.get("score", "nan")):
-                store.set_alias(name, "best", version)
+                store.client.set_registered_model_alias(name, "best", version)
         if sent.version is None:  # Last: after a kill before this, the next sender sets the aliases.
             self.update(state, models={**state.models, model.sha256: replace(sent, version=version)})
 

@@ -57,7 +57,7 @@ class ModelStore(MlflowStore):
         parameters = {"step": str(step), "model": kind, **{key: tags[key] for key in _SHOWN}}
         parameters = {key: text for key, text in parameters.items() if text}
         model = found or self.client.create_logged_model(experiment_id, name, run_id, tags, parameters, kind)
-        self.set_model_tags(model.model_id, {NOTE: _how_to_load(model.model_uri, step, kind, tags)})
+        self.client.set_logged_model_tags(model.model_id, {NOTE: _how_to_load(model.model_uri, step, kind, tags)})
         with tempfile.TemporaryDirectory() as folder:
             facts = {"uri": model.model_uri, "step": step, **tags}
             (Path(folder) / "weights.json").write_text(json.dumps(facts, indent=1))
@@ -67,13 +67,6 @@ class ModelStore(MlflowStore):
         if model.model_id not in (output.model_id for output in outputs):
             self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
         return model.model_id
-
-    def log_model_file(self, model_id: str, path: Path) -> None:
-        """Upload a file to the artifacts of a logged model."""
-        self.client.log_model_artifact(model_id, str(path))
-
-    def set_model_tags(self, model_id: str, tags: dict[str, str]) -> None:
-        self.client.set_logged_model_tags(model_id, tags)
 
     def delete_model(self, model_id: str) -> None:
         """Delete a logged model if it exists."""
@@ -115,15 +108,12 @@ class ModelStore(MlflowStore):
         # By this tag, which `mlflow.register_model` sets, the page of the logged model names its versions.
         known = json.loads(model.tags.get(_VERSIONS, "[]"))
         if (here := {"name": name, "version": version}) not in known:
-            self.set_model_tags(model_id, {_VERSIONS: json.dumps([*known, here])})
+            self.client.set_logged_model_tags(model_id, {_VERSIONS: json.dumps([*known, here])})
         return version
 
     def set_version_tags(self, name: str, version: str, tags: dict[str, str]) -> None:
         for tag, text in tags.items():
             self.client.set_model_version_tag(name, version, tag, text)
-
-    def set_alias(self, name: str, alias: str, version: str) -> None:
-        self.client.set_registered_model_alias(name, alias, version)
 
     def tags_of_alias(self, name: str, alias: str) -> dict[str, str] | None:
         """Tags of the version that an alias names; None if there is no such alias."""

@@ -313,7 +313,7 @@ class MlflowSender:
         by_name = {"parent": named["parent"]} if "parent" in named else {}
         tags = self._linked({**by_name, **self.tags, **self._tags_of_starts()})
         if starts:
-            store.start_run(state.run_id)
+            store.client.update_run(state.run_id, status="RUNNING")
         self.refusals.allows(store, state.run_id, "the tags", partial(store.set_tags, state.run_id, tags))
         self._store = store
         return store, state
@@ -424,7 +424,7 @@ class MlflowSender:
         # The status first: little time may be left.
         tags = self._linked(self._end.tags)
         self.refusals.allows(store, state.run_id, "how the run ended", partial(store.set_tags, state.run_id, tags))
-        store.end_run(state.run_id, self._end.status)
+        store.client.set_terminated(state.run_id, self._end.status)
         return self._mirror.look(store, state, final=True)
 
     def _update(self, state: SyncState, **fields: Any) -> None:

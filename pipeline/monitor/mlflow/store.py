@@ -179,10 +179,6 @@ class MlflowStore:
         if self.is_active(run_id):
             self.client.delete_run(run_id)
 
-    def start_run(self, run_id: str) -> None:
-        """Mark a run as running."""
-        self.client.update_run(run_id, status="RUNNING")
-
     def set_tags(self, run_id: str, tags: dict[str, str]) -> None:
         """Set tags of a run. A description that someone has edited stays; under another one the runs made from it are listed."""
         from mlflow.entities import RunTag
@@ -212,10 +208,6 @@ class MlflowStore:
         note = found.data.tags.get(NOTE, "").partition(_CHILDREN)[0]
         self.set_tags(parent, {_CHILD + run_id: f"{kind} {page}", NOTE: note})
         return found.info.run_name, _link(found.info.run_name, found.info)
-
-    def end_run(self, run_id: str, status: str, ended: int | None = None) -> None:
-        """Close a run as FINISHED, FAILED or KILLED, now or as of a time in milliseconds since 1970. One request."""
-        self.client.set_terminated(run_id, status, ended)
 
     # ---------------------------------------------------------------- what a run holds
     def log_parameters(self, run_id: str, parameters: dict[str, Any]) -> None:

@@ -245,7 +245,7 @@ class ChildSender:
             self._pause()
             store.log_datasets(known.run_id, child.datasets)
         self._pause()
-        store.end_run(known.run_id, child.status, child.ended)
+        store.client.set_terminated(known.run_id, child.status, child.ended)
         self._known[child.key] = _KnownChild(known.run_id, child.status, digest)
         self.num_sent += 1
 
