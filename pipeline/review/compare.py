@@ -176,9 +176,9 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
     yield Heading("Differing settings")
     yield from _settings(records)
     yield Heading("Data")
-    yield from _data(records)
+    yield from _facts("data", {name: data_facts(record) for name, record in records.items()})
     yield Heading("Code")
-    yield from _code(records)
+    yield from _facts("code", {name: code_facts(record) for name, record in records.items()})
 
 
 # ---------------------------------------------------------------------- tables
@@ -365,21 +365,17 @@ def _settings(records: Records) -> Iterator[Block]:
         yield Paragraph(f"No settings are known of {listed(without, MAX_NAMED)}.")
 
 
-def _data(records: Records) -> Iterator[Block]:
-    facts = {name: data_facts(record) for name, record in records.items()}
+def _facts(what: str, facts: Mapping[str, Mapping[str, str]]) -> Iterator[Block]:
+    """What is known and the same of all runs, and what differs. facts: run -> name -> value."""
     rows = differences(facts)
-    if same := _same(facts, rows):
-        yield same
-    if rows:
-        yield _difference_table("data", list(records), rows)
-
-
-def _same(facts: Mapping[str, Mapping[str, str]], rows: Sequence[tuple[str, ...]]) -> Paragraph | None:
-    """What is known and the same of all runs. facts: run -> name -> value. rows: of the facts that differ."""
     differ = {row[0] for row in rows}
     of_first = next(iter(facts.values()))
-    same = [f"{name} {value}" for name, value in of_first.items() if value != "–" and name not in differ]
-    return Paragraph(f"The same for all: {'; '.join(same)}.") if same else None
+    if same := [f"{name} {value}" for name, value in of_first.items() if value != "–" and name not in differ]:
+        yield Paragraph(f"The same for all: {'; '.join(same)}.")
+    if rows:
+        yield _difference_table(what, list(facts), rows)
+    if not (same or rows):
+        yield Paragraph("Not recorded by any of these runs.")
 
 
 def data_facts(record: RunRecord) -> dict[str, str]:
@@ -410,14 +406,6 @@ def code_facts(record: RunRecord) -> dict[str, str]:
              "user": "mlflow.user"}  # fmt: skip
     known = {shown: record.tags.get(tag) or "–" for shown, tag in names.items()}
     return {"git revision": record.revision or "–", **known, "ranks": f"{record.ranks}" if record.ranks else "–"}
-
-
-def _code(records: Records) -> Iterator[Block]:
-    facts = {name: code_facts(record) for name, record in records.items()}
-    if rows := differences(facts):
-        yield _difference_table("code", list(records), rows)
-    else:
-        yield _same(facts, rows) or Paragraph("Not recorded by any of these runs.")
 
 
 def folder_name(names: Sequence[str]) -> str:

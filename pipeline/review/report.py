@@ -186,8 +186,7 @@ def _scores(record: RunRecord) -> Iterator[Block]:
         yield Paragraph(f"Top-1 accuracy in per cent. {about_intervals([record.sweep])}")
         yield from origin(record.sweep)
         return
-    rows = [*_score_rows(record), *_probe_rows(record)]
-    if rows:
+    if rows := list(_score_rows(record)):
         yield Heading("Scores")
         yield Table(("score", "last", "at step", "best", "at step", "images"), rows)
         brackets = "Brackets are 95 % intervals (Wilson's): the noise of these test images, not that of another seed. "
@@ -203,24 +202,21 @@ def _scores(record: RunRecord) -> Iterator[Block]:
 
 
 def _score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
+    """Of what has a direction: the held-out split's, the most telling first, then probes' by name."""
     titles = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "color_accuracy": "accuracy of patch colours"}
-    for name in record.held_out:
-        series, metric, own_name = record.metrics[name], record.metric(name), name.removeprefix(f"{record.split}_")
-        shown = titles.get(own_name, title_of(own_name))
-        count = record.num_evaluated(int(series.steps[-1]))
+    probed = sorted(name for name in record.metrics if record.metric(name).group == "probe")
+    for name in (*record.held_out, *(name for name in probed if record.metric(name).better)):
+        series, own_name = record.metrics[name], name.removeprefix(f"{record.split}_")
+        shown, count = (
+            f"{titles.get(own_name, title_of(own_name))}, split {record.split}",
+            record.num_evaluated(int(series.steps[-1])),
+        )
+        if name in probed:
+            shown, count = f"probe {name}", 0
         cells = []
-        for number in (len(series) - 1, best_of(series, metric)):
+        for number in (len(series) - 1, best_of(series, record.metric(name))):
             cells += [str(record.score_at(number, name)), f"{series.steps[number]:,}"]
-        yield (f"{shown}, split {record.split}", *cells, f"{count:,}" if count else "–")
-
-
-def _probe_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
-    for name, series in sorted(record.metrics.items()):
-        metric = record.metric(name)
-        if metric.group == "probe" and metric.better:
-            places = (len(series) - 1, best_of(series, metric))
-            cells = [(metric.text(float(series.values[i])), f"{series.steps[i]:,}") for i in places]
-            yield (f"probe {name}", *cells[0], *cells[1], "–")
+        yield (shown, *cells, f"{count:,}" if count else "–")
 
 
 # ---------------------------------------------------------------------- curves and figures
