@@ -92,11 +92,8 @@ def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0)
     """Two settings, each trained with several seeds: Student's t-test of two samples with a common variance, at least that of `rounding`.
 
     One of the two may have a single seed; its variance is then taken to be the other's. num_test: images of each score, 0 if unknown.
-    Raises ValueError for one each.
     """
     n, m = len(first), len(second)
-    if n + m < 3:
-        raise ValueError("a t-test needs at least three runs")
     squares = sum(float(np.var(values)) * len(values) for values in (first, second))
     freedom = n + m - 2
     error = max(math.sqrt(squares / freedom), rounding(num_test)) * math.sqrt(1 / n + 1 / m)
@@ -104,13 +101,10 @@ def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0)
 
 
 def of_same_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
-    """Two settings, each trained with the same seeds in the same order: Student's t-test of the seeds' differences.
+    """Two settings, each trained with the same seeds, at least two, in the same order: Student's t-test of the seeds' differences.
 
-    What the seeds of both have in common, such as the subset of the data, cancels. num_test: as of `of_seeds`. Raises ValueError for
-    fewer than two seeds.
+    What the seeds of both have in common, such as the subset of the data, cancels. num_test: as of `of_seeds`.
     """
-    if len(first) != len(second) or len(first) < 2:
-        raise ValueError("a paired t-test needs at least two seeds, the same of both")
     differences = np.subtract(first, second)
     error = max(float(differences.std(ddof=1)), math.sqrt(2) * rounding(num_test)) / math.sqrt(len(differences))
     return _by_t(float(differences.mean()), error, len(differences) - 1, PAIRED)

@@ -177,20 +177,14 @@ def fit_power_law(
     noise: Noise | None = None,
     unit: str = "exaFLOPs",
 ) -> PowerLaw:
-    """Fit one family. x: > 0; error: in [0, 1]; cell: name of each run's cell, equal for runs that differ in their seed only.
+    """Fit one family of at least 4 sizes. x: > 0; error: in [0, 1]; cell: name of each run's cell, equal for runs that differ in their seed only.
 
     noise: in place of this family's own (`common_noise`). unit: of x, for messages.
 
     The floor may exceed the smallest error, which may be low by chance: a limit there makes the intervals too narrow.
-
-    Raises UserError for a missing score, an x or error out of range, a cell with two x, fewer sizes than parameters + 1.
     """
-    xs, errors = _checked(x, error, cell, unit)
-    sizes = len(np.unique(xs))
-    if sizes <= _PARAMETERS:
-        raise UserError(
-            f"A fit of {_PARAMETERS} parameters needs runs at {_PARAMETERS + 1} different {unit} at least, there are {sizes}; add sizes."
-        )
+    xs, errors = _arrays(x, error)
+    assert len(np.unique(xs)) > _PARAMETERS
     return _fitted(xs, errors, cell, noise, unit)
 
 
@@ -209,10 +203,10 @@ def leave_largest_out(
 ) -> Holdout:
     """Fit without the largest x, and predict it. Arguments: as of `fit_power_law`.
 
-    Fits also as many sizes as there are parameters, if several seeds (or `noise`) tell the noise. Raises UserError as `fit_power_law` and
+    Fits also as many sizes as there are parameters, if several seeds (or `noise`) tell the noise. Raises UserError for fewer, and as
     `predict`.
     """
-    all_x, all_errors = _checked(x, error, cell, unit)
+    all_x, all_errors = _arrays(x, error)
     is_left = all_x < all_x.max()
     left_cells = [name for name, is_one in zip(cell, is_left, strict=True) if is_one]
     sizes = len(np.unique(all_x[is_left]))
@@ -226,27 +220,9 @@ def leave_largest_out(
     return Holdout(fit, fit.predict(float(all_x.max()), len(holdout)), float(holdout.mean()), len(holdout))
 
 
-def _checked(
-    x: Sequence[float], error: Sequence[float], cell: Sequence[str], unit: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns x and error as float64 arrays."""
+def _arrays(x: Sequence[float], error: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     xs, errors = np.asarray(x, dtype=np.float64), np.asarray(error, dtype=np.float64)
-    assert xs.shape == errors.shape == (len(cell),)
-    if not len(cell):
-        raise UserError("There are no runs to fit.")
-    if missing := list(dict.fromkeys(name for name, value in zip(cell, errors, strict=True) if not np.isfinite(value))):
-        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} others" if len(missing) > 5 else "")
-        raise UserError(f"Scores are missing of {named}: run them, or leave these cells out.")
-    first = dict[str, float]()
-    for name, amount, value in zip(cell, xs.tolist(), errors.tolist(), strict=True):
-        if not (math.isfinite(amount) and amount > 0):
-            raise UserError(f"{name} has {amount:g} {unit}; a power law needs more than 0.")
-        if not 0 <= value <= 1:
-            raise UserError(f"{name} has an error of {value:g}; errors are 1 - score, from 0 to 1.")
-        if first.setdefault(name, amount) != amount:
-            raise UserError(
-                f"{name} has {first[name]:g} and {amount:g} {unit}; runs of one cell differ in their seed only."
-            )
+    assert ((xs > 0) & (errors >= 0) & (errors <= 1)).all()
     return xs, errors
 
 

@@ -189,7 +189,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     model's own cheaper run removes nothing: where the score falls by chance, that run would otherwise be left out, and the
     frontier be too high.
     """
-    points = [point for point in points if point.x > 0]
+    points = [point for point in points if point.x > 0]  # Of which there is a logarithm.
     models = list(dict.fromkeys(point.model for point in points))
     curves = {}
     for model in models:
@@ -215,7 +215,8 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 def _lines(points: dict[str, list[Point]], unit: str) -> list[Line]:
     """Fit each; from two laws on, with the noise of all together, because a few sizes of one line tell little of it."""
-    lines = [_fitted(Line(name, p[0].family, sorted(p, key=_x)), unit, None) for name, p in points.items() if p]
+    above_0 = {name: sorted((p for p in of_one if p.x > 0), key=_x) for name, of_one in points.items()}
+    lines = [_fitted(Line(name, p[0].family, above_0[name]), unit, None) for name, p in points.items() if p]
     fits = [line.fit for line in lines if line.fit]
     if len(fits) > 1:
         noise = common_noise(fits)
@@ -234,11 +235,7 @@ def _fitted(line: Line, unit: str, noise: Noise | None) -> Line:
         text = f"No law is fitted to {line.name}: it needs scores at {_MIN_SIZES} different numbers of {unit}, there {'is' if sizes == 1 else 'are'} {sizes}."
         return replace(line, why_not=text, no_prediction=text, no_check=text)
     runs = _runs(line.points)
-    try:
-        fit = fit_power_law(*runs, noise=noise, unit=unit)
-    except UserError as error:
-        text = f"No law is fitted to {line.name}: {error}"
-        return replace(line, why_not=text, no_prediction=text, no_check=text)
+    fit = fit_power_law(*runs, noise=noise, unit=unit)
     prediction, no_prediction = None, ""
     try:
         prediction = fit.predict(next_larger([point.x for point in line.points]))
