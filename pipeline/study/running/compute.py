@@ -3,22 +3,14 @@
 import contextlib
 from pathlib import Path
 
-from pipeline import model as models
-from pipeline import objectives
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import step_of
-from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import read_end
-from pipeline.model import Config
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import weights_path
-from pipeline.monitor.page_folder import PageFolder
-from pipeline.monitor.run_page import RunFacts, flops_until
 from pipeline.process.committed import NAME, run_of_checkpoint
-from pipeline.settings import schema
+from pipeline.review.reader import from_folder, is_run
 from pipeline.settings.commands.study import StudyConfig
-from pipeline.settings.run import RunConfig
 from pipeline.study.results import compute_unit
 
 EXA = 1e18
@@ -62,18 +54,16 @@ def compute_of_runs(weights: Path) -> list[float]:
         checkpoint = next((path for path in (weights, weights.parent) if NAME.fullmatch(path.name)), None)
         folder = (run_of_checkpoint(checkpoint) or checkpoint.absolute().parents[1]) if checkpoint else weights
         end = read_end(folder)
-        if end is None or folder in folders or not (folder / "config.yaml").exists():
+        if end is None or folder in folders or not is_run(folder):
             return [*found, 0.0]
         folders.add(folder)
-        config = schema.load(RunConfig, folder / "config.yaml", [])
-        step = step_of(checkpoint) if checkpoint else _newest_step(weights) or end.step
-        flops = objectives.training_flops(config, _built(weights, folder))
-        facts = _facts(folder)
-        found.append(config.train.global_batch * flops_until(step, facts.steps, flops, facts.parameters))
-        if config.init.weights is None:
-            return found
+        record = from_folder(folder)
+        found.append(record.flops_until(step_of(checkpoint) if checkpoint else _newest_step(weights) or end.step))
         # As the run found them at its first start.
-        weights = Path(facts.origin.path if facts.origin else config.init.weights)
+        before = record.origin.path if record.origin else record.settings.get("init.weights")
+        if before is None:
+            return found
+        weights = Path(before)
 
 
 def _newest_step(run: Path) -> int:
@@ -82,20 +72,3 @@ def _newest_step(run: Path) -> int:
         folder = find_file(run).parent
         return step_of(folder) if NAME.fullmatch(folder.name) else 0
     return 0
-
-
-def _built(weights: Path, folder: Path) -> Config:
-    """The model of a run. weights: its checkpoint, which the run may have removed since."""
-    try:
-        return models.read_weights(weights)[0]
-    except UserError:
-        if not (folder / architecture.FILE).is_file():
-            raise
-        return models.config_from_dict(json_record.read(folder / architecture.FILE, dict))
-
-
-def _facts(folder: Path) -> RunFacts:
-    """What a run recorded of itself; next to nothing for a run of an earlier version."""
-    with contextlib.suppress(UserError):
-        return PageFolder(folder).read_facts().facts
-    return RunFacts("", "")

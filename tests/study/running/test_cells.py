@@ -488,7 +488,8 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(
         path.mkdir(parents=True)
         save_safetensors(create("ViT-mu/4", 16, 4), path / "model.safetensors", {})
     (last.parent / "latest").write_text(last.name)
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(schema.to_dict(run.config)))
+    (run.folder / "model.json").write_text(json.dumps(create("ViT-mu/4", 16, 4).config.to_dict()))
+    (run.folder / "config.json").write_text(json.dumps(schema.to_dict(run.config)))
     (run.folder / "status.json").write_text('{"status": "finished", "step": 30, "code": 0, "reason": ""}')
     (whole,) = compute_of_runs(run.folder)
     assert whole > 0
@@ -521,7 +522,7 @@ def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path)
         save_safetensors(model, checkpoint / "model.safetensors", {})
         (checkpoint.parent / "latest").write_text(checkpoint.name)
         (run.folder / "model.json").write_text(json.dumps(model.config.to_dict()))
-        (run.folder / "config.yaml").write_text(yaml.safe_dump(schema.to_dict(run.config)))
+        (run.folder / "config.json").write_text(json.dumps(schema.to_dict(run.config)))
         (run.folder / "status.json").write_text(status)
         return run.folder
 
