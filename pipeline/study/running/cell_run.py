@@ -210,8 +210,9 @@ def result_of(study: Study, cell: StudyCell, ends: Ends) -> CellResult:
     if failure := _read_note(study.folder, FAILED, cell.name):
         return replace(found, state="failed", reason=str(failure.get("reason")))
     runs = [cell.run, *cell.finetunes]
-    if problems := [problem for run in runs if (problem := why_unusable(run))] + _vtab_problems(study.folder, cell):
-        return replace(found, state="damaged", reason=" ".join(problems))
+    problems = [*map(why_unusable, runs), _vtab_results(study.folder, cell)[1]]
+    if any(problems):
+        return replace(found, state="damaged", reason=" ".join(filter(None, problems)))
     if ended is None:
         return found
     scores, num_test = _scores(study, cell)
@@ -259,37 +260,29 @@ def _vtab_folder(folder: Path, cell: StudyCell) -> Path:
     return folder / f"{cell.name}-vtab"
 
 
-def _vtab_scores(folder: Path, cell: StudyCell) -> list[float]:
-    """Mean accuracy on each of VTAB's tasks; empty while one of the sweep's tasks has no score."""
-    try:
-        content = read_results(_vtab_folder(folder, cell))
-    except UserError:
-        return []
-    if content["failed"] or not content["scores"]:
-        return []
-    by_task: dict[str, list[float]] = {}
-    for row in content["scores"]:
-        by_task.setdefault(row["task"], []).append(row["accuracy"])
-    return [mean(accuracies) for accuracies in by_task.values()]
-
-
-def _vtab_problems(folder: Path, cell: StudyCell) -> list[str]:
-    """Why the results of a cell's sweep cannot be read; empty without a sweep."""
+def _vtab_results(folder: Path, cell: StudyCell) -> tuple[dict[str, Any], str]:
+    """Returns (content of the results of a cell's sweep, why it cannot be read); {} and "" where there is none."""
     file = _vtab_folder(folder, cell) / RESULTS_FILE
     try:
-        if file.exists():
-            read_results(file)
+        return (read_results(file), "") if file.exists() else ({}, "")
     except UserError as error:
-        return [str(error)]
-    return []
+        return {}, str(error)
+
+
+def _vtab_scores(folder: Path, cell: StudyCell) -> list[float]:
+    """Mean accuracy on each of VTAB's tasks; empty while one of the sweep's tasks has no score."""
+    content, _ = _vtab_results(folder, cell)
+    by_task: dict[str, list[float]] = {}
+    for row in content["scores"] if content and not content["failed"] else []:
+        by_task.setdefault(row["task"], []).append(row["accuracy"])
+    return [mean(accuracies) for accuracies in by_task.values()]
 
 
 def unpublished_tasks(study: Study) -> list[str]:
     """Names of VTAB tasks that any cell has a score of, and whose images are not those of the published files."""
     tasks: dict[str, None] = {}
     for cell in study.cells if study.config.vtab else []:
-        with contextlib.suppress(UserError):
-            tasks |= dict.fromkeys(read_results(_vtab_folder(study.folder, cell)).get("unpublished", []))
+        tasks |= dict.fromkeys(_vtab_results(study.folder, cell)[0].get("unpublished", []))
     return list(tasks)
 
 
