@@ -116,15 +116,14 @@ class PageFolder:
         return []
 
     def artifacts(self, names: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-        """Yield (file, folder among the artifacts) of each file to upload that exists. names: of files beside `page/`.
+        """Yield (file, name among the artifacts) of each file to upload that exists. names: of files beside `page/`.
 
         Only regular files inside of the folder: see `refused`.
         """
         for name, found in self._checked(names):
             if isinstance(found, Path):
-                folder = Path(name).parent
-                in_page = folder.relative_to(PAGE).as_posix() if folder.is_relative_to(PAGE) else "."
-                yield found, "" if in_page == "." else in_page
+                path = Path(name)
+                yield found, path.relative_to(PAGE).as_posix() if path.is_relative_to(PAGE) else path.name
 
     def refused(self, names: tuple[str, ...] = ()) -> list[str]:
         """Why files of the page, and `names` beside it, are neither sent nor shown: one line each.

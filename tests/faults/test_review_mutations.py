@@ -292,11 +292,9 @@ def test_only_files_of_the_folder_are_sent(run: Path, tmp_path: Path) -> None:
         "",
     )
     page = PageFolder(there)
-    sent = {path.relative_to(there).as_posix(): folder for path, folder in page.artifacts(names)}
-    assert sent == {
-        "notes.txt": "", "page/facts.json": "", "page/starts.jsonl": "", "page/environment.txt": "", "page/predictions.npz": "",
-        "page/figures/attention.png": "figures",
-    }  # fmt: skip
+    sent = {path.relative_to(there).as_posix(): name for path, name in page.artifacts(names)}
+    in_page = ("facts.json", "starts.jsonl", "environment.txt", "predictions.npz", "figures/attention.png")
+    assert sent == {"notes.txt": "notes.txt", **{f"page/{name}": name for name in in_page}}
     assert page.refused(names) == [
         f"'../secret.txt' leads out of {there}.", f"'{secret}' leads out of {there}.", f"'page/../../secret.txt' leads out of {there}.",
         f"{there}/sub/secret.txt is a link, or lies behind one.", "'a\\x00b' is not a path.", f"{there} is not a regular file.",

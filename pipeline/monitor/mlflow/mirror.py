@@ -79,15 +79,13 @@ class RunMirror:
         assert state.run_id is not None
         failures = 0
         # Files that could not be sent last, so that they do not keep the others.
-        for path, folder in sorted(
-            self.page.artifacts(self.facts.artifacts), key=lambda found: _name_of(*found) in self._warned
-        ):
-            name, version = _name_of(path, folder), _version(path)
+        for path, name in sorted(self.page.artifacts(self.facts.artifacts), key=lambda found: found[1] in self._warned):
+            version = _version(path)
             waits = not final and time.monotonic() - self._uploaded_at.get(name, -1e9) < _UPLOAD_AGAIN
             if waits or version is None or version == state.artifacts.get(name):
                 continue
             try:
-                upload = partial(store.log_artifact, state.run_id, path, folder)
+                upload = partial(store.log_artifact, state.run_id, path, name.rpartition("/")[0])
                 if not self.refusals.allows(store, state.run_id, str(path), upload):
                     continue
             except Exception as error:  # Whatever the server or the file system raises.
@@ -190,11 +188,6 @@ class RunMirror:
                 store.client.set_registered_model_alias(name, "best", version)
         if sent.version is None:  # Last: after a kill before this, the next sender sets the aliases.
             self.update(state, models={**state.models, model.sha256: replace(sent, version=version)})
-
-
-def _name_of(path: Path, folder: str) -> str:
-    """Name of an artifact: that of the file, in a folder."""
-    return f"{folder}/{path.name}".lstrip("/")
 
 
 def _version(path: Path) -> str | None:
