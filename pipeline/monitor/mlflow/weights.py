@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pipeline.base.errors import UserError
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
@@ -23,14 +23,9 @@ from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.committed import read_checksums
 
-C = TypeVar("C", bound="_HasWeights")
+C = TypeVar("C", bound=Any)  # Settings with a field `weights`.
 
 _DEFAULT_STORE = Path("runs/mlflow.db")
-
-
-class _HasWeights(Protocol):
-    @property
-    def weights(self) -> str: ...
 
 
 def is_uri(weights: str) -> bool:
@@ -85,4 +80,4 @@ def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], obje
 
 def with_local_weights(config: C) -> C:
     """A command's settings with the path of the weights, where they are named by MLflow."""
-    return replace(config, weights=weights_path(config.weights)) if is_uri(config.weights) else config  # type: ignore[type-var]
+    return replace(config, weights=weights_path(config.weights)) if is_uri(config.weights) else config
