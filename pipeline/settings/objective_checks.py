@@ -23,12 +23,19 @@ LOCAL_SIZE, MASK_SHARE = 96, 0.75
 def check_objective(config: "RunConfig") -> None:
     """Raise UserError for settings of a run that do not fit its train.loss."""
     loss = config.train.loss
-    if loss in ("dino", "lejepa"):
-        if config.augment.crop not in ("inception", "random_resized"):
-            raise UserError(
-                f"train.loss = {loss} needs random crops: augment.crop = {config.augment.crop} must be random_resized or inception."
-            )
-        (_check_dino if loss == "dino" else _check_lejepa)(config)
+    if loss in ("dino", "lejepa") and config.augment.crop not in ("inception", "random_resized"):
+        raise UserError(
+            f"train.loss = {loss} needs random crops: augment.crop = {config.augment.crop} must be random_resized or inception."
+        )
+    compares = dino_compares_micro_batch(config.objective) if loss == "dino" else ""
+    if compares and min(config.train.micro_batch, config.train.global_batch) == 1:
+        raise UserError(
+            f"{compares} compares the images of a micro-batch, and train.micro_batch = 1 has one. Use train.micro_batch=2 or more."
+        )
+    if loss == "lejepa" and config.train.global_batch == 1:
+        raise UserError(
+            "train.loss = lejepa tests the distribution of a batch: train.global_batch = 1 must be 2 or more."
+        )
     if loss in ("mae", "dino", "lejepa") and config.model.name:
         given = {name: getattr(config.model, name) for name in OPTIONS} | {"num_classes": 0, "representation": False}
         _check_backbone(config, configure(config.model.name, config.model.image_size, **given))
@@ -134,18 +141,3 @@ def dino_compares_micro_batch(objective: Mapping[str, Any]) -> str:
         return "objective.centring = sinkhorn"
     weight = objective.get("koleo_weight", 0)
     return f"objective.koleo_weight = {weight}" if finite(weight) else ""
-
-
-def _check_dino(config: "RunConfig") -> None:
-    name = dino_compares_micro_batch(config.objective)
-    if name and min(config.train.micro_batch, config.train.global_batch) == 1:
-        raise UserError(
-            f"{name} compares the images of a micro-batch, and train.micro_batch = 1 has one. Use train.micro_batch=2 or more."
-        )
-
-
-def _check_lejepa(config: "RunConfig") -> None:
-    if config.train.global_batch == 1:
-        raise UserError(
-            "train.loss = lejepa tests the distribution of a batch: train.global_batch = 1 must be 2 or more."
-        )
