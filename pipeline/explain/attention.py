@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.model import VisionTransformer, ViTConfig, rope
-from pipeline.model.axial import AxialAttention
-from pipeline.model.vit import AttentionPooling, Block, SelfAttention
+from pipeline.model.vit import AttentionPooling, AxialAttention, Block, SelfAttention
 
 POOLING = "pooling"
 OnWeights = Callable[[str, Tensor], None]

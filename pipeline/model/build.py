@@ -1,7 +1,6 @@
 """Builds the model of a configuration."""
 
 from pipeline.architecture.config import Config, ResNetConfig
-from pipeline.model.axial import AxialTransformer
 from pipeline.model.masked import MaskedViT
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
@@ -13,6 +12,4 @@ def build(config: Config, seed: int = 0) -> Model:
     """A new model of this configuration; `create` builds one by name."""
     if isinstance(config, ResNetConfig):
         return ResNet(config, seed)
-    if config.masked:
-        return MaskedViT(config, seed)
-    return AxialTransformer(config, seed) if config.axial else VisionTransformer(config, seed)
+    return MaskedViT(config, seed) if config.masked else VisionTransformer(config, seed)

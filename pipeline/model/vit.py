@@ -17,8 +17,8 @@ Shape letters
 
 Where the paper gives no detail, this follows its authors' code (google-research/vision_transformer,
 vit_jax/models_vit.py). The paper's variants have files of their own: other position embeddings (`position.py`), hybrids
-with a ResNet in front (`resnet.py`), axial attention (`axial.py`), masked patch prediction (`masked.py`); so have the parts
-of later ViTs: LayerScale, SwiGLU, layers without biases (`parts.py`), and RoPE (`rope.py`).
+with a ResNet in front (`resnet.py`), masked patch prediction (`masked.py`); so have the parts of later ViTs: LayerScale,
+SwiGLU, layers without biases (`parts.py`), and RoPE (`rope.py`).
 """
 
 from dataclasses import replace
@@ -100,6 +100,27 @@ class SelfAttention(nn.Module):
         logits = None if self.relative is None else self.relative(q)  # added to q k^T / sqrt(D/H)
         mixed = attention(q, k, v, logits)
         return self.dropout(self.out(mixed.transpose(1, 2).reshape(B, N, D)))
+
+
+class AxialAttention(SelfAttention):
+    """Self-attention within each row of the patch grid, or within each column. (B, N, D) -> same.
+
+    An Axial-ViT (ViT paper, D.6) has a block along rows and one along columns for each block of a ViT, so that a token reaches all h*w
+    patches in two steps: attention costs h*w*(h + w) instead of (h*w)^2, plus a second MLP. The paper does not say how a class token
+    would take part, so the head reads the mean of all tokens.
+    """
+
+    def __init__(self, config: ViTConfig, along_rows: bool):
+        rows, columns = config.grid
+        super().__init__(config, num_tokens=columns if along_rows else rows)
+        self.grid, self.along_rows = config.grid, along_rows
+
+    def forward(self, x: Tensor, rotation: None = None) -> Tensor:  # type: ignore[override]
+        B, N, D = x.shape
+        grid = x.view(B, *self.grid, D)
+        lines = grid if self.along_rows else grid.transpose(1, 2)  # (B, lines, tokens of a line, D)
+        attended = super().forward(lines.reshape(-1, lines.shape[2], D)).view(lines.shape)
+        return (attended if self.along_rows else attended.transpose(1, 2)).reshape(B, N, D)
 
 
 class Mlp(nn.Module):
@@ -224,7 +245,9 @@ class VisionTransformer(nn.Module):
         self.initialize(seed)
 
     def new_attention(self, block: int) -> SelfAttention:
-        """The attention layer of block number `block`."""
+        """The attention layer of block number `block`; of an axial ViT along rows, columns, rows, columns, ..."""
+        if self.config.axial:
+            return AxialAttention(self.config, along_rows=block % 2 == 0)
         return SelfAttention(self.config, self.config.num_tokens)
 
     def forward(
