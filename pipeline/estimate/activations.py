@@ -1,13 +1,8 @@
 """Counts the bytes that a forward pass saves for the backward pass, on the meta device: no arithmetic, no memory."""
 
-import math
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
-from fractions import Fraction
+from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import chain, starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +19,7 @@ from pipeline.settings.run import RunConfig
 _COUNTED = (8, 16, 32)  # images
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """Bytes around one run through a model's blocks.
 
     until: saved from the beginning of the forward pass to the end of its last block: what is left when the backward pass arrives there.
@@ -38,8 +32,7 @@ class Use:
     largest: int
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """Bytes saved for a micro-batch.
 
     total: by the whole forward pass. outside: the largest tensor that no block saves, only for an objective. until_added: from the
@@ -52,24 +45,6 @@ class Saved:
     until_added: int
     uses: tuple[Use, ...]
 
-    @classmethod
-    def through(cls, points: Sequence[int], found: Sequence["Saved"], at: int) -> "Saved":
-        """Extrapolates each number by the polynomial through what was found at some points."""
-        fractions = [math.prod(Fraction(at - two, one - two) for two in points if two != one) for one in points]
-        # Sums of integers take a tenth of the time of sums of fractions.
-        divisor = math.lcm(*(fraction.denominator for fraction in fractions))
-        weights = [int(fraction * divisor) for fraction in fractions]
-        total, outside, until_added, *of_uses = (
-            round(Fraction(sum(map(operator.mul, weights, numbers)), divisor))
-            for numbers in zip(
-                *([one.total, one.outside, one.until_added, *chain(*map(astuple, one.uses))] for one in found),
-                strict=True,
-            )
-        )
-        return cls(
-            total, outside, until_added, tuple(starmap(Use, zip(*(of_uses[i::3] for i in range(3)), strict=True)))
-        )
-
 
 def saved_bytes(
     config: Config, micro_batch: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING
@@ -78,29 +53,18 @@ def saved_bytes(
 
     frozen: as `train.freeze`.
     """
+
+    def count(images: int, recomputes: bool) -> Saved:
+        return on_meta.of_depth(config, lambda one: _count(one, images, dtype, recomputes, frozen), frozen)
+
     # Some tensors do not grow with the number of images: the standardised kernels of a ResNet.
-    one, two = (_count_all(config, images, dtype, checkpointing, frozen) for images in (1, 2))
-    (plain,) = _count_all(config, 1, dtype, False, frozen).uses
+    one, two, plain = count(1, checkpointing), count(2, checkpointing), count(1, False).uses[0]
     total = one.total + (micro_batch - 1) * (two.total - one.total)
     return Saved(total, 0, total, (Use(total, plain.block * micro_batch, plain.largest * micro_batch),))
 
 
-def _count_all(config: Config, images: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING) -> Saved:
-    def count(one: Config) -> Saved:
-        return _count(one, images, dtype, checkpointing, frozen)
-
-    return _of_depth(config, count, frozen)
-
-
-def _of_depth(config: Config, count: Callable[[Config], Saved], frozen: str) -> Saved:
-    if not (found := shallow(config, frozen)):
-        return count(config)
-    *models, deeper = found
-    return Saved.through((0, 1), [count(one) for one in models], deeper)
-
-
 @cache
-def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool, frozen: str = NOTHING) -> Saved:
+def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool, frozen: str) -> Saved:
     with torch.device("meta"):
         model = build(config).to(dtype)
     freeze(model, frozen)
@@ -117,7 +81,7 @@ def of_many(count: Callable[[int], Saved], images: int) -> Saved:
     """
     if images <= _COUNTED[-1]:
         return count(images)
-    return Saved.through(_COUNTED, [count(number) for number in _COUNTED], images)
+    return on_meta.through(_COUNTED, [count(number) for number in _COUNTED], images)
 
 
 @on_meta.remembered
@@ -156,11 +120,11 @@ def saved_by_loss(
         )
 
     with across_ranks.on_meta(ranks):
-        found = _of_depth(model, count, config.train.freeze)
+        found = on_meta.of_depth(model, count, config.train.freeze)
     if not checkpointing:
         return found
     plain = saved_by_loss(cls, config, model, images, dtype, False, ranks)
-    uses = (replace(use, until=kept.until) for use, kept in zip(plain.uses, found.uses, strict=True))
+    uses = (use._replace(until=kept.until) for use, kept in zip(plain.uses, found.uses, strict=True))
     return Saved(found.total, plain.outside, found.until_added, tuple(uses))
 
 

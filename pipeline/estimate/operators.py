@@ -5,9 +5,8 @@ the GPU's memory and writes its outputs.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from pipeline.estimate.activations import OperatorsOfAGpu, meta_inputs
 from pipeline.model import Config, ViTConfig, build
 from pipeline.objectives import on_meta
-from pipeline.objectives.on_meta import shallow
 
 MATRICES, ATTENTION, NORMS, GELU, OTHER = "matrix products", "attention", "norms", "GELU", "other"
 # Operators whose name contains a word belong to its class.
@@ -32,8 +30,7 @@ _CLASSES = {
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view"}
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Memory traffic of the forward or the backward pass of one micro-batch: bytes by class of operator, number of kernels."""
 
     bytes: dict[str, int]
@@ -43,25 +40,10 @@ class Traffic:
 def traffic(config: Config, micro_batch: int, dtype: torch.dtype) -> tuple[Traffic, Traffic]:
     """Returns the traffic of the forward and of the backward pass of `micro_batch` images."""
     # Weights are read once however many images there are, and kernels are launched once; the rest grows with them.
-    one, two = (_count_all(config, images, dtype) for images in (1, 2))
-    forward, backward = (
-        replace(_extended(a, b, micro_batch - 1), kernels=a.kernels) for a, b in zip(one, two, strict=True)
-    )
+    counts = [on_meta.of_depth(config, partial(_count, images=images, dtype=dtype)) for images in (1, 2)]
+    found = zip(on_meta.through((1, 2), counts, micro_batch), counts[0], strict=True)
+    forward, backward = (grown._replace(kernels=of_one.kernels) for grown, of_one in found)
     return forward, backward
-
-
-def _extended(first: Traffic, second: Traffic, times: int) -> Traffic:
-    """Returns the first, and so many times what the second has more than it."""
-    grown = {kind: count + times * (second.bytes[kind] - count) for kind, count in first.bytes.items()}
-    return Traffic(grown, first.kernels + times * (second.kernels - first.kernels))
-
-
-def _count_all(config: Config, images: int, dtype: torch.dtype) -> list[Traffic]:
-    if not (found := shallow(config)):
-        return list(_count(config, images, dtype))
-    *models, deeper = found
-    two, three = (_count(model, images, dtype) for model in models)
-    return [_extended(a, b, deeper) for a, b in zip(two, three, strict=True)]
 
 
 @cache

@@ -3,9 +3,12 @@
 Nothing waits for a device and nothing is computed, so `loss` must choose no shape by a value.
 """
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, wraps
+from fractions import Fraction
+from functools import cache, partial, wraps
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.data.loading.loader import Batch
 from pipeline.model import Config, ViTConfig, build
@@ -44,6 +47,27 @@ def shallow(config: Config, frozen: str = NOTHING) -> tuple[Config, Config, int]
     ):
         return None
     return replace(config, depth=2), replace(config, depth=3), config.depth - 2
+
+
+def of_depth(config: Config, count: Callable[[Config], T], frozen: str = NOTHING) -> T:
+    """What `count` gives for a model, of a deep one from two `shallow` ones. It returns numbers, in any nesting of tuples and dicts."""
+    if not (found := shallow(config, frozen)):
+        return count(config)
+    *models, deeper = found
+    return through((0, 1), [count(one) for one in models], deeper)
+
+
+def through(points: Sequence[int], found: Sequence[T], at: int) -> T:
+    """Extrapolates each of the whole numbers found at some points by the polynomial through these."""
+    fractions = [math.prod(Fraction(at - two, one - two) for two in points if two != one) for one in points]
+    # Sums of integers take a tenth of the time of sums of fractions.
+    divisor = math.lcm(*(fraction.denominator for fraction in fractions))
+    weights = [int(fraction * divisor) for fraction in fractions]
+
+    def extrapolated(*numbers: int) -> int:
+        return round(Fraction(sum(map(operator.mul, weights, numbers)), divisor))
+
+    return tree_map(extrapolated, *found)
 
 
 def remembered(function: Callable[..., T]) -> Callable[..., T]:
@@ -190,11 +214,7 @@ def training_flops(cls: type["Objective"], config: RunConfig, model: Config) -> 
     They are those that `loss` does and that its gradient does: all views, what is added, and a teacher's forward pass alone.
     Recomputed activations do not count.
     """
-    if not (found := shallow(model, config.train.freeze)):
-        return _flops(cls, config, model)
-    *models, deeper = found
-    two, three = (_flops(cls, config, one) for one in models)
-    return two + deeper * (three - two)
+    return of_depth(model, partial(_flops, cls, config), config.train.freeze)
 
 
 def _flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:

@@ -1,6 +1,7 @@
 """What the forward pass keeps: counted on the meta device, and of real tensors by the same hooks of autograd's."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,12 +85,15 @@ def test_saved_bytes(name: str, size: int, dtype: torch.dtype, changes: dict[str
 def test_further_blocks_are_like_those_that_are_counted(name: str, changes: dict[str, Any]) -> None:
     """To the byte, and to the kernel."""
     config = configure(name, 64, 0 if "masked" in changes else 50, **changes, depth=7)
-    assert activations.shallow(config)
-    for checkpointing in (False, True):
-        whole = activations._count(config, 2, torch.bfloat16, checkpointing)
-        assert activations._count_all(config, 2, torch.bfloat16, checkpointing) == whole
+    assert on_meta.shallow(config)
+    counts = [
+        partial(activations._count, images=2, dtype=torch.bfloat16, checkpointing=c, frozen="none")
+        for c in (False, True)
+    ]
     if "masked" not in changes:
-        assert operators._count_all(config, 2, torch.bfloat16) == list(operators._count(config, 2, torch.bfloat16))
+        counts.append(partial(operators._count, images=2, dtype=torch.bfloat16))
+    for count in counts:
+        assert on_meta.of_depth(config, count) == count(config)
 
 
 @pytest.mark.slow
