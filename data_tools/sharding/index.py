@@ -160,7 +160,7 @@ def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
         raise UserError(
             f"out = {out} is in an object store, but {tar} is not: readers of the manifest there could not find it."
         )
-    if isinstance(out, BucketPath) and tar.store == out.store:
+    if isinstance(out, BucketPath) and replace(tar, key=tar.bucket) == replace(out, key=out.bucket):
         return posixpath.relpath(tar.key, out.key)
     return str(tar)
 

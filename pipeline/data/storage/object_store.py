@@ -1,31 +1,37 @@
-"""Requests to an object store: S3 and what speaks its protocol, and Google Cloud Storage, both through pyarrow.
+"""Objects and folders of a bucket: S3 and what speaks its protocol, and Google Cloud Storage, both through pyarrow.
 
 A request that fails for a passing reason (connection reset, timeout, status 503) is retried and counted (`retry.py`). Other
-failures raise StorageError at once.
+failures raise StorageError at once. pyarrow is imported where it is used: it takes a tenth of a second, and local files need none.
 """
 
+import contextlib
 import errno
+import fnmatch
 import functools
+import io
 import math
 import os
+import posixpath
 import re
+import tempfile
 import threading
+import typing
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
-
-import pyarrow as pa
-from pyarrow import fs
+from typing import Any, BinaryIO, TypeVar
 
 from pipeline.base.words import counted
 from pipeline.data.storage.retry import Retry, StorageError
 
+if typing.TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow import fs
+
 T = TypeVar("T")
 
+_READ_AHEAD = 2**20
 _CONNECT_SECONDS = 5.0
 # Of each part of an upload, by the client library, before the whole upload is retried: a shard of 1 GiB has 100 parts.
 _PART_ATTEMPTS = 5
@@ -38,90 +44,194 @@ _ESCAPED = re.compile("%((?:25)*)3F")
 
 
 @dataclass(frozen=True)
-class Store:
-    """One bucket. Keys begin with the bucket's name, as in pyarrow. query: the options of its URL (`bucket.py`).
+class BucketPath:
+    """The address of an object or a folder (prefix), with those methods of `Path` that mean the same in a bucket.
 
-    Every request raises StorageError when the store cannot be used, and FileNotFoundError for an object that is missing.
+    key: bucket/prefix/name. query: options of the URL. Every request raises StorageError when the store cannot be used, and
+    FileNotFoundError for an object that is missing.
     """
 
     scheme: str
-    bucket: str
-    query: str
-    retry: Retry = field(compare=False)
+    key: str
+    query: str = ""
+    retry: Retry = field(default_factory=Retry, repr=False, compare=False)
 
-    def url(self, key: str) -> str:
-        return f"{self.scheme}://{key_in_url(key)}" + (f"?{self.query}" if self.query else "")
+    def __str__(self) -> str:
+        return f"{self.scheme}://{key_in_url(self.key)}" + (f"?{self.query}" if self.query else "")
 
-    def info(self, key: str) -> fs.FileInfo:
-        """What is stored under a key; its type says whether that is an object, a folder or nothing."""
-        info = self.request(key, lambda: self._connection().get_file_info(key))
-        if info.type == fs.FileType.NotFound:
-            bucket = self.request(key, lambda: self._connection().get_file_info(self.bucket))
-            if bucket.type == fs.FileType.NotFound:
-                raise StorageError(f"{self.url(key)}: no such bucket. Check its name (and the endpoint).")
-        return info
+    def __truediv__(self, name: str) -> "BucketPath":
+        if not name:
+            return self
+        key = f"{self.key}/{name}".rstrip("/")
+        # Object stores do not resolve "..".
+        return replace(self, key=posixpath.normpath(key) if ".." in name else key)
 
-    def size(self, key: str) -> int:
+    def __lt__(self, other: "BucketPath") -> bool:
+        return self.key < other.key
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "BucketPath":
+        return replace(self, key=self.key.rpartition("/")[0])
+
+    @property
+    def stem(self) -> str:
+        return self.name.rpartition(".")[0] or self.name
+
+    @property
+    def suffix(self) -> str:
+        return "." + self.name.rpartition(".")[2] if "." in self.name else ""
+
+    @property
+    def bucket(self) -> str:
+        return self.key.partition("/")[0]
+
+    # ---------------------------------------------------------------- listing
+    def exists(self) -> bool:
+        """Whether there is such an object or folder; an empty bucket is a folder."""
+        return self._kind() != "NotFound"
+
+    def is_dir(self) -> bool:
+        return self._kind() == "Directory"
+
+    def is_file(self) -> bool:
+        return self._kind() == "File"
+
+    def size(self) -> int:
         """Bytes of an object."""
-        info = self.info(key)
-        if info.type != fs.FileType.File:
-            raise FileNotFoundError(errno.ENOENT, "no such object", self.url(key))
+        info = self._info()
+        if info.type.name != "File":
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return info.size
 
-    def version(self, key: str) -> str:
+    def version(self) -> str:
         """The store's identifier of this version of the object: S3's ETag, GCS's generation."""
-        with self.request(key, lambda: self._connection().open_input_file(key)) as file:
+        with self.request(lambda: self.connection().open_input_file(self.key)) as file:
             metadata = file.metadata()
         return (metadata.get("ETag") or metadata.get("generation", b"")).decode()
 
-    def list_folder(self, key: str, recursive: bool = False) -> list[fs.FileInfo]:
-        """The content of a folder, from one listing; empty for a missing folder."""
-        selector = fs.FileSelector(key, recursive=recursive, allow_not_found=True)
-        return self.request(key, lambda: self._connection().get_file_info(selector))
+    def sizes(self) -> dict[str, int]:
+        """Name -> bytes of the objects directly in this folder, from one listing."""
+        return {info.base_name: info.size for info in self._list() if info.is_file}
 
-    def upload(self, local: str, key: str) -> None:
-        """Store a local file as an object, which appears once all of it has arrived.
+    def walk(self) -> Iterator[tuple["BucketPath", int]]:
+        """(path, bytes) of every object below this folder."""
+        for info in self._list(recursive=True):
+            if info.is_file:
+                yield replace(self, key=info.path), info.size
+
+    def iterdir(self) -> Iterator["BucketPath"]:
+        """Objects and folders directly in this folder."""
+        if self.scheme == "gs":
+            # There, pyarrow's listings have no folders. (It lists all objects below in either case.)
+            names = dict.fromkeys(path.key.removeprefix(f"{self.key}/").partition("/")[0] for path, _ in self.walk())
+            return (self / name for name in names)
+        return (replace(self, key=info.path) for info in self._list())
+
+    def glob(self, pattern: str) -> Iterator["BucketPath"]:
+        """Objects and folders directly in this folder whose name matches."""
+        return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
+
+    # ---------------------------------------------------------------- reading
+    def reader(self) -> "ObjectReader":
+        return ObjectReader(self)
+
+    def open(self, mode: str = "rb", buffering: int = _READ_AHEAD) -> BinaryIO:
+        """The object as a seekable file. buffering: bytes to read ahead, or 0. Raises FileNotFoundError."""
+        assert mode == "rb", "objects are written as a whole, by `replacing`"
+        raw = _ObjectFile(self.reader())
+        return typing.cast(BinaryIO, io.BufferedReader(raw, buffering) if buffering else raw)
+
+    def read_bytes(self) -> bytes:
+        reader = self.reader()
+        return reader.read_at(0, reader.size())
+
+    def read_text(self) -> str:
+        return self.read_bytes().decode()
+
+    # ---------------------------------------------------------------- writing
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[BinaryIO]:
+        """A temporary local file, uploaded when the block ends without an exception (see `atomic.replacing`)."""
+        with temporary_file("upload-") as file:
+            yield file
+            file.flush()
+            self.upload(file.name)
+
+    def upload(self, local: str) -> None:
+        """Store a local file as this object, which appears once all of it has arrived.
 
         pyarrow cannot abort an upload: when a stream is closed or dropped after an error in our code, the parts sent so
         far become the object. So the file is written by one call, the options of `_connect` make a failed part fail the
         close, and the size is compared at the end. Parts of a failed upload remain in the bucket, invisible, until its
         rule for incomplete uploads removes them.
         """
+        import pyarrow as pa
+
         size = os.path.getsize(local)
 
         def attempt() -> None:
             # Without compression=None, pyarrow would compress an object named x.gz once more.
-            stream = self._connection(writing=True).open_output_stream(key, compression=None)
+            stream = self.connection(writing=True).open_output_stream(self.key, compression=None)
             stream.write(content)
             stream.close()
-            arrived = self._connection().get_file_info(key).size
+            arrived = self.connection().get_file_info(self.key).size
             if arrived != size:
                 raise OSError(f"{counted(arrived, 'byte')} arrived of {size:,}")
 
         # Outside of the attempt: retrying does not help when this machine runs out of memory.
         with pa.memory_map(local) if size else pa.BufferReader(b"") as source:
             content = source.read_buffer()
-            self.request(key, attempt, is_transfer=True)
+            self.request(attempt, is_transfer=True)
 
-    def delete(self, key: str) -> None:
-        self.request(key, lambda: self._connection().delete_file(key))
-
-    def delete_folder(self, key: str) -> None:
-        """Delete every object below a folder, which must exist."""
-        self.request(key, lambda: self._connection().delete_dir(key))
-
-    def request(self, key: str, action: Callable[[], T], is_transfer: bool = False) -> T:
-        """Call `action`, with retries; see `Retry.call`."""
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the object."""
         try:
-            return self.retry.call(self.url(key), action, is_transfer)
+            self.request(lambda: self.connection().delete_file(self.key))
         except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, "no such object", self.url(key)) from None
-        except pa.ArrowInvalid as error:  # An impossible setting, or a key with an empty part (a//b).
-            raise StorageError(f"{self.url(key)} cannot be used: {error}.") from None
+            if not missing_ok:
+                raise
 
-    def _connection(self, writing: bool = False) -> fs.FileSystem:
+    def delete_folder(self) -> None:
+        """Delete every object below this folder, which must exist."""
+        self.request(lambda: self.connection().delete_dir(self.key))
+
+    # ---------------------------------------------------------------- requests
+    def request(self, action: Callable[[], T], is_transfer: bool = False) -> T:
+        """Call `action`, with retries; see `Retry.call`."""
+        import pyarrow as pa
+
+        try:
+            return self.retry.call(str(self), action, is_transfer)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self)) from None
+        except pa.ArrowInvalid as error:  # An impossible setting, or a key with an empty part (a//b).
+            raise StorageError(f"{self} cannot be used: {error}.") from None
+
+    def connection(self, writing: bool = False) -> "fs.FileSystem":
         # One for each process: a forked process must not use the locks and sockets of its parent.
         return _connect(self.scheme, self.bucket, self.query, self.retry.stall_seconds, writing, os.getpid())
+
+    def _info(self) -> "fs.FileInfo":
+        info = self.request(lambda: self.connection().get_file_info(self.key))
+        if info.type.name == "NotFound":
+            bucket = self.request(lambda: self.connection().get_file_info(self.bucket))
+            if bucket.type.name == "NotFound":
+                raise StorageError(f"{self}: no such bucket. Check its name (and the endpoint).")
+        return info
+
+    def _kind(self) -> str:
+        return self._info().type.name
+
+    def _list(self, recursive: bool = False) -> "list[fs.FileInfo]":
+        """The content of the folder, from one listing; empty for a missing folder."""
+        from pyarrow import fs
+
+        selector = fs.FileSelector(self.key, recursive=recursive, allow_not_found=True)
+        return self.request(lambda: self.connection().get_file_info(selector))
 
 
 def key_in_url(key: str) -> str:
@@ -137,13 +247,13 @@ def key_of_url(text: str) -> str:
 class ObjectReader:
     """Reads byte ranges of one object; safe to call from many threads."""
 
-    def __init__(self, store: Store, key: str) -> None:
-        self.store, self.key = store, key
+    def __init__(self, path: BucketPath) -> None:
+        self.path = path
         self._file: pa.NativeFile | None = None
 
     def size(self) -> int:
         """Bytes of the object, as of the first call. Raises FileNotFoundError."""
-        return self.store.request(self.key, lambda: self._open().size())
+        return self.path.request(lambda: self._open().size())
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Raises OSError when the object ends before, and FileNotFoundError."""
@@ -163,9 +273,9 @@ class ObjectReader:
                 raise
             return data
 
-        found = self.store.request(self.key, attempt)
+        found = self.path.request(attempt)
         if found is None:
-            raise OSError(f"{self.store.url(self.key)} ends before byte {offset + size}")
+            raise OSError(f"{self.path} ends before byte {offset + size}")
         return found
 
     def copy_to(self, file: int) -> None:
@@ -205,15 +315,56 @@ class ObjectReader:
         if errors:
             raise errors[0]
 
-    def _open(self) -> pa.NativeFile:
+    def _open(self) -> "pa.NativeFile":
         file = self._file
         if file is None:
-            file = self._file = self.store._connection().open_input_file(self.key)
+            file = self._file = self.path.connection().open_input_file(self.path.key)
         return file
 
 
+class _ObjectFile(io.RawIOBase):
+    """An object as a raw stream, for io.BufferedReader. Raises FileNotFoundError."""
+
+    def __init__(self, reader: ObjectReader) -> None:
+        self._reader, self._size, self._position = reader, reader.size(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(min(len(buffer), self._size - self._position), 0)
+        buffer[:size] = self._reader.read_at(self._position, size)
+        self._position += size
+        return size
+
+
+@contextlib.contextmanager
+def temporary_file(prefix: str) -> Iterator[BinaryIO]:
+    """A local file with a name, removed at the end of the block."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix=prefix) as file:
+            yield typing.cast(BinaryIO, file)
+    except OSError as error:
+        # The error of a failed write() has no file name, and "no space left" is of little use without one.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            error.filename = f"{tempfile.gettempdir()} (TMPDIR)"
+        raise
+
+
 @functools.lru_cache(maxsize=64)
-def _connect(scheme: str, bucket: str, query: str, stall_seconds: float, writing: bool, process: int) -> fs.FileSystem:
+def _connect(
+    scheme: str, bucket: str, query: str, stall_seconds: float, writing: bool, process: int
+) -> "fs.FileSystem":
+    from pyarrow import fs
+
     options = dict(urllib.parse.parse_qsl(query))
     anonymous = options.get("anonymous", "").lower() in ("1", "true")
     transport = options.get("scheme", "").lower() or None
@@ -246,7 +397,7 @@ def _connect(scheme: str, bucket: str, query: str, stall_seconds: float, writing
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _credentials_of_the_machine(wanted: bool) -> Iterator[None]:
     """What is connected within looks for the credentials of the machine's cloud, or does not.
 
@@ -266,6 +417,8 @@ def _credentials_of_the_machine(wanted: bool) -> Iterator[None]:
 
 def _proxy(endpoint: str) -> str | None:
     """The proxy that the environment (https_proxy, no_proxy, ...) names for an endpoint."""
+    import urllib.request  # Slow to import, with its HTTP client.
+
     url = urllib.parse.urlparse(endpoint if "://" in endpoint else f"https://{endpoint}")
     proxy = urllib.request.getproxies().get(url.scheme)
     if not proxy or urllib.request.proxy_bypass(url.hostname or ""):
