@@ -23,7 +23,7 @@ from tiny import make_dataset
 from pipeline import ray_tasks
 from pipeline.process import waits
 from pipeline.process.running_time import running_time
-from pipeline.process.slow_imports import without_collection
+from pipeline.process.start import without_collection
 
 # The fixtures that make a test one of a row of its own (the Makefile's), by the name of its marker.
 ROWS = {"hosts": {"can_have_hosts"}, "ray": {"ray_cluster", "own_ray"}, "ranks": {"forge"}}

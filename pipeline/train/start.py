@@ -15,8 +15,7 @@ from pipeline.base.errors import OneRankError, UserError
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port, share_cores
-from pipeline.process.slow_imports import without_collection
-from pipeline.process.start import rank
+from pipeline.process.start import rank, without_collection
 from pipeline.settings.objective_checks import check_weights, refuse_without_labels
 from pipeline.settings.run import RunConfig
 

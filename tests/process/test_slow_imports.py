@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from pipeline.process.slow_imports import without_collection
+from pipeline.process.start import without_collection
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

@@ -19,7 +19,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.mixture.subset import held_out_split, run_splits
+from pipeline.data.mixture.run_data import held_out_split, run_splits
 from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe
 from pipeline.estimate.plan import make_plan

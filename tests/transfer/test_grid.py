@@ -26,8 +26,7 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.mixture.run_data import open_run_data
-from pipeline.data.mixture.subset import hold_out
+from pipeline.data.mixture.run_data import hold_out, open_run_data
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start

@@ -13,7 +13,7 @@ from pipeline.data.dataset.exclusion import EXCLUDED, rows_beyond_limit, write_l
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.mixture.subset import hold_out
+from pipeline.data.mixture.run_data import hold_out
 from pipeline.settings.quantities import Limit
 
 NOTHING = np.empty(0, np.int64)

@@ -13,7 +13,7 @@ from data_tools.dedup import dedup
 from data_tools.sharding import index, shard
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
-from pipeline.data.mixture.subset import hold_out
+from pipeline.data.mixture.run_data import hold_out
 from pipeline.settings.commands.data import DedupConfig, IndexConfig, StatsConfig, VerifyConfig
 from pipeline.settings.quantities import Limit
 
