@@ -340,12 +340,12 @@ def resumed(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactor
     """For each stage: an unbroken run, and one that was killed with SIGKILL after its first checkpoint and resumed."""
     out = tmp_path_factory.mktemp("resume")
     # Dropout, so that its random numbers have to come back as well.
-    more = ["train.length=15 steps", "checkpoint.every=5 steps", "evaluate.every=15 steps", "model.dropout=0.1"]
+    more = ["train.length=9 steps", "checkpoint.every=3 steps", "evaluate.every=9 steps", "model.dropout=0.1"]
     stages = {stage: [*more, f"engine.zero_stage={stage}"] for stage in (1, 2, 3)}
     forge.start(2, *(settings(dataset, out, f"whole{s}", *rest) for s, rest in stages.items())).finish()
     killed = {s: settings(dataset, out, f"killed{s}", *rest) for s, rest in stages.items()}
     for s, overrides in killed.items():
-        run = forge.start_work(2, "forked:train_with_halts", ["step", [8], [], overrides])
+        run = forge.start_work(2, "forked:train_with_halts", ["step", [5], [], overrides])
         until(run.has_halted)
         until((out / f"killed{s}" / "checkpoints" / "latest").exists)
         run.kill()
@@ -466,7 +466,7 @@ def test_the_same_ranks_go_on_bit_for_bit(moved: tuple[Path, list[str]], name: s
 
 def test_another_model_or_data_cannot_continue(forge: Forge, dataset: Path, resumed: Path) -> None:
     """A checkpoint of another model is refused in one line, and stays as it is."""
-    more = ["train.length=15 steps", "engine.zero_stage=1", "model.depth=1"]
+    more = ["train.length=9 steps", "engine.zero_stage=1", "model.depth=1"]
     run = forge.start(2, settings(dataset, resumed, "whole1", *more))
     assert run.wait() == [2, 2]
     errors = [line for line in run.said().splitlines() if line.startswith("error:")]
