@@ -18,15 +18,24 @@ def begin_again(run: Path, copy: Path) -> None:
     (copy / "metrics.jsonl").unlink()
 
 
+def without_trials() -> None:
+    """In a rank: keep Inductor from starting processes that import torch, one for each core, and from compiling a library for each of the
+    processor's instruction sets, to find out whether the compiler and Python can do what the kernels then show.
+
+    It tries those of 512 bits in any case, for six CPU seconds: the kernels are of 256.
+    """
+    from torch._inductor import config
+
+    config.compile_threads, config.cpp.vec_isa_ok, config.cpp.simdlen = 1, True, 256
+
+
 def train_compiled(overrides: list[str]) -> None:
     """In a rank; says how many graphs were made."""
     from forked import train
     from torch._dynamo.utils import counters
     from torch._inductor import config
 
-    # Otherwise Inductor starts processes that import torch, one for each core, and compiles a library for each of the processor's
-    # instruction sets, to find out whether the compiler and Python can do what the kernels then show.
-    config.compile_threads, config.cpp.vec_isa_ok = 1, True
+    without_trials()
     train([overrides])
     assert not config.triton.mix_order_reduction, "Its kernels lose gradients without a word."
     print("graphs", counters["stats"]["unique_graphs"])
@@ -56,7 +65,8 @@ def train_without_compiler(overrides: list[str]) -> None:
     from forked import train
     from torch._inductor import config
 
-    config.compile_threads, config.cpp.vec_isa_ok, config.cpp.cxx = 1, True, (None, "/absent/g++")
+    without_trials()
+    config.cpp.cxx = (None, "/absent/g++")
     train([overrides])
 
 
