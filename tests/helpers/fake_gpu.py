@@ -204,6 +204,8 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
             shapes = [(group.count, plan.micro_batch, *ImageSize.parse(group.size), 3) for group in objective.views(config)]  # fmt: skip
             views = tuple(torch.zeros(shape, dtype=torch.uint8).pin_memory() for shape in shapes)
             batches = [replace(batch, views=views)] * plan.accumulation  # As `Loader` with pin=True.
+            if not number:  # One micro-batch does that: DeepSpeed steps where this counter reaches a multiple.
+                engine.engine.micro_steps, batches = plan.accumulation - 1, batches[:1]
             mixing = draw_mixing(config.augment, config.model.image_size, config.seed, number)
             syncs.found.clear()
             syncs.products.clear()
