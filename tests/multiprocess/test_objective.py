@@ -213,7 +213,7 @@ def test_two_ranks_compute_what_one_does_of_the_whole_batch(
 # -------------------------------------------------------------------- the worked example of docs/extending.md
 @pytest.fixture(scope="module")
 def worked(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SimCLR on two ranks for ten steps at stages 1 and 3: in one life, and killed in the seventh step and started again."""
+    """SimCLR on two ranks for six steps at stages 1 and 3: in one life, and killed in the fifth and started again."""
     out = tmp_path_factory.mktemp("worked")
     text = (ROOT / "docs/extending.md").read_text()
     source = re.search(r"^\+\+\+ b/pipeline/objectives/simclr.py\n@@.*?@@\n((?:\+.*\n)+)", text, re.MULTILINE)
@@ -224,8 +224,8 @@ def worked(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory
     def given(stage: int, name: str) -> list[str]:
         return settings(
             dataset, out, f"{stage}-{name}", f"engine.zero_stage={stage}", "train.loss=simclr", "objective.width=16",
-            "model.representation=false", "train.length=10 steps", "checkpoint.every=2 steps", "evaluate.every=5 steps",
-            "probe.every=5 steps", "probe.shots=0", "probe.neighbours=5", "checkpoint.best=val_5nn",
+            "model.representation=false", "checkpoint.every=2 steps", "evaluate.every=3 steps",
+            "probe.every=3 steps", "probe.shots=0", "probe.neighbours=5", "checkpoint.best=val_5nn",
         )  # fmt: skip
 
     def start(runs: list[list[str]], kill_at: int | None = None) -> ForkedRun:
@@ -235,9 +235,9 @@ def worked(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory
 
     start([given(1, "whole"), given(3, "whole")]).finish()
     for stage in (1, 3):
-        killed = start([given(stage, "killed")], kill_at=6)
+        killed = start([given(stage, "killed")], kill_at=4)
         assert set(killed.wait()) == {-signal.SIGKILL}
-        assert not (out / f"{stage}-killed/checkpoints/step-00000010").exists()
+        assert not (out / f"{stage}-killed/checkpoints/step-00000006").exists()
     start([given(1, "killed"), given(3, "killed")]).finish()
     return out
 
@@ -247,9 +247,9 @@ def test_the_worked_objective_resumes_bit_for_bit(worked: Path, stage: int) -> N
     whole, killed = worked / f"{stage}-whole", worked / f"{stage}-killed"
     for name in ("loss", "grad_norm", "val_alignment", "val_5nn"):
         assert metrics(whole, name) == metrics(killed, name)
-        assert max(metrics(whole, name)) == 10
+        assert max(metrics(whole, name)) == STEPS
     for state in ("weights", "exp_avg"):
-        expected, found = tensors(whole, 10, state), tensors(killed, 10, state)
+        expected, found = tensors(whole, STEPS, state), tensors(killed, STEPS, state)
         assert all(np.array_equal(array, found[name]) for name, array in expected.items())
     assert "resumed from" in (killed / "log.txt").read_text()
     losses = list(metrics(whole).values())
@@ -266,5 +266,5 @@ def test_a_probe_reads_the_backbone_of_the_worked_objective(worked: Path) -> Non
     """As launch/evaluate.py does, which knows no objective: what the objective adds is left out."""
     weights = models.read_weights(worked / "1-whole")[1]
     assert not [name for name in weights if name.startswith("objective.")]
-    assert 0 < metrics(worked / "1-whole", "val_5nn")[10] <= 1
+    assert 0 < metrics(worked / "1-whole", "val_5nn")[STEPS] <= 1
     assert json.loads((worked / "1-whole/checkpoints/kept.json").read_text())["metric"] == "val_5nn"
