@@ -1,6 +1,6 @@
-"""Command: mark pre-training images that are copies of test images. See `data_tools/dedup/dedup.py`.
+"""Command: mark pre-training images that are copies of test images, or of one another. See `data_tools/dedup/dedup.py`.
 
-Mark images of a data set that are near copies of test images, so that training excludes them.
+Mark images of a data set that are near copies of test images, or of one another, so that training excludes them.
 
 Copies are found after JPEG re-compression, resizing, crops of up to 10 % of a side, mirroring, and small changes of
 brightness and colour. No shard is rewritten: copies are listed in exclude/test_copies.parquet in the data set's folder.
@@ -10,6 +10,9 @@ There, dedup/report.json has their number, and dedup/pairs.png shows the pairs, 
       python launch/dedup.py data=datasets/photos against=[datasets/pets,datasets/flowers]
   Against one split, which may be of the same data set:
       python launch/dedup.py data=datasets/cifar10 against=datasets/cifar10:test
+  Near copies of one another: the largest file of those that are alike is kept
+  (exclude/near_copies.parquet, dedup/near_copies.json, dedup/near_copies.png):
+      python launch/dedup.py data=datasets/photos within_split=true
   On a Ray cluster whose nodes share a file system (absolute paths):
       ray job submit --working-dir . -- python launch/dedup.py data=/data/imagenet21k against=[/data/imagenet:val]
 

@@ -5,8 +5,8 @@ hash, by which a faiss index finds candidates; 255 of them are correlated, to re
 crop. They are weighted by frequency, so that fine detail counts as much as the coarse layout that unrelated photographs
 share. The remaining pairs are verified on the images themselves (verify_pair.py).
 
-A cropped copy has another hash. Therefore each test image is indexed with the hashes of 36 crops and of their mirror
-images, and each searched image, of which there are many more, has one hash.
+A cropped copy has another hash. Therefore each indexed image has the hashes of 36 crops and of their mirror images, and each
+image that is searched for, of which there are many more, has one hash.
 """
 
 from dataclasses import dataclass
@@ -121,24 +121,27 @@ class Likely:
     mirrored: np.ndarray
 
 
-class TestImages:
-    """Index of test images, which are identified by their row. thumbs: (n, SIDE, SIDE) uint8."""
+class ImageIndex:
+    """Index of images, which are identified by their row. thumbs: (n, SIDE, SIDE) uint8. rows: those that are found; None is all."""
 
-    __test__ = False  # pytest must not collect it.
-
-    def __init__(self, thumbs: np.ndarray) -> None:
+    def __init__(self, thumbs: np.ndarray, rows: np.ndarray | None = None) -> None:
         self._thumbs = thumbs
-        self._tables = []
-        parts = [_crop_hashes(thumbs[i : i + _BATCH]) for i in range(0, len(thumbs), _BATCH)]
-        codes = np.concatenate(parts) if parts else np.empty(0, np.uint64)
-        for table in range(_TABLES):
-            index = faiss.IndexBinaryHash(64, _TABLE_BITS)
+        self._added = np.empty(0, np.int64)
+        self._tables = [faiss.IndexBinaryHash(64, _TABLE_BITS) for _ in range(_TABLES)]
+        for index in self._tables:
             index.nflip = _TABLE_FLIPS
-            index.add(_rotated(codes, table))
-            self._tables.append(index)
+        self.add(np.arange(len(thumbs)) if rows is None else rows)
+
+    def add(self, rows: np.ndarray) -> None:
+        """Find these images too. rows: (k,) int64, of thumbs."""
+        for start in range(0, len(rows), _BATCH):
+            codes = _crop_hashes(self._thumbs[rows[start : start + _BATCH]])
+            for table, index in enumerate(self._tables):
+                index.add(_rotated(codes, table))
+        self._added = np.concatenate([self._added, rows])
 
     def find(self, thumbs: np.ndarray) -> Likely:
-        """Returns the pairs of thumbs ((n, SIDE, SIDE) uint8) and test images to verify, ordered by row of thumbs."""
+        """Returns the pairs of thumbs ((n, SIDE, SIDE) uint8) and indexed images to verify, ordered by row of thumbs."""
         coefficients = _coefficients(thumbs)
         found = self.candidates(_hashes(coefficients))
         mirrored = found.crop >= NUM_CROPS // 2
@@ -161,7 +164,7 @@ class TestImages:
             limits, bits, ids = index.range_search(_rotated(hashes, table), _MAX_BITS + 1)
             starts = limits.astype(np.int64)
             query = np.repeat(np.arange(len(hashes)), starts[1:] - starts[:-1])
-            parts.append(np.stack([query, ids // NUM_CROPS, bits.astype(np.int64), ids % NUM_CROPS]))
+            parts.append(np.stack([query, self._added[ids // NUM_CROPS], bits.astype(np.int64), ids % NUM_CROPS]))
         rows = np.concatenate(parts, axis=1)
         rows = rows[:, np.lexsort(rows[::-1])]
         is_first = np.ones(rows.shape[1], bool)

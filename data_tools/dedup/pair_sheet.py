@@ -1,4 +1,4 @@
-"""Draws a sheet of image pairs for visual inspection: each test image, and below it its copy."""
+"""Draws a sheet of image pairs for visual inspection: each test image, or kept image, and below it its copy."""
 
 import textwrap
 from collections.abc import Sequence
@@ -33,6 +33,6 @@ def captioned(pixels: np.ndarray, caption: str) -> Tile:
     return Tile(np.asarray(image), textwrap.wrap(shorten(printable(caption), 51), 17))
 
 
-def draw_pairs(pairs: Sequence[tuple[Tile, Tile]]) -> bytes:
+def draw_pairs(pairs: Sequence[tuple[Tile, Tile]], originals: str = "Test images") -> bytes:
     """Returns a PNG of the pairs, each with its two captions."""
-    return png(gallery(folded([*zip(*pairs, strict=True)]), "Test images, and below each its copy"), dpi=100)
+    return png(gallery(folded([*zip(*pairs, strict=True)]), f"{originals}, and below each its copy"), dpi=100)

@@ -1,6 +1,6 @@
-"""Ray task that searches the images of one shard for copies of test images, and writes the pairs."""
+"""Ray tasks that search for copies and write the pairs: in one shard of others' images, and in a block of images of each other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pyarrow as pa
 
-from data_tools.dedup.near_copies import TestImages
+from data_tools.dedup.near_copies import ImageIndex, Likely
 from data_tools.dedup.thumbnails import FINE, ThumbnailJob, read_arrays, read_image, read_thumbnails
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.data.storage.atomic import replacing
@@ -22,90 +22,153 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class SearchJob:
-    """shard: with thumbnails. tests: path of the file of `write_tests`. out: path of the pairs."""
+    """shard: with thumbnails. tests: path of the file of `write_images`. out: path of the pairs.
+
+    chosen: (k,) int64, the shard's images that are searched; None is all of them.
+    """
 
     shard: ThumbnailJob
     tests: str
+    out: str
+    chosen: np.ndarray | None = None
+
+    @property
+    def amount(self) -> tuple[int, int]:
+        """Images and their bytes."""
+        sizes = self.shard.sizes if self.chosen is None else self.shard.sizes[self.chosen]
+        return len(sizes), int(sizes.sum())
+
+
+@dataclass(frozen=True)
+class BlockJob:
+    """images: path of the file of `write_images`. max_distance: of a copy. out: path of the pairs."""
+
+    images: str
+    max_distance: float
     out: str
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Copies found, each pair once. rows: of the searched split. tests: rows of all test images, in the order of their shards."""
+    """Copies found, each pair once. rows: of the searched split. others: rows of the file of `write_images`."""
 
     rows: np.ndarray
-    tests: np.ndarray
+    others: np.ndarray
     distances: np.ndarray
 
+    def within(self, max_distance: float) -> "Pairs":
+        """The pairs up to this distance."""
+        near = self.distances <= max_distance
+        return Pairs(self.rows[near], self.others[near], self.distances[near])
 
-def write_tests(jobs: Sequence[ThumbnailJob], path: AnyPath) -> None:
-    """Write everything the search needs about the test images to one file: 1.1 KB per image."""
-    kept = [read_thumbnails(job) for job in jobs]
+    def nearest(self) -> "Pairs":
+        """The nearest other of each row, by row."""
+        order = np.lexsort((self.others, self.distances, self.rows))
+        _, first = np.unique(self.rows[order], return_index=True)
+        return Pairs(self.rows[order][first], self.others[order][first], self.distances[order][first])
+
+
+def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray | None = None) -> None:
+    """Write everything the search needs about images to one file: 1.1 KB per image.
+
+    jobs: their shards; the images are counted in this order. chosen: (k,) int64, which of them, in the order of the file; None is all.
+    """
+    starts = np.cumsum([0] + [len(job.offsets) for job in jobs])
+    chosen = np.arange(starts[-1]) if chosen is None else chosen
+    of_job = np.searchsorted(starts, chosen, side="right") - 1
+    columns: dict[str, np.ndarray] = {}
+    for number, job in enumerate(jobs):
+        places = np.flatnonzero(of_job == number)
+        if not len(places):
+            continue
+        rows, there = chosen[places] - starts[number], read_thumbnails(job)
+        of_shard = {**vars(there), "offsets": job.offsets, "sizes": job.sizes, "tar": np.full(len(job.offsets), number)}
+        for name, column in of_shard.items():
+            into = columns.setdefault(name, np.empty((len(chosen), *column.shape[1:]), column.dtype))
+            into[places] = column[rows]
     with replacing(path) as file:
-        np.savez(
-            file,
-            thumbs=np.concatenate([k.thumbs for k in kept]),
-            states=np.concatenate([k.states for k in kept]),
-            hashes=np.concatenate([k.hashes for k in kept]),
-            tars=np.array([job.tar for job in jobs]),
-            tar=np.repeat(np.arange(len(jobs)), [len(job.offsets) for job in jobs]),
-            offsets=np.concatenate([job.offsets for job in jobs]),
-            sizes=np.concatenate([job.sizes for job in jobs]),
-        )
+        np.savez(file, tars=np.array([job.tar for job in jobs]), **columns)  # type: ignore[arg-type]
 
 
 def search_shard(job: SearchJob) -> None:
     """Write the pairs of one shard. Raises UserError for a damaged shard or file of thumbnails."""
     cv2.setNumThreads(1)
-    tests = _Tests(job.tests)
+    tests = _SearchedFor(job.tests)
     own = read_thumbnails(job.shard)
-    usable = np.flatnonzero(own.states == FINE)
+    chosen = np.arange(len(own.states)) if job.chosen is None else job.chosen
+    usable = chosen[own.states[chosen] == FINE]
     likely = tests.index.find(own.thumbs[usable])
-    rows, others = usable[likely.query], tests.fine[likely.test]
-    distances = np.array(
-        [
-            distance(tests.read_reduced(other), _read_reduced(job.shard.tar, offset, size), crop, mirrored)
-            for other, offset, size, crop, mirrored in zip(
-                others.tolist(),
-                job.shard.offsets[rows].tolist(),
-                job.shard.sizes[rows].tolist(),
-                likely.crop,
-                likely.mirrored.tolist(),
-                strict=True,
-            )
-        ],
-        np.float32,
+    rows, others = usable[likely.query], likely.test
+    images = (
+        _read_reduced(job.shard.tar, offset, size)
+        for offset, size in zip(job.shard.offsets[rows].tolist(), job.shard.sizes[rows].tolist(), strict=True)
     )
+    distances = _distances(tests.images, likely, images)
     near = distances <= KEPT_DISTANCE
-    same, same_others = _equal_files(own.hashes, tests.by_digest)
+    same, same_others = _equal_files(own.hashes[chosen], tests.by_digest)
+    same = chosen[same]
     pairs = _each_once(
         np.concatenate([rows[near], same]),
         np.concatenate([others[near], same_others]),
         np.concatenate([distances[near], np.zeros(len(same), np.float32)]),
     )
     with replacing(to_path(job.out)) as out:
-        np.savez(out, rows=pairs.rows, tests=pairs.tests, distances=pairs.distances)
+        np.savez(out, rows=pairs.rows, tests=pairs.others, distances=pairs.distances)
 
 
-def read_pairs(job: SearchJob) -> Pairs:
-    """Read the output of `search_shard`, with rows of the split. Raises UserError for a damaged file."""
-    rows, tests, distances = read_arrays(job.out, "rows", "tests", "distances")
-    return Pairs(job.shard.first_row + rows, tests, distances)
+def compare_block(job: BlockJob) -> None:
+    """Compare the images of a block in their order, each with those before it that are copies of none: write its nearest of these.
+
+    All of them must have thumbnails to compare (FINE). Raises UserError for a damaged shard or file.
+    """
+    cv2.setNumThreads(1)
+    images = _StoredImages(job.images)
+    index = ImageIndex(images.thumbs, rows=np.empty(0, np.int64))
+    found = []
+    for row in range(len(images.thumbs)):
+        likely = index.find(images.thumbs[row : row + 1])
+        distances = _distances(images, likely, (images.read_reduced(row) for _ in likely.test))
+        if len(distances) and distances.min() <= job.max_distance:
+            found.append((row, likely.test[distances.argmin()], max(distances.min(), 0)))
+        else:
+            index.add(np.array([row]))
+    rows, others, distances = np.array(found).reshape(-1, 3).T
+    with replacing(to_path(job.out)) as out:
+        np.savez(out, rows=rows.astype(int), tests=others.astype(int), distances=distances.astype(np.float32))
 
 
-@lru_cache(maxsize=1)  # Per worker: building the index of 100,000 images takes half a minute.
-class _Tests:
-    """Test images in a worker's memory. fine: the indexed rows."""
+def read_pairs(path: str, first_row: int = 0) -> Pairs:
+    """Read the output of a task. first_row: of the searched shard in its split. Raises UserError for a damaged file."""
+    rows, tests, distances = read_arrays(path, "rows", "tests", "distances")
+    return Pairs(first_row + rows, tests, distances)
+
+
+class _StoredImages:
+    """The images of a file of `write_images`, in a worker's memory; their pixels are read from their shards."""
 
     def __init__(self, path: str) -> None:
         names = ("states", "thumbs", "hashes", "tars", "tar", "offsets", "sizes")
-        states, thumbs, hashes, tars, self._tar, self._offsets, self._sizes = read_arrays(path, *names)
-        self.fine = np.flatnonzero(states == FINE)
-        self.index = TestImages(thumbs[self.fine])
-        self.by_digest, self._tars = _by_digest(hashes), tars.tolist()
+        self.states, self.thumbs, self.hashes, tars, self._tar, self._offsets, self._sizes = read_arrays(path, *names)
+        self._tars = tars.tolist()
 
     def read_reduced(self, row: int) -> np.ndarray:
         return _read_reduced(self._tars[self._tar[row]], int(self._offsets[row]), int(self._sizes[row]))
+
+
+@lru_cache(maxsize=1)  # Per worker: building the index of 100,000 images takes half a minute.
+class _SearchedFor:
+    """The images whose copies are searched for, and their index."""
+
+    def __init__(self, path: str) -> None:
+        self.images = _StoredImages(path)
+        self.index = ImageIndex(self.images.thumbs, rows=np.flatnonzero(self.images.states == FINE))
+        self.by_digest = _by_digest(self.images.hashes)
+
+
+def _distances(tests: _StoredImages, likely: Likely, images: Iterable[np.ndarray]) -> np.ndarray:
+    """Distances of likely pairs, float32. images: that of each pair, from `reduced`, which shows a part of the test image."""
+    pairs = zip(likely.test.tolist(), images, likely.crop, likely.mirrored.tolist(), strict=True)
+    return np.array([distance(tests.read_reduced(test), *others) for test, *others in pairs], np.float32)
 
 
 @lru_cache(maxsize=4096)
@@ -125,10 +188,10 @@ def _by_digest(hashes: np.ndarray) -> pa.Table:
     return pa.table({"digest": digests, "row": np.arange(len(digests))})
 
 
-def _each_once(rows: np.ndarray, tests: np.ndarray, distances: np.ndarray) -> Pairs:
+def _each_once(rows: np.ndarray, others: np.ndarray, distances: np.ndarray) -> Pairs:
     """Keep each pair once, at its smallest distance: equal files are also found by their pixels, at about 0."""
-    order = np.lexsort((distances, tests, rows))
-    rows, tests, distances = rows[order], tests[order], distances[order]
+    order = np.lexsort((distances, others, rows))
+    rows, others, distances = rows[order], others[order], distances[order]
     is_first = np.ones(len(rows), bool)
-    is_first[1:] = (rows[1:] != rows[:-1]) | (tests[1:] != tests[:-1])
-    return Pairs(rows[is_first], tests[is_first], np.maximum(distances[is_first], 0))
+    is_first[1:] = (rows[1:] != rows[:-1]) | (others[1:] != others[:-1])
+    return Pairs(rows[is_first], others[is_first], np.maximum(distances[is_first], 0))

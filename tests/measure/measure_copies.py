@@ -24,7 +24,7 @@ from measure_recall import measure_recall
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_tools.dedup.near_copies import SIDE, TestImages, is_plain, thumbnail
+from data_tools.dedup.near_copies import SIDE, ImageIndex, is_plain, thumbnail
 from data_tools.dedup.pair_sheet import captioned, draw_pairs
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.data.dataset.manifest import open_dataset
@@ -92,7 +92,7 @@ def cifar(path: str, split: str, first: int, last: int | None, name: str) -> Ima
 def compare(queries: Images, tests: Images, by_eye: bool, out: Path) -> None:
     """Print how many of the queries have a test image at most so far away; draw the nearest pairs."""
     start = time.process_time()
-    index = TestImages(tests.thumbs)
+    index = ImageIndex(tests.thumbs)
     built = time.process_time()
     found, num_verified, verifying = [], 0, 0.0
     for first in range(0, len(queries.rows), BATCH):

@@ -17,7 +17,7 @@ from PIL import Image, ImageEnhance
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_tools.dedup.near_copies import TestImages, is_plain, thumbnail
+from data_tools.dedup.near_copies import ImageIndex, is_plain, thumbnail
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.decode import decode
@@ -91,7 +91,7 @@ def measure_recall(images: Sequence[np.ndarray], max_distance: float, seed: int 
     thumbs = np.stack([thumbnail(pixels) for pixels in images])
     fine = np.array([not is_plain(pixels, thumb) for pixels, thumb in zip(images, thumbs, strict=True)])
     rows = np.flatnonzero(fine)
-    tests = TestImages(thumbs[fine])
+    tests = ImageIndex(thumbs[fine])
     recall = {}
     for number, (name, plant) in enumerate(PLANTS.items()):
         copies = [plant(pixels, np.random.default_rng([seed, number, i])) for i, pixels in enumerate(images)]

@@ -14,7 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_tools.dedup.near_copies import SIDE, TestImages
+from data_tools.dedup.near_copies import SIDE, ImageIndex
 from data_tools.dedup.verify_pair import distance
 from pipeline.base.words import counted
 from pipeline.settings.commands.data import DedupConfig
@@ -28,7 +28,7 @@ def measure(num_images: int, num_tests: int, max_distance: float) -> None:
     start = time.monotonic()
     pictures = np.concatenate([noise(rng, min(4096, num_tests - i)) for i in range(0, num_tests, 4096)])
     made = time.monotonic()
-    tests = TestImages(pictures)
+    tests = ImageIndex(pictures)
     print(
         f"{counted(num_tests, 'test image')}: made in {made - start:.0f} s, indexed in {time.monotonic() - made:.0f} s",
         flush=True,

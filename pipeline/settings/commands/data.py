@@ -259,16 +259,20 @@ class BenchConfig(RecordConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-    """A search for images of a data set that are near copies of test images."""
+    """A search for images of a data set that are near copies of test images, or of one another."""
 
     data: str = setting(REQUIRED, f"{_URL} of the data set in which copies are marked", path=True)
     split: str = setting("train", "Split that is searched and marked.")
     against: list[str] = setting(
-        REQUIRED,
+        list,
         "Data sets of test images, which are only read: as [datasets/pets,datasets/dtd:test], a folder for all of its splits, "
         "folder:split for one",
-        min_items=1,
         path=True,
+    )
+    within_split: bool = setting(
+        False,
+        "Instead, search the split for near copies of its own images: of those that are alike, the largest file is kept, and the "
+        "others are marked.",
     )
     max_distance: float = setting(
         0.14,
@@ -279,3 +283,11 @@ class DedupConfig:
     max_bad_share: float = share(0.001, "Share of unreadable images above which the job stops.")
     num_tasks: int = _num_tasks("Number of shards read")
     dry_run: bool = setting(False, "Write only the report and the sheet of pairs; mark no image.")
+
+    def check(self) -> None:
+        """Check what is compared. Raises UserError."""
+        if bool(self.against) == self.within_split:
+            raise UserError(
+                "Set what the images are compared with: against=[...], data sets of test images, or within_split=true, one another. "
+                "For both, run the command twice."
+            )

@@ -18,7 +18,8 @@ from PIL import Image
 from raw_images import encoded, settings, write_folder
 
 from data_tools.dedup import dedup, near_copies
-from data_tools.dedup.near_copies import NUM_CROPS, TestImages, is_plain, thumbnail
+from data_tools.dedup.marks import earlier_marks
+from data_tools.dedup.near_copies import NUM_CROPS, ImageIndex, is_plain, thumbnail
 from data_tools.dedup.pair_sheet import draw_pairs, read_tile
 from data_tools.dedup.verify_pair import distance, reduced
 from data_tools.sharding import shard
@@ -112,7 +113,7 @@ def test_copies_are_marked_and_nothing_else(sets: tuple[Dataset, Dataset], tmp_p
 
 def distances(images: list[np.ndarray], tests: list[np.ndarray]) -> np.ndarray:
     """Of every pair that the search proposes."""
-    likely = TestImages(np.stack([thumbnail(pixels) for pixels in tests])).find(
+    likely = ImageIndex(np.stack([thumbnail(pixels) for pixels in tests])).find(
         np.stack([thumbnail(pixels) for pixels in images])
     )
     return np.array(
@@ -152,7 +153,7 @@ def test_candidates_are_all_hashes_within_seven_bits() -> None:
     flips = np.array([sum(1 << int(bit) for bit in chosen) for chosen in bits], np.uint64)
     queries = codes[rng.integers(len(codes), size=len(flips))] ^ flips
     near = np.bitwise_count(queries[:, None] ^ codes).reshape(len(queries), 8, NUM_CROPS).min(2) <= 7
-    found = TestImages(thumbs).candidates(queries)
+    found = ImageIndex(thumbs).candidates(queries)
     pairs = list(zip(found.query.tolist(), found.test.tolist(), strict=True))
     assert len(pairs) == len(set(pairs))
     assert set(zip(*(rows.tolist() for rows in np.nonzero(near)), strict=True)) <= set(pairs)
@@ -296,7 +297,7 @@ def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.Captur
     tests = [SimpleNamespace(name="c:test", dataset=SimpleNamespace(fingerprint="c"))]
 
     def tell() -> None:
-        dedup._tell_unmarked(data, tests, dedup._earlier_marks(data)["reason"].to_pylist())
+        dedup._tell_unmarked(data, tests, earlier_marks(data, dedup.LIST)["reason"].to_pylist())
 
     tell()
     (tmp_path / "exclude").mkdir()
@@ -335,7 +336,7 @@ def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> Non
     train, tests = copy(sets[0], tmp_path), sets[1]
     mistakes = {
         "no such data set": config(train, tmp_path / "nothing"),
-        "every image would be its own copy": config(train, train.path),
+        "every image would be its own copy.*within_split=true": config(train, train.path),
         "no images of a split 'val'. It has: train": config(train, f"{tests.path}:val"),
         "no images of a split 'test'": config(train, tests.path, split="test"),
     }
@@ -343,8 +344,11 @@ def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> Non
         with pytest.raises(UserError, match=message):
             dedup.run(made)
     assert not (train.path / "dedup").exists()
-    with pytest.raises(UserError, match=r"against = \[\] must have at least one value"):
-        schema.load(DedupConfig, None, [f"data={train.path}", "against=[]"])
+    for others in (["against=[]"], [f"against=[{tests.path}]", "within_split=true"]):
+        with pytest.raises(
+            UserError, match=r"Set what the images are compared with: against=\[...\], .* or within_split=true"
+        ):
+            schema.load(DedupConfig, None, [f"data={train.path}", *others])
 
 
 def test_a_damaged_copy_is_drawn_grey(tmp_path: Path) -> None:

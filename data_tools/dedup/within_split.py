@@ -1,0 +1,205 @@
+"""Finds the images of a split that are copies of one another, keeps the largest file of those that are alike, and marks the others.
+
+Images are taken from the largest file to the smallest, in blocks. One Ray task compares the images of a block in this order, each
+with those before it that are kept. Then all smaller images are compared with what is kept of the block, one task per shard; those
+that are copies are in no later block. So every marked image is a copy of one that is kept, and a thousand images of one scene cost
+about a thousand comparisons, not a million.
+
+All output is in the data set's folder: exclude/near_copies.parquet, dedup/near_copies.json, dedup/near_copies.png, and
+dedup/search/ (one folder per choice of images and of max_distance, with the pairs of each task, so a killed job goes on).
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data_tools.dedup import search_shard
+from data_tools.dedup.compared import (
+    FOLDER,
+    HISTOGRAM_BINS,
+    MAX_PICTURED,
+    SEARCH,
+    THUMBNAILS,
+    ComparedSplit,
+    compared_split,
+    counts,
+    print_not_compared,
+    read_images,
+    run_tasks,
+    searched_name,
+)
+from data_tools.dedup.marks import nothing_marked, write_marks
+from data_tools.dedup.pair_sheet import draw_pairs
+from data_tools.dedup.search_shard import BlockJob, Pairs, SearchJob, read_pairs, write_images
+from data_tools.dedup.thumbnails import FINE, PLAIN, read_thumbnails
+from data_tools.driver import only_driver
+from pipeline import ray_tasks
+from pipeline.base.words import aligned, counted
+from pipeline.data.dataset.exclusion import EXCLUDED, excluded_rows, read_lists
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.storage.atomic import write_files
+from pipeline.data.storage.bucket import AnyPath, make_folder
+from pipeline.settings.commands.data import DedupConfig
+
+LIST, REPORT, SHEET = "near_copies", "near_copies.json", "near_copies.png"
+# Images of a block: its index takes 0.5 GiB in each worker.
+_BLOCK = 50_000
+
+
+def run(config: DedupConfig) -> dict[str, Any]:
+    """Search, write the report and the exclusion list; returns the report's content. After a UserError no list is written."""
+    data = open_dataset(ray_tasks.shared_path("data", config.data))
+    own = compared_split(data, config.split, data.path / FOLDER / THUMBNAILS)
+    with only_driver(data.path / FOLDER):
+        return _run(own, config)
+
+
+def _run(own: ComparedSplit, config: DedupConfig) -> dict[str, Any]:
+    started = time.monotonic()
+    folder = own.dataset.path / FOLDER
+    states = read_images([own], config)[0]
+    # An image that another list excludes cannot stand for its copies.
+    others = [name for name in read_lists(own.dataset) if name != LIST]
+    elsewhere, _ = excluded_rows(own.dataset, own.split, ",".join(others) or "none")
+    copies = _search(own, states, elsewhere, config)
+    marks, pictures, other_labels = _describe(own, copies)
+    _, groups = np.unique(copies.others, return_counts=True)
+    edges = np.linspace(0, config.max_distance or 1e-6, HISTOGRAM_BINS + 1)
+    report = {
+        "data": {
+            "name": own.name,
+            "path": str(own.dataset.path),
+            "fingerprint": own.dataset.fingerprint,
+            **counts(states),
+            "excluded_otherwise": len(elsewhere),
+            "copies": len(copies.rows),
+            "images_with_copies": len(groups),
+            "most_copies_of_one": int(groups.max(initial=0)),
+            "copies_with_other_labels": other_labels,
+        },
+        "max_distance": config.max_distance,
+        "marked": not config.dry_run,
+        "histogram_edges": edges.round(6).tolist(),
+        "histogram": np.histogram(copies.distances, edges)[0].tolist(),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    sheet = draw_pairs(pictures, "Kept images") if pictures else None
+    if not config.dry_run:  # An older report speaks of the older list.
+        (folder / REPORT).unlink(missing_ok=True)
+    done = nothing_marked(marks, folder) if config.dry_run else write_marks(own, LIST, marks, folder / SHEET)
+    text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+    write_files(folder, {REPORT: text, SHEET: sheet}, mark=REPORT)
+    _print(report)
+    print(done)
+    return report
+
+
+def _search(own: ComparedSplit, states: np.ndarray, elsewhere: np.ndarray, config: DedupConfig) -> Pairs:
+    """Returns every copy (rows, ascending), the kept image that it is nearest to (others), and their distance."""
+    sizes = np.concatenate([job.sizes for job in own.jobs])
+    usable = (states == FINE) | (states == PLAIN)
+    usable[elsewhere] = False
+    order = np.flatnonzero(usable)
+    order = order[np.argsort(-sizes[order], kind="stable")]
+    # Equal files first, plain ones too: they need no comparison.
+    digests = np.concatenate([read_thumbnails(job).hashes[:, :8] for job in own.jobs]).copy().view(np.uint64)[:, 0]
+    _, first, inverse = np.unique(digests[order], return_index=True, return_inverse=True)
+    file = np.full(len(own), -1)
+    file[order] = order[first[inverse]]
+    original, distances = np.arange(len(own)), np.zeros(len(own), np.float32)
+    for pairs in _compare(own, states, order[(file[order] == order) & (states[order] == FINE)], config):
+        original[pairs.rows], distances[pairs.rows] = pairs.others, pairs.distances
+    copies = np.sort(order[original[file[order]] != order])
+    return Pairs(copies, original[file[copies]], distances[file[copies]])
+
+
+def _compare(own: ComparedSplit, states: np.ndarray, left: np.ndarray, config: DedupConfig) -> Iterator[Pairs]:
+    """Yields the copies among the images left (rows, the kept ones first), each once, with the kept image that it is nearest to."""
+    names = [f"{job.tar} {searched_name(job, states)}" for job in own.jobs]
+    choice = hashlib.sha256(
+        "\n".join([str(search_shard.FORMAT), str(_BLOCK), str(config.max_distance), *names]).encode()
+    )
+    choice.update(left.tobytes())
+    folder = own.dataset.path / FOLDER / SEARCH / choice.hexdigest()[:16]
+    make_folder(folder)
+    starts = np.array([job.first_row for job in own.jobs])
+    number = 0
+    while len(left):
+        number += 1
+        there = {path.name for path in folder.iterdir()}
+        print(f"block {number}: {counted(len(left), 'image')} left to compare", flush=True)
+        block, left = left[:_BLOCK], left[_BLOCK:]
+        alike = _compare_block(own, block, folder, f"{number}", there, config)
+        yield alike
+        kept = block[~np.isin(block, alike.rows)]
+        of_shard = np.searchsorted(starts, left, side="right") - 1
+        tests = folder / f"{number}-kept.npz"
+        jobs: list[SearchJob] = []
+        for i, shard in enumerate(own.jobs):
+            chosen = np.sort(left[of_shard == i]) - shard.first_row
+            if len(chosen):
+                jobs.append(SearchJob(shard, str(tests), str(folder / f"{number}-{shard.first_row}.npz"), chosen))
+        missing = [job for job in jobs if job.out.rpartition("/")[2] not in there]
+        if missing:
+            write_images(own.jobs, tests, kept)
+            run_tasks(search_shard.search_shard, missing, [job.amount for job in missing], "compared", own, config)
+            tests.unlink()
+        for job in jobs:
+            nearest = read_pairs(job.out, job.shard.first_row).within(config.max_distance).nearest()
+            nearest = Pairs(nearest.rows, kept[nearest.others], nearest.distances)
+            yield nearest
+            left = left[~np.isin(left, nearest.rows)]
+
+
+def _compare_block(
+    own: ComparedSplit, block: np.ndarray, folder: AnyPath, name: str, there: set[str], config: DedupConfig
+) -> Pairs:
+    """The copies among the images of a block. there: names of the files of an earlier run."""
+    out = folder / f"{name}.npz"
+    if out.name not in there:
+        images = folder / f"{name}-images.npz"
+        write_images(own.jobs, images, block)
+        sizes = np.concatenate([job.sizes for job in own.jobs])
+        job = BlockJob(str(images), config.max_distance, str(out))
+        run_tasks(search_shard.compare_block, [job], [(len(block), int(sizes[block].sum()))], "compared", own, config)
+        images.unlink()
+    pairs = read_pairs(str(out))
+    return Pairs(block[pairs.rows], block[pairs.others], pairs.distances)
+
+
+def _describe(own: ComparedSplit, copies: Pairs) -> tuple[pa.Table, list[tuple[Any, Any]], int]:
+    """Returns the exclusion list (EXCLUDED), pairs to draw, largest distance first, and how many copies have other labels."""
+    table = own.dataset.table(own.split, verify=False)
+    there, kept = (table.rows(rows, ["key", "labels"]) for rows in (copies.rows, copies.others))
+    keys, of = there["key"].to_pylist(), kept["key"].to_pylist()
+    differ = [a != b for a, b in zip(there["labels"].to_pylist(), kept["labels"].to_pylist(), strict=True)]
+    reasons = [
+        f"copy of {key}, distance {distance:.3f}{', which has other labels' if other else ''}"
+        for key, distance, other in zip(of, copies.distances.tolist(), differ, strict=True)
+    ]
+    columns = {"split": [own.split] * len(keys), "row": copies.rows.tolist(), "key": keys, "reason": reasons}
+    pictures = []
+    for i in np.argsort(-copies.distances, kind="stable")[:MAX_PICTURED].tolist():
+        original = own.tile(int(copies.others[i]), of[i])
+        pictures.append((original, own.tile(int(copies.rows[i]), f"{copies.distances[i]:.3f}  {keys[i]}")))
+    return pa.Table.from_pydict(columns, EXCLUDED), pictures, sum(differ)
+
+
+def _print(report: dict[str, Any]) -> None:
+    data, edges = report["data"], report["histogram_edges"]
+    counted_by = [f"{count:,}" for count in report["histogram"]]
+    for line in aligned([["distance", *(f"<{edge:.2g}" for edge in edges[1:])], ["copies", *counted_by]], 1):
+        print(line)
+    print(
+        f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of {data['images_with_copies']:,} "
+        f"others, which are kept (at most {data['most_copies_of_one']:,} of one); {data['copies_with_other_labels']:,} of them have other "
+        "labels than the kept image"
+    )
+    if data["excluded_otherwise"]:
+        print(f"not compared, since other lists exclude them: {counted(data['excluded_otherwise'], 'image')}")
+    print_not_compared([data], report["seconds"])
