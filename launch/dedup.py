@@ -10,14 +10,15 @@ There, dedup/report.json has their number, and dedup/pairs.png shows the pairs, 
       python launch/dedup.py data=datasets/photos against=[datasets/pets,datasets/flowers]
   Against one split, which may be of the same data set:
       python launch/dedup.py data=datasets/cifar10 against=datasets/cifar10:test
-  Near copies of one another: the largest file of those that are alike is kept
+  Near copies of one another: the largest of those that are alike is kept, and the others are marked
   (exclude/near_copies.parquet, dedup/near_copies.json, dedup/near_copies.png):
       python launch/dedup.py data=datasets/photos within_split=true
   On a Ray cluster whose nodes share a file system (absolute paths):
       ray job submit --working-dir . -- python launch/dedup.py data=/data/imagenet21k against=[/data/imagenet:val]
 
 After an interruption, run the same command again. Shards are read once, also for other test images (dedup/thumbnails keeps
-1 KB per image), and searched once, also for another max_distance (dedup/search). The data sets in against are only read.
+1 KB per image), and searched once (dedup/search), also for another max_distance, except within a split. The data sets in
+against are only read.
 """
 
 import sys

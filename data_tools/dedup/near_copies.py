@@ -126,7 +126,7 @@ class ImageIndex:
 
     def __init__(self, thumbs: np.ndarray, rows: np.ndarray | None = None) -> None:
         self._thumbs = thumbs
-        self._added = np.empty(0, np.int64)
+        self._added, self._num_added = np.empty(len(thumbs), np.int64), 0
         self._tables = [faiss.IndexBinaryHash(64, _TABLE_BITS) for _ in range(_TABLES)]
         for index in self._tables:
             index.nflip = _TABLE_FLIPS
@@ -138,7 +138,8 @@ class ImageIndex:
             codes = _crop_hashes(self._thumbs[rows[start : start + _BATCH]])
             for table, index in enumerate(self._tables):
                 index.add(_rotated(codes, table))
-        self._added = np.concatenate([self._added, rows])
+        self._added[self._num_added : self._num_added + len(rows)] = rows
+        self._num_added += len(rows)
 
     def find(self, thumbs: np.ndarray) -> Likely:
         """Returns the pairs of thumbs ((n, SIDE, SIDE) uint8) and indexed images to verify, ordered by row of thumbs."""

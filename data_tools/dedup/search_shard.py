@@ -117,7 +117,7 @@ def search_shard(job: SearchJob) -> None:
 
 
 def compare_block(job: BlockJob) -> None:
-    """Compare the images of a block in their order, each with those before it that are copies of none: write its nearest of these.
+    """Compare the images of a block in their order, each with those before it that are copies of none: write the nearest of these.
 
     All of them must have thumbnails to compare (FINE). Raises UserError for a damaged shard or file.
     """

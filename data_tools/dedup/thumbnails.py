@@ -120,6 +120,11 @@ def read_states(job: ThumbnailJob) -> np.ndarray:
     return _load(job, "states")[0]
 
 
+def read_hashes(job: ThumbnailJob) -> np.ndarray:
+    """Read only the hashes of the files, (n, 16) uint8, from the output of `make_thumbnails`. Raises UserError for a damaged file."""
+    return _load(job, "hashes")[0]
+
+
 def read_image(tar: str, offset: int, size: int) -> np.ndarray:
     """Decode an image that has a thumbnail, to (H, W, 3) uint8 RGB. Raises UserError for a missing, damaged or changed shard."""
     try:

@@ -1,6 +1,7 @@
-"""Finds the images of a split that are copies of one another, keeps the largest file of those that are alike, and marks the others.
+"""Finds the images of a split that are copies of one another, keeps the largest of those that are alike, and marks the others.
 
-Images are taken from the largest file to the smallest, in blocks. One Ray task compares the images of a block in this order, each
+Images are taken from the largest (by pixels, then by bytes) to the smallest, in blocks: an index finds an image that shows a part
+of an indexed one, and a part has fewer pixels. One Ray task compares the images of a block in this order, each
 with those before it that are kept. Then all smaller images are compared with what is kept of the block, one task per shard; those
 that are copies are in no later block. So every marked image is a copy of one that is kept, and a thousand images of one scene cost
 about a thousand comparisons, not a million.
@@ -36,19 +37,21 @@ from data_tools.dedup.compared import (
 from data_tools.dedup.marks import nothing_marked, write_marks
 from data_tools.dedup.pair_sheet import draw_pairs
 from data_tools.dedup.search_shard import BlockJob, Pairs, SearchJob, read_pairs, write_images
-from data_tools.dedup.thumbnails import FINE, PLAIN, read_thumbnails
+from data_tools.dedup.thumbnails import FINE, PLAIN, read_hashes
 from data_tools.driver import only_driver
 from pipeline import ray_tasks
 from pipeline.base.words import aligned, counted
-from pipeline.data.dataset.exclusion import EXCLUDED, excluded_rows, read_lists
+from pipeline.data.dataset.exclusion import EXCLUDED, excluded_rows, names_of_lists
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.storage.atomic import write_files
-from pipeline.data.storage.bucket import AnyPath, make_folder
+from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree
 from pipeline.settings.commands.data import DedupConfig
 
 LIST, REPORT, SHEET = "near_copies", "near_copies.json", "near_copies.png"
-# Images of a block: its index takes 0.5 GiB in each worker.
-_BLOCK = 50_000
+# How the folders of results begin.
+_OURS = "within-"
+# Images of a block: its index takes 0.2 GiB in each worker. A kill loses the comparisons within one block.
+_BLOCK = 20_000
 
 
 def run(config: DedupConfig) -> dict[str, Any]:
@@ -64,8 +67,8 @@ def _run(own: ComparedSplit, config: DedupConfig) -> dict[str, Any]:
     folder = own.dataset.path / FOLDER
     states = read_images([own], config)[0]
     # An image that another list excludes cannot stand for its copies.
-    others = [name for name in read_lists(own.dataset) if name != LIST]
-    elsewhere, _ = excluded_rows(own.dataset, own.split, ",".join(others) or "none")
+    others = [name for name in names_of_lists(own.dataset) if name != LIST]
+    elsewhere, _ = excluded_rows(own.dataset, own.split, others)
     copies = _search(own, states, elsewhere, config)
     marks, pictures, other_labels = _describe(own, copies)
     _, groups = np.unique(copies.others, return_counts=True)
@@ -75,7 +78,8 @@ def _run(own: ComparedSplit, config: DedupConfig) -> dict[str, Any]:
             "name": own.name,
             "path": str(own.dataset.path),
             "fingerprint": own.dataset.fingerprint,
-            **counts(states),
+            **counts(np.delete(states, elsewhere)),
+            "images": len(own),
             "excluded_otherwise": len(elsewhere),
             "copies": len(copies.rows),
             "images_with_copies": len(groups),
@@ -100,14 +104,13 @@ def _run(own: ComparedSplit, config: DedupConfig) -> dict[str, Any]:
 
 
 def _search(own: ComparedSplit, states: np.ndarray, elsewhere: np.ndarray, config: DedupConfig) -> Pairs:
-    """Returns every copy (rows, ascending), the kept image that it is nearest to (others), and their distance."""
-    sizes = np.concatenate([job.sizes for job in own.jobs])
+    """Returns every copy (rows, ascending), a kept image of which it is one (others), and their distance."""
     usable = (states == FINE) | (states == PLAIN)
     usable[elsewhere] = False
-    order = np.flatnonzero(usable)
-    order = order[np.argsort(-sizes[order], kind="stable")]
+    order = _largest_first(own)
+    order = order[usable[order]]
     # Equal files first, plain ones too: they need no comparison.
-    digests = np.concatenate([read_thumbnails(job).hashes[:, :8] for job in own.jobs]).copy().view(np.uint64)[:, 0]
+    digests = np.concatenate([read_hashes(job)[:, :8] for job in own.jobs]).copy().view(np.uint64)[:, 0]
     _, first, inverse = np.unique(digests[order], return_index=True, return_inverse=True)
     file = np.full(len(own), -1)
     file[order] = order[first[inverse]]
@@ -118,56 +121,68 @@ def _search(own: ComparedSplit, states: np.ndarray, elsewhere: np.ndarray, confi
     return Pairs(copies, original[file[copies]], distances[file[copies]])
 
 
+def _largest_first(own: ComparedSplit) -> np.ndarray:
+    """All rows of the split, by pixels and then by bytes of the file, descending. Pixels of 0 are unknown."""
+    table = pa.concat_tables(own.dataset.table(own.split, verify=False).read(["width", "height", "size"]))
+    width, height, size = (table[name].fill_null(0).to_numpy().astype(np.int64) for name in table.column_names)
+    return np.lexsort((-size, -width * height))
+
+
 def _compare(own: ComparedSplit, states: np.ndarray, left: np.ndarray, config: DedupConfig) -> Iterator[Pairs]:
-    """Yields the copies among the images left (rows, the kept ones first), each once, with the kept image that it is nearest to."""
+    """Yields the copies among the images left (rows, the largest first), each once, with the nearest of the kept ones of one block."""
     names = [f"{job.tar} {searched_name(job, states)}" for job in own.jobs]
     choice = hashlib.sha256(
         "\n".join([str(search_shard.FORMAT), str(_BLOCK), str(config.max_distance), *names]).encode()
     )
     choice.update(left.tobytes())
-    folder = own.dataset.path / FOLDER / SEARCH / choice.hexdigest()[:16]
+    folder = own.dataset.path / FOLDER / SEARCH / f"{_OURS}{choice.hexdigest()[:16]}"
     make_folder(folder)
-    starts = np.array([job.first_row for job in own.jobs])
-    number = 0
+    for other in folder.parent.glob(f"{_OURS}*"):  # Of other images, or of another max_distance.
+        if other.name != folder.name:
+            remove_tree(other)
+    starts = [job.first_row for job in own.jobs]
+    is_copy, number = np.zeros(len(own), bool), 0
     while len(left):
         number += 1
-        there = {path.name for path in folder.iterdir()}
+        there = {str(path) for path in folder.iterdir()}
         print(f"block {number}: {counted(len(left), 'image')} left to compare", flush=True)
         block, left = left[:_BLOCK], left[_BLOCK:]
         alike = _compare_block(own, block, folder, f"{number}", there, config)
         yield alike
-        kept = block[~np.isin(block, alike.rows)]
-        of_shard = np.searchsorted(starts, left, side="right") - 1
-        tests = folder / f"{number}-kept.npz"
-        jobs: list[SearchJob] = []
-        for i, shard in enumerate(own.jobs):
-            chosen = np.sort(left[of_shard == i]) - shard.first_row
-            if len(chosen):
-                jobs.append(SearchJob(shard, str(tests), str(folder / f"{number}-{shard.first_row}.npz"), chosen))
-        missing = [job for job in jobs if job.out.rpartition("/")[2] not in there]
+        is_copy[alike.rows] = True
+        kept, tests = block[~is_copy[block]], folder / f"{number}-kept.npz"
+        # Results are of these: a block that is compared again, on another CPU say, may keep others.
+        name = f"{number}-{hashlib.sha256(kept.tobytes()).hexdigest()[:8]}"
+        rows = np.sort(left)
+        parts = zip(own.jobs, np.split(rows, np.searchsorted(rows, starts[1:])), strict=True)
+        jobs = [
+            SearchJob(shard, str(tests), str(folder / f"{name}-{shard.first_row}.npz"), part - shard.first_row)
+            for shard, part in parts
+            if len(part)
+        ]
+        missing = [job for job in jobs if job.out not in there]
         if missing:
             write_images(own.jobs, tests, kept)
             run_tasks(search_shard.search_shard, missing, [job.amount for job in missing], "compared", own, config)
-            tests.unlink()
+        tests.unlink(missing_ok=True)
         for job in jobs:
             nearest = read_pairs(job.out, job.shard.first_row).within(config.max_distance).nearest()
-            nearest = Pairs(nearest.rows, kept[nearest.others], nearest.distances)
-            yield nearest
-            left = left[~np.isin(left, nearest.rows)]
+            yield Pairs(nearest.rows, kept[nearest.others], nearest.distances)
+            is_copy[nearest.rows] = True
+        left = left[~is_copy[left]]
 
 
 def _compare_block(
     own: ComparedSplit, block: np.ndarray, folder: AnyPath, name: str, there: set[str], config: DedupConfig
 ) -> Pairs:
-    """The copies among the images of a block. there: names of the files of an earlier run."""
-    out = folder / f"{name}.npz"
-    if out.name not in there:
-        images = folder / f"{name}-images.npz"
+    """The copies among the images of a block. there: files of an earlier run."""
+    out, images = folder / f"{name}.npz", folder / f"{name}-images.npz"
+    if str(out) not in there:
         write_images(own.jobs, images, block)
         sizes = np.concatenate([job.sizes for job in own.jobs])
         job = BlockJob(str(images), config.max_distance, str(out))
         run_tasks(search_shard.compare_block, [job], [(len(block), int(sizes[block].sum()))], "compared", own, config)
-        images.unlink()
+    images.unlink(missing_ok=True)
     pairs = read_pairs(str(out))
     return Pairs(block[pairs.rows], block[pairs.others], pairs.distances)
 

@@ -7,6 +7,7 @@ it was made for, by their keys: a tar indexed again may have other rows, if more
 
 import io
 import json
+from collections.abc import Collection
 
 import numpy as np
 import pyarrow as pa
@@ -47,15 +48,23 @@ def write_list(dataset: ManifestTables, name: str, samples: pa.Table) -> AnyPath
     return folder / file
 
 
-def read_lists(dataset: ManifestTables, choice: str = "all") -> dict[str, pa.Table]:
+def names_of_lists(dataset: ManifestTables) -> list[str]:
+    """The names of all lists of a data set, which are not read."""
+    return list(_find(dataset))
+
+
+def read_lists(dataset: ManifestTables, choice: str | Collection[str] = "all") -> dict[str, pa.Table]:
     """The chosen lists of a data set, by name, in the order of names.
 
-    choice: "all", "none", or names with commas between. Raises UserError for a list that is missing, damaged or made for
-    other data.
+    choice: "all", "none", or names with commas between, as settings have it; or the names themselves. Raises UserError for a list that is
+    missing, damaged or made for other data.
     """
-    there: list[AnyPath] = [*(dataset.path / FOLDER).glob("[!.]*.parquet")]
-    found = {path.stem: path for path in sorted(there, key=str)}
-    chosen = {"all": list(found), "none": []}.get(choice, sorted({name.strip() for name in choice.split(",")}))
+    found = _find(dataset)
+    if isinstance(choice, str):
+        by_word = {"all": list(found), "none": []}
+        chosen = by_word.get(choice, sorted({name.strip() for name in choice.split(",")}))
+    else:
+        chosen = sorted(choice)
     for name in chosen:
         if name not in found:
             known = f"It has: {', '.join(found)}." if found else "It has none."
@@ -63,7 +72,9 @@ def read_lists(dataset: ManifestTables, choice: str = "all") -> dict[str, pa.Tab
     return {name: _read(dataset, found[name]) for name in chosen}
 
 
-def excluded_rows(dataset: ManifestTables, split: str, choice: str) -> tuple[np.ndarray, dict[str, int]]:
+def excluded_rows(
+    dataset: ManifestTables, split: str, choice: str | Collection[str]
+) -> tuple[np.ndarray, dict[str, int]]:
     """(rows of a split in the manifest that the chosen lists exclude, how many of them each list has).
 
     The rows are int64, ascending, without repetition; a sample may be in several lists. Raises UserError as `read_lists`
@@ -99,6 +110,11 @@ def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: i
     places = random_numbers.bits(seed, Purpose.SUBSET, rows)
     last = np.partition(places, count - 1)[count - 1]
     return rows[places > last]
+
+
+def _find(dataset: ManifestTables) -> dict[str, AnyPath]:
+    there: list[AnyPath] = [*(dataset.path / FOLDER).glob("[!.]*.parquet")]
+    return {path.stem: path for path in sorted(there, key=str)}
 
 
 def _read(dataset: ManifestTables, path: AnyPath) -> pa.Table:

@@ -271,8 +271,8 @@ class DedupConfig:
     )
     within_split: bool = setting(
         False,
-        "Instead, search the split for near copies of its own images: of those that are alike, the largest file is kept, and the "
-        "others are marked.",
+        "Instead, search the split for near copies of its own images: of those that are alike, the largest is kept (by pixels, "
+        "then by bytes), and the others are marked.",
     )
     max_distance: float = setting(
         0.14,

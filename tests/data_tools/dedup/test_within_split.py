@@ -1,4 +1,4 @@
-"""Near copies within a split: of those that are alike one is kept, the largest file, and nothing else is marked."""
+"""Near copies within a split: of those that are alike one is kept, the largest, and nothing else is marked."""
 
 import json
 import shutil
@@ -32,13 +32,21 @@ def png(pixels: np.ndarray) -> bytes:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> tuple[Dataset, dict[str, str]]:
-    """A data set with strangers and copies, and the key of each copy -> that of the largest file of which it is one."""
+    """A data set with strangers and copies, and the key of each copy -> that of the largest image of which it is one."""
     images = {f"a/{number:02d}.png": png(picture(number)) for number in range(len(PLANTS) + 8)}
     copy_of = {}
     for number, plant in enumerate(PLANTS.values()):
         copy = plant(picture(number), np.random.default_rng(number))
-        images[f"a/copy{number}.jpg"], copy_of[f"a/copy{number}"] = jpeg(copy), f"a/{number:02d}"
+        images[f"a/copy{number}.jpg"] = jpeg(copy)
+        of, kept = f"a/copy{number}", f"a/{number:02d}"
+        if copy[..., 0].size > picture(number)[..., 0].size:  # Enlarged.
+            of, kept = kept, of
+        copy_of[of] = kept
     images["b/other_class.jpg"], copy_of["b/other_class"] = jpeg(picture(10)), "a/10"
+    # A part in more bytes than the whole.
+    images["a/13.jpg"], images["a/part.png"] = jpeg(picture(13)), png(picture(13)[7:-7, 9:-9])
+    del images["a/13.png"]
+    copy_of["a/part"] = "a/13"
     # A file twice that is a copy itself, and one without detail.
     for name in ("twice", "twice_too"):
         images[f"b/{name}.jpg"], copy_of[f"b/{name}"] = jpeg(picture(11)[:, ::-1]), "a/11"
@@ -67,7 +75,7 @@ def search(data: Dataset, **others: object) -> dict:
     return dedup.run(DedupConfig(data=str(data.path), within_split=True, **others))
 
 
-@pytest.mark.parametrize("block", [50_000, 7])
+@pytest.mark.parametrize("block", [20_000, 7])
 def test_the_largest_of_those_that_are_alike_is_kept(
     made: tuple[Dataset, dict[str, str]],
     photos: Dataset,
@@ -100,6 +108,7 @@ def test_the_largest_of_those_that_are_alike_is_kept(
 
 def test_a_killed_search_goes_on(photos: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(within_split, "_BLOCK", 20)
+    search(photos, dry_run=True, max_distance=0.1)
     first = search(photos, dry_run=True)
     assert not (photos.path / "exclude/near_copies.parquet").exists()
     (folder,) = (photos.path / "dedup/search").iterdir()
@@ -108,6 +117,8 @@ def test_a_killed_search_goes_on(photos: Dataset, monkeypatch: pytest.MonkeyPatc
         path.unlink()
     (folder / "1-kept.npz").write_bytes(b"half a file of a killed job")
     kept = {path: path.stat().st_mtime_ns for path in first_block[1:]}
+    (photos.path / "exclude").mkdir()
+    (photos.path / "exclude/near_copies.parquet").write_bytes(b"damaged, and to be replaced")
     again = search(photos)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert {**again, "seconds": 0, "marked": False} == {**first, "seconds": 0}
@@ -116,7 +127,9 @@ def test_a_killed_search_goes_on(photos: Dataset, monkeypatch: pytest.MonkeyPatc
 def test_an_excluded_image_does_not_stand_for_its_copies(photos: Dataset, made: tuple[Dataset, dict[str, str]]) -> None:
     row = photos.table("train").find("a/00")
     bad = pa.Table.from_pydict({"split": ["train"], "row": row, "key": ["a/00"], "reason": ["out of focus"]}, EXCLUDED)
-    write_list(photos, "by_hand", bad)
-    report = search(photos)
-    assert report["data"]["excluded_otherwise"] == 1
-    assert marked(photos) == {key: of for key, of in made[1].items() if of != "a/00"}
+    write_list(photos, "all", bad)  # As a word of data.exclude.
+    write_list(photos, "blurred, dark", EXCLUDED.empty_table())
+    for _ in range(2):
+        report = search(photos)
+        assert report["data"]["excluded_otherwise"] == 1
+        assert marked(photos) == {key: of for key, of in made[1].items() if of != "a/00"}
