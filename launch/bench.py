@@ -13,6 +13,20 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.bench import GpuBenchConfig
 from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.commands.operate import TrainBenchConfig
+from pipeline.settings.run import DataConfig
+
+
+def bench_train(config: TrainBenchConfig) -> None:
+    """Look at the data, if there are any, before torch is imported."""
+    if config.data:
+        from pipeline.data.dataset.manifest import open_dataset
+        from pipeline.data.mixture.run_data import run_splits
+
+        run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
+    from data_tools.bench import training_step
+
+    training_step.run(config)
+
 
 if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:
     del sys.argv[1]
@@ -33,7 +47,7 @@ elif __name__ == "__main__" and sys.argv[1:2] == ["train"]:
     del sys.argv[1]
     main(
         TrainBenchConfig,
-        "data_tools.bench.training_step",
+        bench_train,
         """
         Measure the pipeline's training step and a plain PyTorch loop with the same model, batch and optimizer, alternately.
 

@@ -150,7 +150,7 @@ def test_positions_are_those_of_mae() -> None:
         ("model={name: R50+ViT-B/16, representation: false}", "plain ViT"),
         ("model={name: BiT-R50x1}", "plain ViT"),
         ("model={name: ViT-B/16, representation: false, positions: relative}", "positions"),
-        ("model={name: ViT-B/16, pool: map}", "attention pooling"),
+        ("model={name: ViT-B/16, pool: map}", "pool = map"),
         ("objective={decoder_width: 30}", "objective.decoder_width = 30"),
     ],
 )
