@@ -1,10 +1,10 @@
 """Finds the images of a split that are copies of one another, keeps the largest of those that are alike, and marks the others.
 
 Images are taken from the largest (by pixels, then by bytes) to the smallest, in blocks: an index finds an image that shows a part
-of an indexed one, and a part has fewer pixels. One Ray task compares the images of a block in this order, each
-with those before it that are kept. Then all smaller images are compared with what is kept of the block, one task per shard; those
-that are copies are in no later block. So every marked image is a copy of one that is kept, and a thousand images of one scene cost
-about a thousand comparisons, not a million.
+of an indexed one, and a part has fewer pixels. One Ray task compares the images of a block in this order, each with those before it
+that are kept. Then all smaller images are compared with what is kept of the block, one task per shard; those that are copies are in no
+later block. So every marked image is a copy of one that is kept, and a thousand images of one scene cost about a thousand comparisons,
+not a million.
 
 All output is in the data set's folder: exclude/near_copies.parquet, dedup/near_copies.json, dedup/near_copies.png, and
 dedup/search/ (one folder per choice of images and of max_distance, with the pairs of each task, so a killed job goes on).
