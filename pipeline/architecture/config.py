@@ -24,7 +24,7 @@ from pipeline.base.json_record import Limits
 from pipeline.base.words import counted
 
 Gelu = Literal["tanh", "erf", "quick"]
-Pool = Literal["token", "gap", "map", "mean", "both"]
+Pool = Literal["token", "gap", "map", "mean", "both", "attentive"]
 # Targets (ViT paper, B.1.2): the mean colour at 3 bits per channel; 16 such colours, of the patch resized to 4 x 4; pixels.
 Masked = Literal["mean_color", "small_patch", "pixels"]
 # How learned positions are resampled to another patch grid (pipeline/model/position.py).
@@ -75,8 +75,8 @@ class ViTConfig(Fields):
     pool: Annotated[
         Pool,
         Option(
-            doc="Input of the head: class token; global average pool or attention pool (map) of a model without class token; or, "
-            "beside a class token, the mean of the patches (mean) or class token and mean (both). null is token (axial models: gap).",
+            doc="Input of the head: class token; global average pool or attention pool (map) of a model without class token; or, beside a class "
+            "token, the mean of the patches (mean), token and mean (both), or an attention pool (attentive). null is token (axial models: gap).",
             setting=None,
         ),
     ] = "token"
@@ -236,7 +236,7 @@ class ViTConfig(Fields):
             self._check_masked()
 
     def _check_masked(self) -> None:
-        if self.num_classes or self.representation or self.pool == "map" or self.axial:
+        if self.num_classes or self.representation or self.pools_by_attention or self.axial:
             raise UserError(
                 "model: masked patch prediction reads patch tokens, so it has no classes, representation layer, attention "
                 "pooling or axial blocks. Use representation=false, and pool=token or pool=gap."
@@ -394,7 +394,12 @@ class ViTConfig(Fields):
 
     @property
     def has_class_token(self) -> bool:
-        return self.pool in ("token", "mean", "both")
+        return self.pool not in ("gap", "map")
+
+    @property
+    def pools_by_attention(self) -> bool:
+        """Whether the head reads an attention pool, which has weights of its own."""
+        return self.pool in ("map", "attentive")
 
     @property
     def num_patches(self) -> int:

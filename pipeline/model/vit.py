@@ -236,7 +236,7 @@ class VisionTransformer(nn.Module):
         rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
         self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
         self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
-        self.pool = AttentionPooling(config) if config.pool == "map" else None
+        self.pool = AttentionPooling(config) if config.pools_by_attention else None
         self.class_norm = nn.LayerNorm(config.width, config.layer_norm_eps) if config.class_norm else None
         pooled = replace(config, representation=False).num_features
         self.representation = Dense(pooled, config.width) if config.representation else None
@@ -277,8 +277,8 @@ class VisionTransformer(nn.Module):
     def features(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, 3, height, width) -> (B, D), the input of the head.
 
-        It is the class token, the mean of the patch tokens (pool "gap" or "mean"), their attention pooling ("map"), or class token
-        and mean (pool "both": 2D wide), followed by the representation layer and its tanh, if there is one.
+        It is the class token, the mean of the patch tokens (pool "gap" or "mean"), class token and mean (pool "both": 2D wide), or the
+        attention pooling of all tokens ("map" or "attentive"), followed by the representation layer and its tanh, if there is one.
         """
         return self.pooled(self.encode(self.embed(images, any_size=any_size), self.grid_of(images)))
 

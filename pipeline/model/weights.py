@@ -218,6 +218,7 @@ def load(
     seed: int = 0,
     kernel: Kernel | None = None,
     mean_pool: bool = False,
+    attentive_pool: bool = False,
     content: Content | None = None,
     say: Say = _silent,
     **training: Any,
@@ -238,6 +239,7 @@ def load(
     kernel: of resampling the positions (resample_positions); defaults to that of the project of the weights (ViTConfig.kernel).
     mean_pool: with a new head, it reads the mean of the patches after a new LayerNorm, which takes the place of the last one
         (MAE's fine-tuning); a class token is kept, and not read.
+    attentive_pool: with a new head, it reads a new attention pool of all tokens after the last LayerNorm.
     content: what `read_weights` returned for this path, so that it is not read again.
     say: called with one line for each assumption, conversion and omission.
     training: fields that act in training only (`only_trains` in architecture/config.py), such as dropout and drop_path.
@@ -246,6 +248,7 @@ def load(
     """
     old, state, _ = content or read_weights(path, say)
     options: dict[str, Any] = {"gelu": gelu, "representation": representation, "kernel": kernel, "mean_pool": mean_pool}
+    options["attentive_pool"] = attentive_pool
     config = adapted(old, path, image_size, num_classes, new_head=new_head, **options, **training)
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
         for note in resizing_notes(old, config):
@@ -271,6 +274,7 @@ def adapted(
     representation: bool | None = None,
     kernel: Kernel | None = None,
     mean_pool: bool = False,
+    attentive_pool: bool = False,
     **training: Any,
 ) -> Config:
     """The configuration of the model that `load` builds, with the same arguments and errors. old, path: of the weights."""
@@ -289,7 +293,11 @@ def adapted(
     given = {"gelu": gelu, **training, "kernel": kernel}
     if not isinstance(config, ViTConfig):
         neutral = {name: getattr(ViTConfig, name) for name in training}
-        given |= {"representation": representation or None, "mean_pool": mean_pool or None}
+        given |= {
+            "representation": representation or None,
+            "mean_pool": mean_pool or None,
+            "attentive_pool": attentive_pool or None,
+        }
         if other := [name for name, value in given.items() if value not in (None, neutral.get(name))]:
             raise UserError(
                 f"{path}: is a ResNet, which has no {', '.join(other)}. Leave it out; "
@@ -304,10 +312,17 @@ def adapted(
             f"representation={representation}. Use new_head=True, or num_classes=0 for the features."
         )
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if mean_pool and (keep_head or config.pool == "map"):
-        raise UserError(f"{path}: mean_pool needs a new head, and weights without attention pooling.")
+    for name in (name for name, value in (("mean_pool", mean_pool), ("attentive_pool", attentive_pool)) if value):
+        if keep_head or config.pools_by_attention:
+            raise UserError(f"{path}: {name} needs a new head, and weights without attention pooling.")
     if mean_pool:
         changes |= {"pool": "mean" if config.has_class_token else "gap", "pool_norm": True, "class_norm": False}
+    if attentive_pool:
+        if config.pool_norm:
+            raise UserError(
+                f"{path}: attentive_pool reads tokens after the last LayerNorm, and that of these weights is of their mean (pool_norm)."
+            )
+        changes["pool"] = "attentive" if config.has_class_token else "map"
     return replace(config, representation=representation, **changes)
 
 

@@ -162,5 +162,6 @@ def adaptation(config: RunConfig, of_dataset: int) -> dict[str, Any]:
         "representation": None if predicted else False,
         "kernel": config.init.kernel,
         "mean_pool": config.init.mean_pool,
+        "attentive_pool": config.init.attentive_pool,
         **config.model.for_weights(),
     }

@@ -94,7 +94,7 @@ def check_encodes_kept(vit: Config, loss: str) -> None:
             "stem": vit.stem is None, "small_stem": vit.small_stem is None, "axial": not vit.axial,
             "positions": vit.positions != "relative", "positions_at": vit.positions_at == "stem",
             "patch_stride": vit.stride == vit.patch_size, "representation": not vit.representation,
-            "pool": vit.pool != "map", "pool_norm": not vit.pool_norm,
+            "pool": not vit.pools_by_attention, "pool_norm": not vit.pool_norm,
         }  # fmt: skip
         found = [f"{name} = {vit.to_dict()[name]}" for name, does in fits.items() if not does]
     if found:

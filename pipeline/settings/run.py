@@ -46,6 +46,7 @@ CROP_SETTINGS = {
     **dict.fromkeys(("area_min", "area_max", "aspect_min", "aspect_max"), ("inception", "random_resized")),
     **dict.fromkeys(("resize_to", "padding"), ("resize_crop", "resize_small_crop")),
 }
+_FREEZE_ALL_BLOCKS = ("backbone", "encoder")  # values of train.freeze
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class RunConfig:
     def without_effect(self) -> list[str]:
         """A line for each setting that a value of another section takes its effect from; what must be set is named by its `needs`."""
         decay, freeze = self.optimizer.layer_decay, self.train.freeze
-        if decay == 1 or freeze != "backbone":
+        if decay == 1 or freeze not in _FREEZE_ALL_BLOCKS:
             return []
         return [f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"]
 
@@ -147,13 +148,28 @@ class RunConfig:
                     "init.mean_pool changes init.weights, which are not set. Set init.mean_pool=false; a new model pools so with "
                     "model.pool=mean and model.pool_norm=true."
                 )
+            if self.init.attentive_pool:
+                raise UserError(
+                    "init.attentive_pool changes init.weights, which are not set. Set init.attentive_pool=false; a new model pools so with "
+                    "model.pool=attentive."
+                )
             if self.init.kernel:
                 raise UserError(
                     f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set. Set init.kernel=null."
                 )
             return
-        if self.init.mean_pool and not self.init.new_head:
-            raise UserError("init.mean_pool=true changes what the head reads: leave init.new_head at true.")
+        pools = [name for name in ("mean_pool", "attentive_pool") if getattr(self.init, name)]
+        if len(pools) > 1:
+            raise UserError(
+                "init.mean_pool and init.attentive_pool are two things for the head to read: set one of them."
+            )
+        if pools and not self.init.new_head:
+            raise UserError(f"init.{pools[0]}=true changes what the head reads: leave init.new_head at true.")
+        if self.init.attentive_pool and self.train.freeze == "backbone":
+            raise UserError(
+                "train.freeze = backbone would leave the new attention pool of init.attentive_pool at its random values. Use train.freeze=encoder, "
+                "which trains the pool and the head."
+            )
         fixed = {name: option for name, option in OPTIONS.items() if not option.only_trains}
         if other := [f"model.{name}" for name in fixed if getattr(self.model, name) != fixed[name].setting]:
             raise UserError(f"init.weights determines the architecture: leave out {', '.join(other)}.")
@@ -214,9 +230,9 @@ class RunConfig:
                 "optimizer.name = muon needs engine.zero_stage=0, 1 or 2 without engine.offload: it multiplies whole matrices, of which "
                 "stage 3 gives each rank a part."
             )
-        if self.optimizer.name == "muon" and self.train.freeze == "backbone":
+        if self.optimizer.name == "muon" and self.train.freeze in _FREEZE_ALL_BLOCKS:
             raise UserError(
-                "optimizer.name = muon is for the kernels of hidden layers, none of which train.freeze = backbone trains. Use "
+                f"optimizer.name = muon is for the kernels of hidden layers, none of which train.freeze = {self.train.freeze} trains. Use "
                 "optimizer.name=adam or sgd."
             )
         if self.engine.zero_stage != 0:

@@ -215,6 +215,10 @@ class InitConfig:
         False,
         "With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes (model.pool_norm).",
     )
+    attentive_pool: bool = setting(
+        False,
+        "With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe.",
+    )
     kernel: Kernel | None = kernel_setting()
 
 

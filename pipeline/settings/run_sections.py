@@ -327,9 +327,9 @@ class TrainConfig:
     )
     freeze: str = setting(
         "none",
-        "With init.weights, what is not trained: nothing (none), all but the head (backbone), or what comes before the first block and so "
-        "many first blocks (8 blocks).",
-        form=TextForm(r"none|backbone|[1-9]\d{0,3} blocks?", "none, backbone, or a number of blocks, as 8 blocks"),
+        "With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the attention pool that it "
+        "reads (encoder), or what comes before the first block and so many first blocks (8 blocks).",
+        form=TextForm(r"none|backbone|encoder|[1-9]\d{0,3} blocks?", "none, backbone, encoder, or N blocks"),
         on_change="run",
     )
     lora_rank: int = setting(

@@ -270,6 +270,7 @@ def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path,
         ),
         ({"representation": True}, "timm", "timm", "cannot hold a representation layer .*head=false"),
         ({"positions": "relative"}, "huggingface", "hf", "cannot hold relative positions"),
+        ({"pool": "attentive"}, "huggingface", "hf", "cannot hold pool = attentive; format = safetensors, onnx"),
         ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "Use format=torch_export"),
         ({"size": (16, 24)}, "npz", "a.npz", "square grids of patches, and this one is 4 x 6"),
         # transformers ends in a RuntimeError for the first, and in a TypeError for the second.

@@ -19,6 +19,7 @@ KINDS = {
     "token": {},
     "overlap": {"patch_stride": 2},
     "map": {"pool": "map"},
+    "attentive": {"pool": "attentive", "registers": 2},
     "registers": {"registers": 3, "pool": "gap"},
     "relative": {"positions": "relative", "pool": "gap"},
     "blocks": {"positions": "learned2d", "positions_at": "blocks"},
@@ -80,7 +81,10 @@ def test_weights_are_those_that_the_model_mixes_values_with(kind: str) -> None:
     for handle in handles:
         handle.remove()
     weights = seen(model, images)
-    assert list(weights) == [f"block {i + 1}" for i in range(len(model.blocks))] + [POOLING] * (kind == "map")
+    assert (
+        list(weights)
+        == [f"block {i + 1}" for i in range(len(model.blocks))] + [POOLING] * model.config.pools_by_attention
+    )
     B, N = 2, model.config.num_tokens
     for block, (x, expected), w in zip(model.blocks, mixed, weights.values(), strict=False):
         assert w.shape == (B, 2, N, N)
@@ -89,7 +93,7 @@ def test_weights_are_those_that_the_model_mixes_values_with(kind: str) -> None:
         output = block.attention.out((w @ v).transpose(1, 2).reshape(B, N, -1))
         assert torch.allclose(output, expected, atol=1e-4)
         assert w.std() > 1e-3
-    if kind == "map":
+    if model.pool is not None:
         pool, tokens = model.pool, model.encode(model.embed(images))
         v = pool.key_value(tokens).view(B, N, 2, 2, -1)[:, :, 1].transpose(1, 2)
         read = pool.out((weights[POOLING] @ v).transpose(1, 2).reshape(B, -1))

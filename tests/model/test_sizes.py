@@ -172,7 +172,7 @@ def test_an_unknown_name_gets_the_nearest_known(name, nearest):
         ({"depth": 0}, "depth = 0 must be from 1 to 1,024"),
         ({"num_classes": -1}, "num_classes = -1 must be from 0"),
         ({"gelu": "exact"}, "gelu = 'exact' must be one of 'tanh', 'erf'"),
-        ({"pool": "max"}, "pool = 'max' must be one of 'token', 'gap', 'map', 'mean', 'both'"),
+        ({"pool": "max"}, "pool = 'max' must be one of 'token', 'gap', 'map', 'mean', 'both', 'attentive'"),
         ({"dropout": 1.0}, "dropout = 1.0 must be at least 0 and below 1"),
     ],
 )

@@ -223,6 +223,7 @@ EVERY = {
     **{f"{positions}, {at}, {pool}": {"name": "ViT-B/16", "positions": positions, "positions_at": at, "pool": pool}
        for (positions, at), pool in product(PLACES, ("token", "gap"))},
     "map": {"name": "ViT-B/16", "pool": "map"},
+    "attentive": {"name": "ViT-B/16", "pool": "attentive", "registers": 2},
     "overlapping": {"name": "ViT-B/16", "patch_stride": 8, "drop_path": 0.3},
     "Axial-ViT-B/16": {"drop_path": 0.1},
     "registers, token": {"name": "ViT-B/16", "registers": 2},

@@ -177,6 +177,30 @@ def test_the_mean_of_the_patches_under_a_norm_of_its_own(file, tmp_path):
     assert torch.equal(load(tmp_path / "finetuned.pt").eval().features(images), features)
     with pytest.raises(UserError, match="mean_pool needs a new head"):
         load(file, mean_pool=True)
+    with pytest.raises(UserError, match="that of these weights is of their mean"):
+        load(tmp_path / "finetuned.pt", new_head=True, attentive_pool=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("pool", "pooled"), [("token", "attentive"), ("gap", "map")])
+def test_a_new_attention_pool_reads_all_tokens(tmp_path, pool, pooled):
+    save(tiny(pool=pool), tmp_path / "old.pt")
+    model, images, found = (
+        load(tmp_path / "old.pt", num_classes=3, attentive_pool=True).eval(),
+        torch.rand(2, 3, 8, 8),
+        [],
+    )
+    assert model.config.pool == pooled
+    assert same_values(tiny(pool=pool), model, but=("head.", "pool."))
+    assert model.pool.query.weight.any()
+    model.norm.register_forward_hook(lambda norm, inputs, output: found.append(output))
+    features = model.features(images)
+    assert found[0].shape[1] == 4 + (pool == "token")
+    assert torch.equal(features, model.pool(found[0]))
+    save(model, tmp_path / "probed.pt")
+    assert torch.equal(load(tmp_path / "probed.pt").eval().features(images), features)
+    with pytest.raises(UserError, match="attentive_pool needs a new head, and weights without attention pooling"):
+        load(tmp_path / "probed.pt", new_head=True, attentive_pool=True)
 
 
 def test_no_classes_means_features(file):

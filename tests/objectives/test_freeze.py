@@ -15,6 +15,7 @@ from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
 MODEL = configure("ViT-Ti/8", 32, 4, depth=5)
+POOLED = configure("ViT-Ti/8", 32, 4, depth=5, pool="attentive")
 IMAGES = 16
 
 
@@ -25,23 +26,30 @@ def run_of(freeze: str, *more: str) -> RunConfig:
     ])  # fmt: skip
 
 
-def test_parameters_of_the_head_or_of_the_last_blocks_are_trained() -> None:
-    for freeze, begins in (("backbone", ("head.",)), ("3 blocks", ("blocks.3.", "blocks.4.", "norm.", "head."))):
-        objective = objectives.create(run_of(freeze), build(MODEL))
+def test_parameters_of_the_head_the_pool_or_the_last_blocks_are_trained() -> None:
+    of_blocks = ("blocks.3.", "blocks.4.", "norm.", "head.")
+    for model, freeze, begins in (
+        (MODEL, "backbone", ("head.",)),
+        (POOLED, "backbone", ("head.",)),
+        (POOLED, "encoder", ("pool.", "head.")),
+        (MODEL, "3 blocks", of_blocks),
+    ):
+        objective = objectives.create(run_of(freeze), build(model))
         trained = {name for name, p in objective.backbone.named_parameters() if p.requires_grad}
         assert trained == {name for name, _ in objective.backbone.named_parameters() if name.startswith(begins)}
         groups = optimizers.parameter_groups(objective, objective.decayed(), run_of(freeze).optimizer)
         assert sum(len(group["params"]) for group in groups) == len(trained)
-        assert "M parameters: frozen" in objectives.describe_groups(run_of(freeze), MODEL, 10)[-1]
+        assert "M parameters: frozen" in objectives.describe_groups(run_of(freeze), model, 10)[-1]
 
 
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
-@pytest.mark.parametrize("freeze", ["backbone", "3 blocks"])
+@pytest.mark.parametrize("freeze", ["backbone", "encoder", "3 blocks"])
 def test_predicted_memory_is_what_a_step_holds(freeze: str, checkpointing: str) -> None:
     """Weights, gradients, activations and inputs of the second micro-batch of a step."""
     config = run_of(freeze, f"engine.activation_checkpointing={checkpointing}")
-    backward = memory.moments(MODEL, config, IMAGES, 2, 1)[0]
-    objective = objectives.create(config, build(MODEL)).train()
+    model = POOLED if freeze == "encoder" else MODEL
+    backward = memory.moments(model, config, IMAGES, 2, 1)[0]
+    objective = objectives.create(config, build(model)).train()
     objective.backbone.activation_checkpointing = checkpointing == "true"
     batch = Batch((torch.zeros(1, IMAGES, 32, 32, 3, dtype=torch.uint8),), torch.zeros(IMAGES, 1, dtype=torch.int64),
                   torch.ones(IMAGES, dtype=torch.bool), np.arange(IMAGES), np.zeros(IMAGES, np.int64))  # fmt: skip
@@ -68,7 +76,11 @@ def test_arithmetic_is_that_of_what_is_trained() -> None:
     ("setting", "message"),
     [
         ("train.freeze=5 blocks", "must leave at least one block to train, and the model has 5 blocks"),
-        ("train.freeze=head", "a number of blocks, as 8 blocks"),
+        ("train.freeze=head", "none, backbone, encoder, or N blocks"),
+        (
+            "train.freeze=encoder",
+            "the model has no attention pool. Use train.freeze=backbone to train the head alone, or init.attentive_pool",
+        ),
         ("train.loss=dino", "trains the whole backbone"),
     ],
 )

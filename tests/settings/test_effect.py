@@ -90,6 +90,10 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
             ["optimizer.layer_decay=0.75", *WEIGHTS, "train.freeze=backbone"],
             "optimizer.layer_decay = 0.75 has no effect with train.freeze = backbone, which trains no block",
         ),
+        (
+            ["optimizer.layer_decay=0.75", *WEIGHTS, "init.attentive_pool=true", "train.freeze=encoder"],
+            "optimizer.layer_decay = 0.75 has no effect with train.freeze = encoder, which trains no block",
+        ),
         (["init.new_head=false"], "init.new_head = false has no effect without init.weights"),
         (["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"], "objective.local_size = 64 has no effect without objective.local_views"),
         (["train.loss=dino", "objective.ibot_head=separate"], "objective.ibot_head = separate has no effect without objective.ibot_weight"),

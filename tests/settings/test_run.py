@@ -669,6 +669,19 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["model.name=null"], "neither model.name nor init.weights is set"),
         (["model.name=", "init.weights="], "neither model.name nor init.weights is set"),
         (["init.weights=", "init.mean_pool=true"], "Set init.mean_pool=false; a new model pools so with"),
+        (["init.weights=", "init.attentive_pool=true"], "a new model pools so with model.pool=attentive"),
+        (
+            ["model.name=null", "init.weights=x.npz", "init.attentive_pool=true", "init.mean_pool=true"],
+            "two things for the head to read",
+        ),
+        (
+            ["model.name=null", "init.weights=x.npz", "init.attentive_pool=true", "init.new_head=false"],
+            "init.attentive_pool=true changes what the head reads",
+        ),
+        (
+            ["model.name=null", "init.weights=x.npz", "init.attentive_pool=true", "train.freeze=backbone"],
+            "Use train.freeze=encoder",
+        ),
         (["init.kernel=bicubic"], "init.kernel = bicubic resamples the positions of init.weights, which are not set"),
         (
             ["model.name=null", "init.weights=x.npz", "model.pool=gap", "model.width=64", "model.dropout=0.1"],
@@ -694,6 +707,16 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
                 "train.freeze=backbone",
             ],
             "none of which train.freeze = backbone trains",
+        ),
+        (
+            [
+                "model.name=null",
+                "init.weights=x.npz",
+                "optimizer.name=muon",
+                "train.loss=softmax",
+                "train.freeze=encoder",
+            ],
+            "none of which train.freeze = encoder trains",
         ),
     ],
 )

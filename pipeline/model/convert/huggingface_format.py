@@ -157,7 +157,7 @@ def to_huggingface(
     kind, cls, own = _family(model.config)
     has_head = model.config.num_classes > 0
     reads = {"huggingface": ("token", "gap"), "dinov2": ("both",)}.get(kind, ())
-    if has_head and model.config.pool not in reads:
+    if has_head and model.config.pool in _KINDS[kind].pools and model.config.pool not in reads:
         raise UserError(f"Hugging Face's {cls} has no head that reads what ours does. Leave it out: head=false.")
     height, width = model.config.image_size
     cannot = {

@@ -7,13 +7,14 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model import Model, ViTConfig
 
-NOTHING, BACKBONE = "none", "backbone"
+NOTHING, BACKBONE, ENCODER = "none", "backbone", "encoder"
 
 
 def freeze(backbone: Model, what: str) -> None:
-    """Freeze all but the head (`what` = "backbone"), or what comes before the first block and the first n ("n blocks").
+    """Freeze all but the head (`what` = "backbone"), all but the attention pool and the head ("encoder"), or what comes before the
+    first block and the first n ("n blocks").
 
-    "none" freezes nothing. Raises UserError for a number of blocks that the model does not have.
+    "none" freezes nothing. Raises UserError for a number of blocks, or an attention pool, that the model does not have.
     """
     if what == NOTHING:
         return
@@ -25,14 +26,20 @@ def freeze(backbone: Model, what: str) -> None:
             f"train.freeze = {what} must leave at least one block to train, and the model has {has}. Use fewer, or "
             "train.freeze=backbone to train the head alone."
         )
+    if what == ENCODER and not (isinstance(backbone.config, ViTConfig) and backbone.config.pools_by_attention):
+        raise UserError(
+            "train.freeze = encoder trains the attention pool and the head, and the model has no attention pool. Use "
+            "train.freeze=backbone to train the head alone, or init.attentive_pool=true for a new pool."
+        )
+    trained = ("pool.", "head.") if what == ENCODER else ("head.",)
     for name, parameter in backbone.named_parameters():
-        is_frozen = not name.startswith("head.") if blocks is None else depth[name] <= blocks
+        is_frozen = not name.startswith(trained) if blocks is None else depth[name] <= blocks
         parameter.requires_grad_(not is_frozen)
 
 
 def num_frozen_blocks(what: str) -> int | None:
     """The number of blocks that a value of `train.freeze` names; None if it names none."""
-    return None if what in (NOTHING, BACKBONE) else int(what.split()[0])
+    return None if what in (NOTHING, BACKBONE, ENCODER) else int(what.split()[0])
 
 
 def depths(backbone: Model, prefix: str = "") -> tuple[dict[str, int], int]:

@@ -256,7 +256,7 @@ def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
     if config.question != "labels":
         return model.settings
     # A new model has neither weights nor what the file does with them.
-    none = ["init.weights=null", "init.mean_pool=false", "init.kernel=null"]
+    none = ["init.weights=null", "init.mean_pool=false", "init.attentive_pool=false", "init.kernel=null"]
     return [*model.settings, *([f"init.weights={model.weights}"] if model.weights else none)]
 
 
@@ -265,7 +265,7 @@ def _starting_model(config: RunConfig, num_classes: int) -> models.Config:
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes)
     found = models.read_weights(weights_path(config.init.weights, config.track.uri))[0]
-    return replace(models.resized(found, config.model.image_size), num_classes=num_classes)
+    return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes))
 
 
 def _with_trunk(

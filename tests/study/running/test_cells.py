@@ -19,7 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.model import create, save, save_safetensors
+from pipeline.model import configure, create, num_parameters, save, save_safetensors
 from pipeline.objectives.parts.teacher import _find_published
 from pipeline.settings import schema
 from pipeline.settings.command import read_settings
@@ -292,6 +292,26 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
     (base.parent / "runs" / "sizes" / "study.json").write_text("{")
     with pytest.raises(UserError, match=r"study.json is not valid JSON.*It says what the runs of this study are"):
         grown.claim()
+
+
+def test_a_new_pool_and_head_are_counted(dataset: Path, tmp_path: Path) -> None:
+    """Of weights, the head was counted and what else `init` replaces was not: a representation layer that is dropped, a pool that is added."""
+    save(create("ViT-mu/4", 16, 5, representation=True), tmp_path / "start.pt")
+    base = write_run(tmp_path, dataset)
+    base.write_text(
+        yaml.safe_dump(
+            yaml.safe_load(base.read_text()) | {"model": {"image_size": 16}, "init": {"attentive_pool": True}}
+        )
+    )
+    models = f"models=[{{name: new, settings: [model.name=ViT-mu/4]}},{{name: probe, weights: {tmp_path}/start.pt}}]"
+    cells = open_study(make(base, SIZES, "question=labels", models)).cells
+    expected = {
+        "new": configure("ViT-mu/4", 16, 4, representation=True),
+        "probe": configure("ViT-mu/4", 16, 4, pool="attentive"),
+    }
+    assert {cell.model.name: cell.parameters for cell in cells} == {
+        name: num_parameters(c) for name, c in expected.items()
+    }
 
 
 def test_a_started_study_reads_the_same_images_and_weights(dataset: Path, tmp_path: Path) -> None:
