@@ -213,9 +213,10 @@ def _model(config: PlanConfig, num_classes: int, names: Sequence[str]) -> Config
     if config.variant:
         plain: dict[str, Any] = {"name": config.variant, "representation": False}
         named = replace(config.model, **plain)
-        return objectives.new_backbone(replace(config, model=named), num_classes, covered=False)
-    try:
-        found = models.read_weights(weights_path(config.init.weights, config.track.uri))[0]
-    except UserError as error:
-        raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
+        found = objectives.new_backbone(replace(config, model=named), num_classes, covered=False)
+    else:
+        try:
+            found = models.read_weights(weights_path(config.init.weights, config.track.uri))[0]
+        except UserError as error:
+            raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
     return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes))

@@ -14,7 +14,7 @@ from pipeline.estimate.cluster import HEADROOM, Cluster, choose
 from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe, readers, run, to_dict
 from pipeline.estimate.memory import rank_memory, refuse_too_large
-from pipeline.model import create, save
+from pipeline.model import configure, create, save
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import RunConfig
@@ -226,6 +226,13 @@ def test_refusals(overrides: list[str], said: str) -> None:
 def test_weights_that_are_not_there() -> None:
     with pytest.raises(UserError, match=r"Or plan without them: variant=ViT-L/16\."):
         make_forecast(load("init.weights=nowhere", file=ROOT / "configs/finetune/imagenet_384px.yaml"))
+
+
+def test_what_init_changes_is_planned_without_the_weights() -> None:
+    """The plan was of the variant as it is, without the pool that a run adds and trains."""
+    probe = ["variant=ViT-S/16", "init.attentive_pool=true", "train.freeze=encoder"]
+    found = make_forecast(load(*probe, file=ROOT / "configs/finetune/imagenet_384px.yaml")).model
+    assert found == configure("ViT-S/16", 384, 21841, pool="attentive", dropout=found.dropout)
 
 
 def test_weights_that_training_refuses(tmp_path: Path) -> None:
