@@ -51,6 +51,8 @@ def draw_attention(
     common = ", ".join(names[0] for names in (layers, heads) if len(names) == 1)
     note = f"{common[:1].upper()}{common[1:]}. {_OWN_SCALE}" if common else _OWN_SCALE
     title = "Attention of the class token" if config.pool in ("token", "both") else "Attention, mean of all patches"
+    if POOLING in layers:
+        title = f"Attention of the pool's query{'; of blocks, the mean of all patches' if len(layers) > 1 else ''}"
     figures = [gallery(rows, title, note, bar="attention") for rows in galleries]
     names = [f"attention-{number}" for number in range(1, len(figures) + 1)] if is_matrix else ["attention"]
     return dict(zip(names, figures, strict=True))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 from PIL import Image
 
 from pipeline import model as models
@@ -234,6 +235,19 @@ def test_maps_of_layers_and_heads() -> None:
         chosen, *found = galleries.choose_maps(attention, layer, head)
         assert torch.allclose(chosen, expected)
         assert tuple(found) == names
+
+
+def test_the_title_says_whose_attention_a_map_is() -> None:
+    """The map of an attention pool stood under "mean of all patches"."""
+    maps, config = torch.rand(1, 2, 1, 4, 4), models.configure("ViT-mu/4", 16, pool="attentive")
+    attention = Attention(maps, ["block 1", POOLING], maps[:, 0, 0], maps[:, 0, 0], maps[:, :1, :, 0, 0])
+    for layer, title in (
+        ("all", "Attention of the pool's query; of blocks, the mean of all patches"),
+        ("1", "Attention, mean of all patches"),
+        ("2", "Attention of the pool's query"),
+    ):
+        found = galleries.draw_attention(attention, config, layer, "mean", np.zeros((1, 16, 16, 3)), ["a"])["attention"]
+        assert title in [text.get_text() for text in found.findobj(Text)]
 
 
 def test_order_of_the_sheet() -> None:
