@@ -54,13 +54,20 @@ def saved_bytes(
     frozen: as `train.freeze`.
     """
 
+    one, two, plain = _counts(config, dtype, checkpointing, frozen)
+    total = one.total + (micro_batch - 1) * (two.total - one.total)
+    return Saved(total, 0, total, (Use(total, plain.block * micro_batch, plain.largest * micro_batch),))
+
+
+@cache  # A plan asks some hundred times.
+def _counts(config: Config, dtype: torch.dtype, checkpointing: bool, frozen: str) -> tuple[Saved, Saved, Use]:
+    """What one image and two save, and what the blocks save of one image without recomputation."""
+
     def count(images: int, recomputes: bool) -> Saved:
         return on_meta.of_depth(config, lambda one: _count(one, images, dtype, recomputes, frozen), frozen)
 
     # Some tensors do not grow with the number of images: the standardised kernels of a ResNet.
-    one, two, plain = count(1, checkpointing), count(2, checkpointing), count(1, False).uses[0]
-    total = one.total + (micro_batch - 1) * (two.total - one.total)
-    return Saved(total, 0, total, (Use(total, plain.block * micro_batch, plain.largest * micro_batch),))
+    return count(1, checkpointing), count(2, checkpointing), count(1, False).uses[0]
 
 
 @cache
