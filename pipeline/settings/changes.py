@@ -8,9 +8,9 @@ Each setting declares it (`on_change` of `setting`), from least to most:
     result      a run may go on with it, but a finished one would have become another
     run         another run: the tensors or the order of samples; no checkpoint is continued with it
 
-A run is continued unless `run` differs, and a finished one taken as it is unless `result` does. A grid starts a run again, and a study
-refuses, from `comparison` on. A setting that did not exist when something was saved counts as its default; one that no longer
-exists, as nothing.
+A run is continued unless `run` differs, and a finished one taken as it is unless `result` does. From `comparison` on, a grid starts a
+run again, and a study refuses; a run with a checkpoint is refused by a grid, too, if its length differs, or `result` does. A setting
+that did not exist when something was saved counts as its default; one that no longer exists, as nothing.
 """
 
 import functools

@@ -14,10 +14,16 @@ from typing import IO, Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.checkpoint.store import Checkpoints
+from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.retry import Retry
 from pipeline.lifecycle.run_folder import Status, holder, read_settings
+from pipeline.monitor.run_page import hide_passwords
 from pipeline.process import waits
+from pipeline.process.committed import checkpoints_of
 from pipeline.process.start import check_program, dying_with_parent
 from pipeline.settings import changes, schema
+from pipeline.settings.changes import Change
 from pipeline.settings.run import RunConfig, TrackConfig
 
 _COMMANDS = Path(__file__).resolve().parents[2] / "launch"
@@ -145,6 +151,25 @@ def remove_unreadable_scores(run: ChildRun) -> None:
         file.unlink(missing_ok=True)
 
 
+def trained_otherwise(run: ChildRun) -> str:
+    """How settings differ from those that a run was trained with so far; empty if it is to go on, or has no checkpoint.
+
+    It would go on from its checkpoint, partly trained with each, and be reported as one of today's settings.
+    """
+    try:
+        changed = _changes_since(run, read_settings(run.folder))
+    except (FileNotFoundError, UserError):  # Not begun, or damaged.
+        return ""
+    # Another length is another schedule of the rate, although a single run may train on.
+    other = [change for change in changed if change.fact.means("result") or change.name == "train.length"]
+    if not other:
+        return ""
+    retry = Retry(60 * run.config.data.retry_minutes, "data.retry_minutes")
+    checkpoints = Checkpoints(to_path(str(checkpoints_of(run.folder)), retry))
+    is_trained = checkpoints.candidates() or checkpoints.unfinished()
+    return hide_passwords("; ".join(map(str, other))) if is_trained else ""
+
+
 def is_evaluated(run: ChildRun) -> bool:
     """Whether a run measures anything of a held-out split, and has a scores.json then."""
     from pipeline import objectives  # Late: imports torch.
@@ -199,12 +224,17 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         ).exists() else ""
     except UserError as error:
         return None, str(error)
-    from pipeline import objectives  # Late: imports torch.
-
-    then, now = (_by_name(settings) for settings in (config, run.config))
-    if other := changes.differences(then, now, objectives.facts(run.config.train.loss), "comparison"):
+    if other := _changes_since(run, config):
         return None, f"{run.folder} was trained with other settings: {'; '.join(map(str, other))}."
     return status, ""
+
+
+def _changes_since(run: ChildRun, before: RunConfig) -> list[Change]:
+    """What differs from the settings of an earlier start, where that means that the two cannot be compared."""
+    from pipeline import objectives  # Late: imports torch.
+
+    then, now = (_by_name(settings) for settings in (before, run.config))
+    return changes.differences(then, now, objectives.facts(run.config.train.loss), "comparison")
 
 
 def _by_name(config: RunConfig) -> dict[str, Any]:

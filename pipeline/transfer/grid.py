@@ -38,6 +38,7 @@ from pipeline.transfer.child_run import (
     read_outcome,
     remove_unreadable_scores,
     start_command,
+    trained_otherwise,
     wait_until_free,
     why_unusable,
     with_track,
@@ -146,6 +147,7 @@ def _run(
     """Returns the content of results.json. by_number: as of `_check_data`."""
     tried: list[dict[str, Any]] = page.tried if page else []
     weights_now = sha256_now(trials[0].config.init.weights or "")
+    _refuse_other_settings(trials)
     for lr, trial in zip(config.lr, trials, strict=True):
         _refuse_changed(trial, weights_now)
         try:
@@ -160,6 +162,7 @@ def _run(
     print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {counted(num_dev, 'dev image')}")
 
     finals = [make_run(config, f"final-seed-{seed}", best, seed, dev_share=0.0) for seed in config.seeds]
+    _refuse_other_settings(finals)
     runs: list[dict[str, Any]] = page.runs if page else []
     if page:
         page.chosen = best
@@ -279,6 +282,15 @@ def run_to_end(grid_run: ChildRun, config: GridConfig, start: Start, page: "Grid
     if isinstance(outcome, str):
         raise DivergedError(f"{grid_run.folder}: {outcome}")
     return asdict(outcome)
+
+
+def _refuse_other_settings(runs: list[ChildRun]) -> None:
+    """Raise UserError if some were trained with other settings so far, such as the rate that was the best of fewer."""
+    if found := [f"{run.folder} ({text})" for run in runs if (text := trained_otherwise(run))]:
+        raise UserError(
+            f"Runs of this grid were trained with other settings: {', '.join(found)}. Set them back, remove these folders to train the "
+            "runs anew, or start another grid with name=..."
+        )
 
 
 def _refuse_changed(run: ChildRun, weights_now: str) -> None:

@@ -283,6 +283,43 @@ def test_an_ended_run_of_other_data_or_weights_is_not_taken_for_one_of_todays(da
     refused(f"data, split train, was {dataset.fingerprint} with 120 images, excluded 30 samples")
 
 
+def test_a_run_is_not_trained_partly_with_other_settings(data: Path, tmp_path: Path) -> None:
+    """With another best rate, or length, it went on from its checkpoint, and was reported as trained with that from the beginning."""
+    (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(data)))
+    settings = [f"run={tmp_path}/run.yaml", "name=tiny", f"out={tmp_path}", "seeds=[3,4]", "dev_share=0.2"]
+    final = tmp_path / "tiny" / "final-seed-3"
+
+    def load(lr: list[float], *more: str) -> GridConfig:
+        return schema.load(
+            GridConfig, None, [*settings, f"lr={lr}", f"settings=[{','.join(('init.weights=x', *more))}]"]
+        )
+
+    def start(cell: ChildRun, config: GridConfig) -> int:
+        leave_behind(cell, "finetune", 1 - cell.config.optimizer.lr)
+        if cell.folder == final:  # Killed before it has a checkpoint.
+            (final / "status.json").write_text('{"status": "running", "step": 0, "code": -1, "reason": ""}')
+        return RESUME if cell.folder == final else 0
+
+    def refused(config: GridConfig, *said: str) -> None:
+        with pytest.raises(UserError) as error:
+            grid.run(config, start)
+        assert all(f"{tmp_path}/tiny/{text}" in str(error.value) for text in said), error.value
+        assert str(error.value).startswith("Runs of this grid were trained with other settings: ")
+
+    with pytest.raises(SystemExit):
+        grid.run(load([0.2]), start)
+    with pytest.raises(SystemExit):  # Nothing is trained yet.
+        grid.run(load([0.2, 0.1]), start)
+    (final / "checkpoints" / "step-00000004").mkdir(parents=True)
+    refused(load([0.2, 0.1, 0.05]), "final-seed-3 (optimizer.lr was 0.1, is 0.05)")
+    for lr in (0.2, 0.1):
+        (tmp_path / "tiny" / f"lr-{lr:g}" / "checkpoints" / ".writing-step-00000004").mkdir(parents=True)
+    longer = "train.length was 12 steps, is 13 steps"
+    refused(load([0.2, 0.1], "train.length=13 steps"), f"lr-0.2 ({longer})", f"lr-0.1 ({longer})")
+    with pytest.raises(SystemExit):  # Its memory may be too small for that of before.
+        grid.run(load([0.2, 0.1], "train.micro_batch=12"), start)
+
+
 def test_a_dev_split_is_a_part_that_only_the_seed_decides(data: Path) -> None:
     train = open_dataset(data).split("train")
     rest, dev = hold_out(train, 0.2, seed=0)
