@@ -1,5 +1,16 @@
 """Errors that are reported in one line, and exceptions by which ranks leave a run early."""
 
+import errno
+
+TYPE_CHECKING = False  # typing itself takes milliseconds in which Ctrl-C shows a traceback.
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+# What system calls report while a disk or a file server fails: an NFS server that restarts, a client that Lustre has evicted.
+OUTAGES = frozenset(
+    {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT}
+)
+
 
 class UserError(ValueError):
     """A mistake of the user: one line, exit code 2, no traceback. It is raised on every rank and printed by rank 0."""
@@ -30,6 +41,11 @@ class OneRankCrashError(CrashError):
     """A CrashError that its rank prints itself, because rank 0 may be the cause."""
 
     on_one_rank = True
+
+
+def is_outage(error: BaseException | None) -> "TypeGuard[OSError]":
+    """Whether an error is that of a disk or a file server, which may be over: it is reported as a CrashError, not as a mistake."""
+    return isinstance(error, OSError) and error.errno in OUTAGES
 
 
 class Interrupted(Exception):  # noqa: N818 - no error

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,11 +110,12 @@ class WrittenPart:
 
 @dataclass(frozen=True)
 class WriterStatus:
-    """Progress of a writer. beat: heartbeat while it works. part: set when done. error: one line, set when it failed."""
+    """Progress of a writer. beat: heartbeat while it works. part: set when done. error: one line. crash: it is no user's mistake."""
 
     beat: int | None = None
     part: WrittenPart | None = None
     error: str | None = None
+    crash: bool = False
 
 
 class Reach:
@@ -352,9 +354,10 @@ def _status_name(rank: int, token: str) -> str:
 def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
     """Compare a committed checkpoint with its checksums. Returns the first problem, or None.
 
-    share, shares: check only every n-th file, so that the ranks together check all.
+    share, shares: check only every n-th file, so that the ranks together check all. Raises OSError where checksums.json is on a
+    disk that goes on failing; another such file is a problem.
     """
-    expected = read_checksums(path)
+    expected = Retry().read_file(str(path / CHECKSUMS), partial(read_checksums, path))
     if expected is None:
         return f"{CHECKSUMS} is missing or unreadable"
     if missing := ({"state.json"} | (_listed_files(path) if share == 0 else set())) - expected.keys():
@@ -363,7 +366,7 @@ def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
         try:
             if "/" in name:
                 return f"{name!r} is not a file name"
-            if checksum(path / name) != known:
+            if Retry().read_file(str(path / name), partial(checksum, path / name)) != known:
                 return f"{name} does not match its checksum"
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return f"{name!r} is missing" if not name.isprintable() else f"{name} is missing"

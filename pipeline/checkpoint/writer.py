@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import json_record
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, is_outage
 from pipeline.base.words import on_one_line
 from pipeline.checkpoint.sharded_tensors import (
     BYTES,
@@ -66,7 +66,7 @@ class WriterError(Exception):
 
 
 class LostWriterError(WriterError):
-    """A save failed because another rank's writer is lost: a crash, not a user's mistake."""
+    """A save failed because another rank's writer is lost, or the disk failed: a crash, not a user's mistake."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,14 @@ def save(job: SaveJob, memory: int, give_up: float = GIVE_UP_SECONDS, again: boo
             write_status(path, job.rank, job.token, WriterStatus(part=part))
     except (OSError, StorageError, WriterError) as error:
         line = _one_line(error, checkpoints.folder)
+        crash = isinstance(error, LostWriterError) or is_outage(error)
         if path is not None:
             with contextlib.suppress(OSError, StorageError):
                 if job.commit is None:
-                    write_status(path, job.rank, job.token, WriterStatus(error=line))
+                    write_status(path, job.rank, job.token, WriterStatus(error=line, crash=crash))
                 elif not committed:
                     checkpoints.discard(path)
-        raise (LostWriterError if isinstance(error, LostWriterError) else WriterError)(line) from error
+        raise (LostWriterError if crash else WriterError)(line) from error
 
 
 def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
@@ -222,7 +223,7 @@ def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, 
             with reach.request():
                 status = read_status(path, rank, job.token)
             if status.error is not None:
-                raise WriterError(f"{status.error} (rank {rank})")
+                raise (LostWriterError if status.crash else WriterError)(f"{status.error} (rank {rank})")
             if status.part is not None:
                 parts[rank] = status.part
             last, since = heard.get(rank, (WriterStatus(), 0.0))

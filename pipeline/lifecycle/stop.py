@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from pipeline.base.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
+from pipeline.base.errors import CrashError, DivergedError, Interrupted, Stopped, UserError, is_outage
 from pipeline.base.words import on_one_line
 from pipeline.lifecycle.launcher_process import find_launcher
 from pipeline.lifecycle.rank_store import RankStore
@@ -109,7 +109,10 @@ class Stop:
                 self.folder.say_status(Status("finished", self.step, 0, ""))
             elif isinstance(error, UserError | OSError) and (mistake := mistake_in_words(error)):
                 how: Ending = "diverged" if isinstance(error, DivergedError) else "refused"
-                self.folder.say_status(Status(how, self.step, 2, mistake))
+                code = 2
+                if is_outage(error):  # Another start may succeed.
+                    how, code = "failed", 1
+                self.folder.say_status(Status(how, self.step, code, mistake))
                 # The others lose this rank, and would say that it was killed.
                 if isinstance(error, OSError) or error.on_one_rank:
                     self.folder.say_failure(mistake, lost_others=False)

@@ -64,8 +64,12 @@ class Tracker:
         if metrics and step != self._axes_step:
             metrics, self._axes_step = {**metrics, **self._facts.axes(step)}, step
         if metrics:
-            self._file.write(Record(step, round(time.time() * 1000), metrics).to_line())
-            self._file.flush()
+            try:
+                self._file.write(Record(step, round(time.time() * 1000), metrics).to_line())
+                self._file.flush()
+            except OSError as error:
+                error.filename = str(self.path)  # No write names its file.
+                raise
 
     def has_at_start(self, names: Iterable[str]) -> bool:
         """Whether the step that the run continues from has a record of one of these metrics."""

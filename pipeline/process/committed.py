@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base import json_record
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, is_outage
 from pipeline.base.files import read_bytes, replacing
 
 NAME = re.compile(r"step-(\d{8,})")
@@ -24,11 +24,16 @@ class Checksum:
 
 
 def read_checksums(path: Any) -> dict[str, Checksum] | None:
-    """Returns checksums.json of a checkpoint (a local or bucket path) by file name; None if it is missing or damaged."""
+    """Returns checksums.json of a checkpoint (a local or bucket path) by file name; None if it is missing or damaged.
+
+    Raises OSError while its disk or file server fails.
+    """
     try:
         content = read_bytes(path / CHECKSUMS) if isinstance(path, Path) else (path / CHECKSUMS).read_bytes()
         return json_record.parse(content, dict[str, Checksum], str(path / CHECKSUMS))
-    except (OSError, UserError):
+    except (OSError, UserError) as error:
+        if is_outage(error):
+            raise
         return None
 
 
@@ -115,5 +120,7 @@ def repair_latest(folder: Path, newest: Path) -> None:
 def _have_sizes(path: Path, checksums: Mapping[str, Checksum]) -> bool:
     try:
         return all("/" not in name and (path / name).stat().st_size == c.bytes for name, c in checksums.items())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if is_outage(error):
+            raise
         return False

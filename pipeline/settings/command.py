@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_type_hints
 
-from pipeline.base.errors import CrashError, UserError
+from pipeline.base.errors import CrashError, UserError, is_outage
 from pipeline.base.words import counted, on_one_line
 from pipeline.process.launcher import forget_launcher
 from pipeline.process.outputs import try_outputs
@@ -31,8 +31,6 @@ _WRONG_PATH = {
     errno.ENAMETOOLONG: "the name is too long. Choose a shorter one",
     errno.ELOOP: "its links lead in a circle. Choose another path",
     errno.EROFS: "the file system is read-only. Choose another folder for the output",
-    errno.EIO: "its disk, or the server that has it, failed (input/output error). See the system's log, or choose another folder",
-    errno.ESTALE: "its server has removed or replaced it meanwhile. Run the same command again",
     errno.EFBIG: "the file is larger than the system allows (ulimit -f, or the file system)",
     errno.EMFILE: "too many files are open. Raise the limit: ulimit -n",
     errno.ENFILE: "too many files are open on this machine",
@@ -122,7 +120,7 @@ def read_settings(
 def mistakes_in_one_line() -> Iterator[None]:
     """Report a UserError, or an OSError about a path, in one line with exit code 2.
 
-    A CrashError is reported in one line with exit code 1, Ctrl-C with exit code 130.
+    A CrashError, and the failure of a disk or a file server, is reported in one line with exit code 1, Ctrl-C with exit code 130.
     """
     try:
         interruptible()
@@ -150,11 +148,11 @@ def mistakes_in_one_line() -> Iterator[None]:
             print(f"error: {line}", file=sys.stderr, flush=True)
         elif isinstance(error, OSError) or error.on_one_rank:
             print(f"error on rank {rank()}: {line}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.exit(1 if is_outage(error) else 2)
 
 
 def mistake_in_words(error: UserError | OSError) -> str | None:
-    """What is said of a mistake of the user, in one line; None for an error of the system that is none."""
+    """What is said of a mistake of the user, or of a disk, in one line; None for an error of the system that is none."""
     if isinstance(error, UserError):
         return " ".join(str(error).split("\n"))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -167,6 +165,13 @@ def mistake_in_words(error: UserError | OSError) -> str | None:
         return (
             f"{error.filename}: it was removed while it was written, or its folder was (is its disk still mounted?). Run the same command "
             "again when the folder is there."
+        )
+    if error.errno == errno.ESTALE and error.filename:
+        return f"{error.filename}: its server has removed or replaced it meanwhile. Run the same command again."
+    if is_outage(error) and error.filename:
+        return (
+            f"{error.filename}: its disk, or the server that has it, failed ({error.strerror}). See the system's log, or choose another "
+            "folder."
         )
     if error.errno in _WRONG_PATH and error.filename:
         return f"{error.filename}: {_WRONG_PATH[error.errno]}."

@@ -1,6 +1,7 @@
 """A checkpoint is complete or invisible, whenever the writers die and whatever happens to its files."""
 
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO, Any
 
 import faulty_s3
 import numpy as np
@@ -32,6 +34,7 @@ from pipeline.checkpoint import store, writer
 from pipeline.checkpoint.sharded_tensors import CheckpointIndex, Range, ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, checksum, read_state, verify, write_status
 from pipeline.checkpoint.writer import WriterError, save
+from pipeline.process import committed, waits
 from pipeline.process.distributed import Ranks
 from pipeline.process.running_time import RunningClock
 
@@ -316,6 +319,49 @@ def test_the_error_of_one_is_the_error_of_all_and_nothing_stays(
             save(*job(tmp_path, 20, rank, 2))
     assert "(rank 1)" in str(error.value)
     assert names(tmp_path) == ["latest", "step-00000010"]
+
+
+def test_a_file_server_that_fails_one_rank_is_a_crash_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor starts the run again, which it does not after a mistake of the user."""
+    fsync = os.fsync
+
+    def fails(descriptor: int) -> None:
+        if "rank-0001" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(writer.os, "fsync", fails)
+    for rank in (1, 0):
+        with pytest.raises(writer.LostWriterError, match="Input/output error"):
+            save(*job(tmp_path, 20, rank, 2))
+
+
+def test_a_checkpoint_is_read_again_while_the_file_server_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One EIO counted as damage: the run lost the steps since the checkpoint before, or was told to begin afresh."""
+    save_all(tmp_path, 10)
+    path, opened = tmp_path / "step-00000010", Path.open
+    failures = {"checksums.json": 1, "state.json": 2}
+
+    def fail(file: Path, *arguments: str) -> IO[Any]:
+        if failures.get(file.name, 0):
+            failures[file.name] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle", str(file))
+        return opened(file, *arguments)
+
+    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(committed, "read_bytes", lambda file: fail(file, "rb").read())
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert verify(path) is None
+    assert set(failures.values()) == {0}
+    failures["checksums.json"] = 1
+    with pytest.raises(OSError, match="Stale"):  # Nor do readers of its weights take the one before.
+        committed.newest_complete(tmp_path)
+    failures["state.json"] = 10**6  # As on a disk with a bad sector.
+    clock = itertools.count(step=100.0)
+    monkeypatch.setattr(waits, "running_time", lambda: next(clock))
+    assert verify(path) == "state.json cannot be read (Stale file handle)"
 
 
 def test_a_writer_of_an_earlier_life_changes_nothing(tmp_path: Path) -> None:

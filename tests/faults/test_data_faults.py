@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -465,6 +466,46 @@ def test_a_shard_that_cannot_be_read_is_no_bad_image(fault: Callable[[Path], Non
         with pytest.raises(StorageError, match=said):
             read_all(patient)
         assert not patient.bad
+
+
+def test_a_shard_of_a_file_server_that_fails_for_a_moment_is_read_again(
+    copy: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One EIO, or a handle that the server no longer knows, ended a run for good."""
+    split = copy.split("train")
+    reader, retry = ShardReader(split), split.storage.retry
+    expected = reader.read(0)
+    open_shard, pread = ShardReader._open, os.pread
+    opened, failures = list[int](), [errno.EIO, errno.ESTALE]
+
+    def count(reader: ShardReader, shard: int) -> object:
+        opened.append(shard)
+        return open_shard(reader, shard)
+
+    def fail(*place: int) -> bytes:
+        if failures:
+            raise OSError(failures.pop(), "failed")
+        return pread(*place)
+
+    monkeypatch.setattr(ShardReader, "_open", count)
+    monkeypatch.setattr(os, "pread", fail)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert reader.read(0) == expected
+    assert (len(opened), retry.retries) == (2, 2)
+
+    # What is found then is as before: a truncated shard is read once, and costs its images.
+    failures.append(errno.EIO)
+    os.truncate(split.shard_paths[split.shard_of_row(0)], 10)
+    with pytest.raises(OSError, match="ends before byte") as error:
+        reader.read(0)
+    assert error.value.errno is None
+    assert retry.retries == 3
+    retry.seconds = 0
+    failures.extend([errno.EIO] * 9)
+    with pytest.raises(
+        StorageError, match=r"cannot be read: failed. Its disk or file server has failed for .*continues"
+    ):
+        reader.read(0)
 
 
 def test_too_many_open_files_are_no_fault_of_the_shard(copy: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,16 @@ def test_the_status_of_what_ends_with_code_2_says_so(tmp_path: Path) -> None:
     assert read_status(tmp_path / "x") == Status("refused", 0, 2, said)
 
 
+def test_the_failure_of_a_file_server_is_no_refusal(tmp_path: Path) -> None:
+    """A supervisor ended with the first one."""
+    stop = stop_of(tmp_path)
+    assert stop.folder.lock() is None
+    with pytest.raises(OSError, match="I/O"), stop:
+        raise OSError(errno.EIO, "I/O error", "log.txt")
+    said = "log.txt: its disk, or the server that has it, failed (I/O error). See the system's log, or choose another folder."
+    assert read_status(tmp_path / "x") == Status("failed", 0, 1, said)
+
+
 def test_why_one_rank_alone_ended_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the others say that it was killed."""
     monkeypatch.setenv("RANK", "1")

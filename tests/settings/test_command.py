@@ -36,16 +36,20 @@ def run(
 
 
 def ending(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str = ""
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: str = "",
+    code: int = 2,
 ) -> str:
-    """What is printed to standard error before the exit with code 2."""
+    """What is printed to standard error before the exit with this code."""
 
     def fail(config: ShardConfig) -> None:
         raise error
 
     with pytest.raises(SystemExit) as stop:
         run(fail, monkeypatch, "source=a", "out=b", rank=rank)
-    assert stop.value.code == 2
+    assert stop.value.code == code
     printed = capsys.readouterr()
     assert not printed.out
     return printed.err
@@ -180,14 +184,29 @@ def test_a_forbidden_folder_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
         (errno.ELOOP, "its links lead in a circle"),
         (errno.EROFS, "the file system is read-only"),
         (errno.EMFILE, "too many files are open"),
-        (errno.EIO, "its disk, or the server that has it, failed"),
-        (errno.ESTALE, "its server has removed or replaced it"),
     ],
 )
 def test_a_path_that_the_system_refuses_is_one_line(
     number: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = ending(OSError(number, "as the system says it", "/data/x"), monkeypatch, capsys)
+    assert printed.startswith(f"error: /data/x: {said}")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EIO, "its disk, or the server that has it, failed (as the system says it)"),
+        (errno.ESHUTDOWN, "its disk, or the server that has it, failed"),
+        (errno.ESTALE, "its server has removed or replaced it"),
+    ],
+)
+def test_a_disk_or_a_server_that_fails_is_one_line_and_no_mistake(
+    number: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After code 2, a supervisor, a study and a Kubernetes job would not start the run again."""
+    printed = ending(OSError(number, "as the system says it", "/data/x"), monkeypatch, capsys, code=1)
     assert printed.startswith(f"error: /data/x: {said}")
     assert printed.count("\n") == 1
 

@@ -8,11 +8,14 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
+from pipeline.base.errors import is_outage
+from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.storage.bucket import BucketPath, to_path
@@ -54,24 +57,42 @@ class ShardReader:
 
         Raises OSError when its shard is truncated or (in a bucket) was replaced, and when the bytes do not match the hash in
         the manifest: damaged data, which costs these samples. Raises StorageError when the shard is missing or cannot be read
-        (permission, disk), or the bucket or the cache is not usable: that is no property of the images.
+        (permission; a disk or a file server that fails longer than `Retry.seconds`), or the bucket or the cache is not usable: that
+        is no property of the images.
         """
         shard = self.split.shard_of_row(row)
         part, own = self.split.part_of(row)
         try:
-            opened = self._shard(shard)
-            data = opened.read_at(*part.place_of(own))
+            read = partial(self._read, shard, *part.place_of(own))
+            name, data = self.split.storage.retry.read_file(self.split.shard_paths[shard], read)
         except OSError as error:
             if error.errno is None:  # Only errors of the operating system and of the store have a number.
                 raise
             path, reason = self.split.shard_paths[shard], error.strerror or error
-            too_many = error.errno in (errno.EMFILE, errno.ENFILE)
-            way_out = "Raise the limit: ulimit -n" if too_many else "Restore the file or its permissions"
+            way_out = "Restore the file or its permissions"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                way_out = "Raise the limit: ulimit -n"
+            elif is_outage(error):
+                limit = duration(self.split.storage.retry.seconds)
+                way_out = (
+                    f"Its disk or file server has failed for {limit} (data.retry_minutes); the same command continues"
+                )
             raise StorageError(f"{path} cannot be read: {reason}. {way_out}.") from None
         expected = part.hash_of(own)
         if expected is not None and content_hash(data) != expected:
-            raise OSError(f"its bytes in {opened.name} are not those of the manifest (xxh128)")
+            raise OSError(f"its bytes in {name} are not those of the manifest (xxh128)")
         return data
+
+    def _read(self, shard: int, offset: int, size: int) -> tuple[str, bytes]:
+        """Returns (name of the shard, bytes). Raises OSError."""
+        try:
+            opened = self._shard(shard)
+            return opened.name, opened.read_at(offset, size)
+        except OSError as error:
+            if is_outage(error):  # Its handle may be stale for good.
+                with self._lock:
+                    self._opened.pop(shard, None)
+            raise
 
     def ahead(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield the same requests, (rows, ...) each; with a cache, shards of later ones are downloaded in the background."""
@@ -189,7 +210,8 @@ class _OpenFile:
         self._touched = time.monotonic()
 
     def __del__(self) -> None:
-        os.close(self._file)
+        with contextlib.suppress(OSError):  # Of a failing file server.
+            os.close(self._file)
 
     def read_at(self, offset: int, size: int) -> bytes:
         data = os.pread(self._file, size, offset)

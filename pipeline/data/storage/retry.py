@@ -1,4 +1,4 @@
-"""Which failed requests to an object store are retried, and for how long."""
+"""Which failed requests to an object store, and reads of a failing disk or file server, are retried, and for how long."""
 
 import random
 import re
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pipeline.base.errors import OneRankError
+from pipeline.base.errors import OneRankError, is_outage
 from pipeline.base.words import on_one_line
 from pipeline.process.running_time import running_time
 from pipeline.process.waits import Wait, waiting
@@ -66,6 +66,29 @@ class Retry:
         store = "/".join(url.split("/", 3)[:3])
         with waiting(url, self.seconds, self.setting, store, is_silent=is_transfer) as wait:
             return self._call(url, action, wait)
+
+    def read_file(self, path: str, action: Callable[[], T]) -> T:
+        """Returns action(), which reads a local file, and is repeated while the disk or the file server fails.
+
+        Raises what it raises: an outage (`is_outage`) after `seconds`, anything else at once.
+        """
+        try:
+            return action()
+        except OSError as error:
+            if not is_outage(error):
+                raise
+        with waiting(path, self.seconds, self.setting) as wait:
+            pause = _FIRST_PAUSE
+            while True:
+                with self._lock:
+                    self.retries += 1
+                time.sleep(max(min(pause * random.uniform(0.5, 1), wait.left), 0))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                try:
+                    return action()
+                except OSError as error:
+                    if not is_outage(error) or wait.left <= 0:
+                        raise
 
     def _call(self, url: str, action: Callable[[], T], wait: Wait) -> T:
         deadline, pause = 0.0, _FIRST_PAUSE
