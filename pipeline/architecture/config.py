@@ -281,7 +281,7 @@ class ViTConfig(Fields):
             )
         if self.class_norm and not self.has_class_token:
             raise UserError(
-                f"model: class_norm normalises a class token, and pool = {self.pool} has none. Use pool=token, mean or both."
+                f"model: class_norm normalises a class token, and pool = {self.pool} has none. Use pool=token, mean, both or attentive."
             )
 
     def _check_positions(self) -> None:

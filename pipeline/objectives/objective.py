@@ -100,6 +100,10 @@ class Objective(nn.Module):
             raise UserError(
                 f"train.freeze = {config.train.freeze} needs an objective that predicts classes, as softmax: {config.train.loss} trains the whole backbone."
             )
+        if config.init.attentive_pool and not cls.predicts_classes:
+            raise UserError(
+                f"init.attentive_pool needs an objective that predicts classes, as softmax, whose head reads the pool: {config.train.loss} has none."
+            )
         if config.train.image_sizes and not cls.predicts_classes:
             raise UserError(
                 f"train.image_sizes needs an objective that predicts classes, as softmax: {config.train.loss} has views of its own sizes."

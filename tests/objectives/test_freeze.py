@@ -94,6 +94,13 @@ def test_what_cannot_be_frozen_is_refused(setting: str, message: str) -> None:
         start()
 
 
+def test_an_attention_pool_is_for_a_head() -> None:
+    """MAE refused the pool of the model that was built, which nobody had set; DINO trained it."""
+    for loss in ("mae", "dino"):
+        with pytest.raises(UserError, match=f"whose head reads the pool: {loss} has none"):
+            objectives.check(run_of("none", f"train.loss={loss}", "init.attentive_pool=true"))
+
+
 def test_a_new_model_is_not_frozen() -> None:
     with pytest.raises(UserError, match=r"needs init\.weights"):
         run_of("backbone", "init.weights=null", "model.name=ViT-Ti/8")
