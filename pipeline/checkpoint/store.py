@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.base import json_record
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, is_outage
 from pipeline.base.files import remove_unfinished, sync_folder, write_text
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.data.storage.atomic import read_bytes, replacing
@@ -203,8 +203,7 @@ class Checkpoints:
     def committed_by(self, step: int, token: str) -> AnyPath | None:
         """Return the committed checkpoint of `step` if the save with this token wrote it, else None."""
         path = self.folder / step_name(step)
-        checksums = read_checksums(path)
-        return path if checksums and any(name.endswith(f".{token}.bin") for name in checksums) else None
+        return path if any(name.endswith(f".{token}.bin") for name in read_checksums(path) or {}) else None
 
     def prune(self, newest: AnyPath, keep: int, damaged: set[str]) -> None:
         """Remove checkpoints up to `newest`, except the `keep` newest and those in kept.json.
@@ -339,11 +338,13 @@ def write_status(path: AnyPath, rank: int, token: str, status: WriterStatus) -> 
 
 
 def read_status(path: AnyPath, rank: int, token: str) -> WriterStatus:
-    """Read a writer's progress; an empty status if the file is missing or unreadable."""
+    """Read a writer's progress; an empty status if the file is missing, unreadable, or stale, as it is replaced each second."""
     file = path / _status_name(rank, token)
     try:
         return json_record.parse(read_bytes(file), WriterStatus, str(file))
-    except (FileNotFoundError, UserError):
+    except (OSError, UserError) as error:
+        if not isinstance(error, FileNotFoundError | UserError) and not is_outage(error):
+            raise
         return WriterStatus()
 
 
@@ -354,24 +355,23 @@ def _status_name(rank: int, token: str) -> str:
 def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
     """Compare a committed checkpoint with its checksums. Returns the first problem, or None.
 
-    share, shares: check only every n-th file, so that the ranks together check all. Raises OSError where checksums.json is on a
-    disk that goes on failing; another such file is a problem.
+    share, shares: check only every n-th file, so that the ranks together check all. A file on a disk that goes on failing is a problem.
     """
-    expected = Retry().read_file(str(path / CHECKSUMS), partial(read_checksums, path))
-    if expected is None:
-        return f"{CHECKSUMS} is missing or unreadable"
-    if missing := ({"state.json"} | (_listed_files(path) if share == 0 else set())) - expected.keys():
-        return f"{min(missing)} has no checksum"
-    for name, known in sorted(expected.items())[share::shares]:
-        try:
+    name = CHECKSUMS
+    try:
+        if (expected := Retry().read_file(str(path / CHECKSUMS), partial(read_checksums, path))) is None:
+            return f"{CHECKSUMS} is missing or unreadable"
+        if missing := ({"state.json"} | (_listed_files(path) if share == 0 else set())) - expected.keys():
+            return f"{min(missing)} has no checksum"
+        for name, known in sorted(expected.items())[share::shares]:
             if "/" in name:
                 return f"{name!r} is not a file name"
             if Retry().read_file(str(path / name), partial(checksum, path / name)) != known:
                 return f"{name} does not match its checksum"
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            return f"{name!r} is missing" if not name.isprintable() else f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return f"{name!r} is missing" if not name.isprintable() else f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
     return None
 
 

@@ -32,9 +32,14 @@ def read_checksums(path: Any) -> dict[str, Checksum] | None:
         content = read_bytes(path / CHECKSUMS) if isinstance(path, Path) else (path / CHECKSUMS).read_bytes()
         return json_record.parse(content, dict[str, Checksum], str(path / CHECKSUMS))
     except (OSError, UserError) as error:
-        if is_outage(error):
+        if _is_outage(error, path):
             raise
         return None
+
+
+def _is_outage(error: Exception, path: Any) -> bool:
+    """Whether a checkpoint could not be read for the moment. A stale handle is also what another host's removal of it leaves."""
+    return is_outage(error) and path.exists()
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,6 @@ def _have_sizes(path: Path, checksums: Mapping[str, Checksum]) -> bool:
     try:
         return all("/" not in name and (path / name).stat().st_size == c.bytes for name, c in checksums.items())
     except (OSError, ValueError) as error:
-        if is_outage(error):
+        if _is_outage(error, path):
             raise
         return False

@@ -32,7 +32,16 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.checkpoint import store, writer
 from pipeline.checkpoint.sharded_tensors import CheckpointIndex, Range, ShardedTensors
-from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, checksum, read_state, verify, write_status
+from pipeline.checkpoint.store import (
+    Checkpoints,
+    State,
+    WriterStatus,
+    checksum,
+    read_state,
+    read_status,
+    verify,
+    write_status,
+)
 from pipeline.checkpoint.writer import WriterError, save
 from pipeline.process import committed, waits
 from pipeline.process.distributed import Ranks
@@ -362,6 +371,25 @@ def test_a_checkpoint_is_read_again_while_the_file_server_fails(
     clock = itertools.count(step=100.0)
     monkeypatch.setattr(waits, "running_time", lambda: next(clock))
     assert verify(path) == "state.json cannot be read (Stale file handle)"
+    failures["checksums.json"] = 10**6
+    assert verify(path) == "checksums.json cannot be read (Stale file handle)"
+    # Another host has removed it, as a run in training does: what is before it is the newest.
+    monkeypatch.setattr(Path, "exists", lambda file: False)
+    assert committed.newest_complete(tmp_path) is None
+
+
+def test_a_stale_handle_of_a_writers_status_is_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replaced each second, and one stale handle ended the save of all ranks."""
+
+    def fail(file: Path) -> bytes:
+        raise OSError(number, "failed", str(file))
+
+    monkeypatch.setattr(store, "read_bytes", fail)
+    number = errno.ESTALE
+    assert read_status(tmp_path, 1, "token") == WriterStatus()
+    number = errno.EACCES
+    with pytest.raises(OSError, match="failed"):
+        read_status(tmp_path, 1, "token")
 
 
 def test_a_writer_of_an_earlier_life_changes_nothing(tmp_path: Path) -> None:

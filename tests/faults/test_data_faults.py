@@ -31,7 +31,7 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, Dataset, open_dataset, write_dataset
 from pipeline.data.loading.loader import Batch, Loader
-from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.shard_reader import ShardReader, _OpenFile
 from pipeline.data.loading.views import train_view
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
@@ -466,6 +466,27 @@ def test_a_shard_that_cannot_be_read_is_no_bad_image(fault: Callable[[Path], Non
         with pytest.raises(StorageError, match=said):
             read_all(patient)
         assert not patient.bad
+
+
+def test_a_stale_file_of_the_cache_keeps_no_other_shard_from_being_read(
+    copy: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host deletes it, if the cache is on a file server; each opening of a shard looks at those that are open."""
+    split = copy.split("train")
+    reader = ShardReader(split)
+    expected, other = reader.read(0), len(split.shard_paths) - 1
+    assert split.shard_of_row(0) != other
+    reader._opened.clear()
+    stale = reader._opened[other] = _OpenFile(os.open(split.shard_paths[other], os.O_RDONLY), "stale", cached=True)
+
+    def fail(file: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        assert reader.read(0) == expected
+    assert stale not in reader._opened.values()
+    assert split.storage.retry.retries == 0
 
 
 def test_a_shard_of_a_file_server_that_fails_for_a_moment_is_read_again(

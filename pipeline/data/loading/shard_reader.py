@@ -224,7 +224,12 @@ class _OpenFile:
 
     def is_evicted(self) -> bool:
         """Whether the cache has deleted the file, which uses disk space as long as it is open."""
-        return self._cached and os.fstat(self._file).st_nlink == 0
+        try:
+            return self._cached and os.fstat(self._file).st_nlink == 0
+        except (
+            OSError
+        ):  # Deleted by another host, of a cache on a file server: opened again, the shard is read or downloaded.
+            return True
 
 
 class _Ranges:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +26,12 @@ from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import ViewWriter
 from pipeline.process.start import dying_with_parent
+from pipeline.process.waits import waiting
 
 # Memory that a process shares with the loader, unless the views of one sample need more. Only what is written takes memory.
 _SHARED_BYTES = 32 * 2**20
+# Far longer than the samples of one request take to decode.
+_USUAL_SECONDS = 30.0
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -86,7 +90,7 @@ class WorkerProcesses:
 
     def __init__(self, count: int, split: Split, writers: Sequence[ViewWriter]) -> None:
         """writers: all that `fill` may be called with. Raises UserError if the system refuses memory or another process."""
-        self.writers = writers
+        self.writers, self.retry = writers, split.storage.retry
         size = max(_SHARED_BYTES, *(_bytes_per_sample(writer) for writer in writers))
         self._workers: list[_Worker] = []
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -115,7 +119,8 @@ class WorkerProcesses:
         try:
             number = next(number for number, known in enumerate(self.writers) if known is writer)
             worker.connection.send((number, samples.rows, samples.epochs, samples.labels.shape[1]))
-            found = worker.connection.recv()
+            found, retries = self._answer(worker)
+            self.retry.add(retries)
             if isinstance(found, BaseException):
                 raise found
             bad, samples.labels[:], samples.valid[:] = found
@@ -129,6 +134,13 @@ class WorkerProcesses:
         finally:
             self._idle.put(worker)
         return bad
+
+    def _answer(self, worker: _Worker) -> Any:
+        """What the process found, and its retries. It may read a shard again for as long as a thread may, which is no hang."""
+        if not worker.connection.poll(_USUAL_SECONDS):
+            with waiting("a process that decodes images", self.retry.seconds, self.retry.setting):
+                return worker.connection.recv()
+        return worker.connection.recv()
 
     def close(self) -> None:
         """Kill them, also in the middle of their work."""
@@ -167,11 +179,11 @@ def _start(shared: mmap.mmap, split: Split, writers: Sequence[ViewWriter]) -> _W
 
 
 def _work(connection: Connection, shared: mmap.mmap, split: Split, writers: Sequence[ViewWriter]) -> None:
-    reader = ShardReader(split)
+    reader, retry = ShardReader(split), split.storage.retry
     with contextlib.suppress(EOFError, OSError):  # The rank has closed its end.
         while True:
             number, rows, epochs, max_labels = connection.recv()
-            writer, count = writers[number], len(rows)
+            writer, count, before = writers[number], len(rows), retry.retries
             views = list(_views(shared, writer, count))
             samples = BatchPart(rows, epochs, views, np.full((count, max_labels), -1), np.zeros(count, bool))
             try:
@@ -180,7 +192,7 @@ def _work(connection: Connection, shared: mmap.mmap, split: Split, writers: Sequ
                 found = error
             except Exception:  # As text: a traceback cannot be pickled, nor can some exceptions.
                 found = RuntimeError(f"in a process that decodes images:\n{traceback.format_exc()}")
-            connection.send(found)
+            connection.send((found, retry.retries - before))
 
 
 def _bytes_per_sample(writer: ViewWriter) -> int:

@@ -57,6 +57,11 @@ class Retry:
     def __reduce__(self) -> tuple:
         return Retry, (self.seconds, self.setting, self.stall_seconds)
 
+    def add(self, retries: int) -> None:
+        """Count so many more retries."""
+        with self._lock:
+            self.retries += retries
+
     def call(self, url: str, action: Callable[[], T], is_transfer: bool = False) -> T:
         """Returns action(), which is repeated while it fails for a passing reason. Announced as a wait (pipeline/process/waits.py).
 
@@ -80,8 +85,7 @@ class Retry:
         with waiting(path, self.seconds, self.setting) as wait:
             pause = _FIRST_PAUSE
             while True:
-                with self._lock:
-                    self.retries += 1
+                self.add(1)
                 time.sleep(max(min(pause * random.uniform(0.5, 1), wait.left), 0))
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 try:
@@ -113,8 +117,7 @@ class Retry:
                         f"{url} was unreachable for {limit}: {short}. Check the network, the endpoint and, if one is set, the proxy "
                         "(https_proxy, no_proxy); the same command continues."
                     ) from None
-            with self._lock:
-                self.retries += 1
+            self.add(1)
             # Random, so that a thousand ranks that met the same outage do not return at the same moment. Nothing else
             # depends on this random number.
             time.sleep(min(pause * random.uniform(0.5, 1), max(deadline - now, 0)))

@@ -1,9 +1,10 @@
 """Decoding in processes gives the batches that threads give, and no process outlives its loader."""
 
+import contextlib
 import errno
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -160,6 +161,31 @@ def test_a_missing_shard_is_one_line(
         pytest.raises(StorageError, match="cannot be read: No such file"),
     ):
         list(loader.batches([(np.arange(4), np.zeros(4, np.int64))]))
+
+
+def test_reading_a_shard_again_is_announced_and_counted(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank waited without a word, as in a hang, and its count stayed 0."""
+    split, pread, announced = dataset.split("train"), os.pread, list[str]()
+    failures = [errno.EIO]
+
+    def fail(*place: int) -> bytes:
+        if failures:
+            raise OSError(failures.pop(), "failed")
+        return pread(*place)
+
+    @contextlib.contextmanager
+    def waiting(what: str, seconds: float, setting: str) -> Iterator[None]:
+        announced.append(what)
+        yield
+
+    monkeypatch.setattr(os, "pread", fail)  # Before the fork.
+    monkeypatch.setattr(workers, "_USUAL_SECONDS", 0.0)
+    monkeypatch.setattr(workers, "waiting", waiting)
+    with Loader(split, train_views(GROUPS, 3), 2, 2, 1.0, processes=1) as loader:
+        assert len(list(loader.batches(requests()))) == 4
+    assert loader.bad.keys() == {7}
+    assert split.storage.retry.retries == 1
+    assert set(announced) == {"a process that decodes images"}
 
 
 def test_torch_uses_no_threads_in_a_process(dataset: Dataset) -> None:
