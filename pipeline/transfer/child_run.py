@@ -1,5 +1,6 @@
 """Runs that a grid or a study starts as processes of their own. They resume from their folders, so that they can be killed at any time."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -14,8 +15,8 @@ from typing import IO, Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.checkpoint.store import Checkpoints
-from pipeline.data.storage.bucket import to_path
+from pipeline.checkpoint.store import Checkpoints, checkpoint_folder, read_state
+from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.lifecycle.run_folder import Status, holder, read_settings
 from pipeline.monitor.run_page import hide_passwords
@@ -154,20 +155,52 @@ def remove_unreadable_scores(run: ChildRun) -> None:
 def trained_otherwise(run: ChildRun) -> str:
     """How settings differ from those that a run was trained with so far; empty if it is to go on, or has no checkpoint.
 
-    It would go on from its checkpoint, partly trained with each, and be reported as one of today's settings.
+    It would go on from its checkpoint, partly trained with each, and be reported as one of today's settings. Raises UserError if
+    neither its config.json nor a checkpoint tells the settings.
     """
+    from pipeline import objectives  # Late: imports torch.
+
+    problem, changed = "", list[Change]()
     try:
-        changed = _changes_since(run, read_settings(run.folder))
-    except (FileNotFoundError, UserError):  # Not begun, or damaged.
+        changed = _trained_changes(run, objectives.flat_settings(read_settings(run.folder)))
+        if not changed:
+            return ""
+    except FileNotFoundError:
+        problem = f"{run.folder / 'config.json'} is missing."
+    except UserError as error:
+        problem = str(error)
+    found = _saves(run)
+    if not found:
         return ""
+    # It goes on from a checkpoint whatever is left of its config.json.
+    for path in found if problem else []:
+        with contextlib.suppress(UserError):
+            changed, problem = _trained_changes(run, read_state(path).identity), ""
+            break
+    inside = (run.folder / "checkpoints").absolute()
+    elsewhere = list(dict.fromkeys(str(path.parent) for path in found if path.parent != inside))
+    if problem:
+        folders = " and ".join([str(run.folder), *elsewhere])
+        refusal = f"{problem} No checkpoint tells the run's settings either: remove {folders} to train it again."
+        raise UserError(hide_passwords(refusal))
+    said = [*map(str, changed), *(f"with checkpoints in {place}" for place in elsewhere if changed)]
+    return hide_passwords("; ".join(said))
+
+
+def _trained_changes(run: ChildRun, before: Mapping[str, Any]) -> list[Change]:
+    """What differs from earlier settings, by dotted name, where a run that goes on would be trained partly with each."""
     # Another length is another schedule of the rate, although a single run may train on.
-    other = [change for change in changed if change.fact.means("result") or change.name == "train.length"]
-    if not other:
-        return ""
+    changed = _changes_since(run, before)
+    return [change for change in changed if change.fact.means("result") or change.name == "train.length"]
+
+
+def _saves(run: ChildRun) -> list[AnyPath]:
+    """A run's checkpoints, newest first, then unfinished ones, where they are to be now, and then where its last start kept them."""
     retry = Retry(60 * run.config.data.retry_minutes, "data.retry_minutes")
-    checkpoints = Checkpoints(to_path(str(checkpoints_of(run.folder)), retry))
-    is_trained = checkpoints.candidates() or checkpoints.unfinished()
-    return hide_passwords("; ".join(map(str, other))) if is_trained else ""
+    before = to_path(str(checkpoints_of(run.folder)), retry)
+    places = [checkpoint_folder(run.config), before.absolute() if isinstance(before, Path) else before]
+    stores = [Checkpoints(place) for place in {str(place): place for place in places}.values()]
+    return [path for store in stores for path in (*store.candidates(), *store.unfinished())]
 
 
 def is_evaluated(run: ChildRun) -> bool:
@@ -210,6 +243,8 @@ def read_outcome(run: ChildRun) -> FinetuneScores | str | None:
 
 def _look(run: ChildRun) -> tuple[Status | None, str]:
     """Returns (how a run with these settings ended, why its folder does not tell; None and "" if it has not ended)."""
+    from pipeline import objectives  # Late: imports torch.
+
     file = run.folder / "config.json"
     try:
         status = json_record.read(run.folder / "status.json", Status)
@@ -224,28 +259,25 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         ).exists() else ""
     except UserError as error:
         return None, str(error)
-    if other := _changes_since(run, config):
+    if other := _changes_since(run, objectives.flat_settings(config)):
         return None, f"{run.folder} was trained with other settings: {'; '.join(map(str, other))}."
     return status, ""
 
 
-def _changes_since(run: ChildRun, before: RunConfig) -> list[Change]:
-    """What differs from the settings of an earlier start, where that means that the two cannot be compared."""
+def _changes_since(run: ChildRun, before: Mapping[str, Any]) -> list[Change]:
+    """What differs from the settings of an earlier start, by dotted name, where that means that the two cannot be compared."""
     from pipeline import objectives  # Late: imports torch.
 
-    then, now = (_by_name(settings) for settings in (before, run.config))
+    then, now = (_moved_along(settings) for settings in (before, objectives.flat_settings(run.config)))
     return changes.differences(then, now, objectives.facts(run.config.train.loss), "comparison")
 
 
-def _by_name(config: RunConfig) -> dict[str, Any]:
-    """The settings by dotted name. Weights of a run beside it are named by their place there, as both move together."""
-    from pipeline import objectives  # Late: imports torch.
-
-    flat = objectives.flat_settings(config)
-    weights = flat["init.weights"]
-    if weights and "://" not in weights and Path(weights).is_relative_to(config.out):
-        flat["init.weights"] = f"beside it: {Path(weights).relative_to(config.out)}"
-    return flat
+def _moved_along(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name, where weights of a run beside it are named by their place there, as both move together."""
+    weights, out = settings.get("init.weights"), str(settings.get("out"))
+    if weights and "://" not in str(weights) and Path(str(weights)).is_relative_to(out):
+        return {**settings, "init.weights": f"beside it: {Path(str(weights)).relative_to(out)}"}
+    return dict(settings)
 
 
 def _unreadable_scores(run: ChildRun) -> dict[Path, str]:

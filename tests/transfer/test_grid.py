@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,9 @@ from tiny import make_dataset
 
 from data_tools.driver import only_driver
 from pipeline import model as models
+from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.checkpoint.store import FORMAT, Counters, State
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import hold_out, open_run_data
@@ -38,7 +40,7 @@ from pipeline.settings.commands.reports import CompareConfig, GridConfig
 from pipeline.settings.quantities import Limit
 from pipeline.train.run_facts import datasets_of
 from pipeline.transfer import grid
-from pipeline.transfer.child_run import ChildRun, read_outcome
+from pipeline.transfer.child_run import ChildRun, make_child, read_outcome, trained_otherwise
 from pipeline.transfer.track.data_names import data_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -318,6 +320,47 @@ def test_a_run_is_not_trained_partly_with_other_settings(data: Path, tmp_path: P
     refused(load([0.2, 0.1], "train.length=13 steps"), f"lr-0.2 ({longer})", f"lr-0.1 ({longer})")
     with pytest.raises(SystemExit):  # Its memory may be too small for that of before.
         grid.run(load([0.2, 0.1], "train.micro_batch=12"), start)
+
+
+def test_settings_that_a_run_was_trained_with_are_found_wherever_they_are_left(data: Path, tmp_path: Path) -> None:
+    """With config.json damaged, or the checkpoints moved to another checkpoint.folder, a run went on with another rate."""
+    (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(data)))
+
+    def cell(lr: float, *more: str) -> ChildRun:
+        weights = f"init.weights={tmp_path}/weights"
+        return make_child(
+            "cell", str(tmp_path / "run.yaml"), ["name=cell", f"out={tmp_path}", weights, f"optimizer.lr={lr}", *more]
+        )
+
+    run, other, changed = cell(0.1), cell(0.2), "optimizer.lr was 0.1, is 0.2"
+    leave_behind(run, "finetune", 0.5)
+    config, step = run.folder / "config.json", run.folder / "checkpoints" / "step-00000004"
+    good = config.read_text()
+    invalid = schema.to_dict(run.config) | {"optimizer": {"name": "none"}}
+    for damaged in ("{", json.dumps(invalid), None):
+        config.unlink(missing_ok=True)
+        if damaged:
+            config.write_text(damaged)
+        assert trained_otherwise(other) == ""  # Without a checkpoint, it begins anew.
+        step.mkdir(parents=True)
+        with pytest.raises(UserError) as error:
+            trained_otherwise(run)
+        assert str(error.value).startswith(str(config))
+        assert str(error.value).endswith(f" tells the run's settings either: remove {run.folder} to train it again.")
+        identity = objectives.flat_settings(run.config) | {"fingerprint": "0", "ranks": 1, "left_out.train.list": 3}
+        state = State(4, identity, engine=Counters(4, 4, 0))
+        (step / "state.json").write_text(json.dumps({"format": FORMAT, **asdict(state)}))
+        assert trained_otherwise(run) == ""  # As pretrain would: the checkpoint tells its settings.
+        assert trained_otherwise(other) == changed
+        shutil.rmtree(step.parent)
+    config.write_text(good)
+    elsewhere = f"checkpoint.folder={tmp_path}/large"
+    (tmp_path / "large" / "cell" / "step-00000004").mkdir(parents=True)
+    assert trained_otherwise(other) == ""
+    assert trained_otherwise(cell(0.1, elsewhere)) == ""
+    assert trained_otherwise(cell(0.2, elsewhere)) == f"{changed}; with checkpoints in {tmp_path}/large/cell"
+    config.write_text(json.dumps(schema.to_dict(cell(0.1, elsewhere).config)))
+    assert trained_otherwise(other) == f"{changed}; with checkpoints in {tmp_path}/large/cell"
 
 
 def test_a_dev_split_is_a_part_that_only_the_seed_decides(data: Path) -> None:
