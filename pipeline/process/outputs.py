@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, is_outage
 from pipeline.base.files import remove_unfinished
 from pipeline.base.json_record import quoted
 
@@ -108,13 +108,17 @@ def try_outputs(config: Any, prefix: str = "") -> None:
 def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | None = None) -> None:
     """Raise UserError unless this path can be written, and a folder for results of one kind holds none of another.
 
-    name: name of the setting in the error. holds: the kind, None for a folder that may hold anything.
+    name: name of the setting in the error. holds: the kind, None for a folder that may hold anything. Raises OSError while its disk
+    or file server fails.
     """
     try:
         if output != "folder":
             remove_unfinished(path.parent, [path.name])
         problem = _problem(path, output) or _of_another_kind(path, output, holds)
     except OSError as error:
+        if is_outage(error):  # The path is not to blame.
+            error.filename = error.filename or str(path)
+            raise
         problem = _REASONS.get(error.errno or 0, error.strerror or str(error))
     if problem:
         raise UserError(f"{name} = {_shown(path)}: {problem}. Choose another path for the output.")

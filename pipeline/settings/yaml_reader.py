@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, is_outage
 from pipeline.base.files import open_regular
 from pipeline.base.json_record import MAX_QUOTED, convert, quoted, shortened
 from pipeline.base.words import on_one_line
@@ -92,7 +92,7 @@ def _parse_file(content: bytes) -> Any:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises UserError when the file is missing, unreadable, too large or no mapping.
 
-    A relative path `configs/...` that does not exist is the shipped file of that name.
+    A relative path `configs/...` that does not exist is the shipped file of that name. Raises OSError while its disk fails.
     """
     try:
         with open_regular(shipped(path)) as file:
@@ -107,6 +107,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UserError:
         raise
     except OSError as error:
+        if is_outage(error):
+            error.filename = error.filename or str(path)
+            raise
         raise UserError(f"{as_typed(str(path))}: cannot read the config file ({error.strerror}).") from None
     except ValueError as error:  # Also raised for bytes that are not UTF-8, and for a path that contains NUL.
         raise UserError(f"{path} is not valid YAML: {error}") from None

@@ -1,7 +1,10 @@
 """State dicts of timm, Hugging Face and DINOv2, against formulae and transformers' own models."""
 
+import errno
+import hashlib
 import json
 import re
+import zipfile
 
 import numpy as np
 import pytest
@@ -434,6 +437,28 @@ def test_safetensors_of_ours_come_back(tmp_path):
         (tmp_path / "b.safetensors").write_bytes(broken)
         with pytest.raises(UserError, match=r"b\.safetensors: not a readable \.safetensors"):
             load(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize("name", ["checksums.json", "weights.pth", "weights.npz"])
+def test_weights_of_a_file_server_that_fails_are_not_called_damaged(tmp_path, monkeypatch, name):
+    """That was exit code 2, after which no supervisor starts the run again, and advice to download a good file again."""
+    path = tmp_path / ("a.safetensors" if name == "checksums.json" else name)
+    if path.suffix == ".safetensors":
+        save_safetensors(random_model(), path)
+        sums = {path.name: {"bytes": path.stat().st_size, "sha256": "0" * 64}}
+        (tmp_path / name).write_text(json.dumps(sums))
+        broken = (hashlib, "file_digest")
+    else:
+        path.write_bytes(b"")
+        broken = (zipfile, "is_zipfile") if name == "weights.pth" else (np, "load")
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(*broken, fail)
+    with pytest.raises(OSError, match="Input/output") as error:
+        load(path)
+    assert error.value.filename == str(path)
 
 
 # ---------------------------------------------------------------------- Hugging Face

@@ -1,6 +1,7 @@
 """Output paths: what is wrong with one is said before any work, and trying one leaves nothing behind."""
 
 import dataclasses
+import errno
 import os
 import subprocess
 import sys
@@ -121,6 +122,18 @@ def test_what_can_be_written_is_not_touched(path: str, output: Output, place: Pa
     assert everything_in(place) == before
     assert (place / "file").read_text() == "x"
     assert place.stat().st_mtime_ns == modified or not hasattr(os, "O_TMPFILE")
+
+
+def test_a_file_server_that_fails_is_no_wrong_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was exit code 2 and "Choose another path"; a supervisor did not start the run again."""
+
+    def fail(**_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(outputs.tempfile, "TemporaryFile", fail)
+    with pytest.raises(OSError, match="Input/output") as error:
+        try_output("out", place / "folder" / "x")
+    assert error.value.filename == str(place / "folder" / "x")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")

@@ -3,6 +3,7 @@
 import ast
 import copy
 import dataclasses
+import errno
 import re
 import shlex
 import subprocess
@@ -22,7 +23,7 @@ from pipeline.estimate.plan import make_plan
 from pipeline.model import ViTConfig
 from pipeline.objectives.optimizers import peak_rate
 from pipeline.settings import run as settings
-from pipeline.settings import run_execution, run_sections, schema
+from pipeline.settings import run_execution, run_sections, schema, yaml_reader
 from pipeline.settings.commands import data as data_settings
 from pipeline.settings.commands import operate as tools_settings
 from pipeline.settings.commands import reports as suite_settings
@@ -486,6 +487,20 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="is not valid YAML"):
         schema.load(RunConfig, tmp_path / "binary.yaml")
+
+
+def test_a_file_server_that_fails_is_no_mistake_in_the_config_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was exit code 2, after which no supervisor starts the run again."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(yaml_reader, "open_regular", fail)
+    with pytest.raises(OSError, match="Stale") as error:
+        schema.load(RunConfig, write(tmp_path, "name: a"))
+    assert str(error.value.filename).startswith(str(tmp_path))
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:

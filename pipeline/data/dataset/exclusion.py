@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from pipeline.base import random_numbers
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, is_outage
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.tables import SAMPLES_FILE, ManifestTables
@@ -128,7 +128,10 @@ def _read(dataset: ManifestTables, path: AnyPath) -> pa.Table:
             raise damaged
     except UserError:
         raise
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        if is_outage(error):
+            error.filename = error.filename or str(path)
+            raise
         raise damaged from None
     if made_for != dataset.fingerprint:
         raise UserError(

@@ -1,5 +1,6 @@
 """A limit keeps a random part of the samples that are not excluded; smaller parts are inside larger ones; the seed decides."""
 
+import errno
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.exclusion import EXCLUDED, rows_beyond_limit, write_list
+from pipeline.data.dataset import exclusion
+from pipeline.data.dataset.exclusion import EXCLUDED, read_lists, rows_beyond_limit, write_list
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
@@ -49,6 +51,21 @@ def dataset(tmp_path: Path, make_dataset: Callable[..., Dataset]) -> Dataset:
     """30 samples in shards of 7; the bytes of sample i are its number."""
     files = [str(row).encode() for row in range(30)]
     return make_dataset(tmp_path / "data", files, [[row % 5] for row in range(30)], 7)
+
+
+def test_a_list_of_a_file_server_that_fails_is_not_called_damaged(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A good list was to be removed."""
+    write_list(dataset, "bad", EXCLUDED.empty_table())
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(exclusion, "open_parquet", fail)
+    with pytest.raises(OSError, match="Input/output") as error:
+        read_lists(dataset)
+    assert error.value.filename == str(dataset.path / "exclude" / "bad.parquet")
 
 
 def test_a_limited_split_is_a_split(dataset: Dataset) -> None:
