@@ -48,6 +48,13 @@ def is_outage(error: BaseException | None) -> "TypeGuard[OSError]":
     return isinstance(error, OSError) and error.errno in OUTAGES
 
 
+def raise_outage(error: BaseException, path: object) -> None:
+    """Raise this error again if it is an outage, with the path if it names none: first of all, where others mean damage."""
+    if is_outage(error):
+        error.filename = error.filename or str(path)
+        raise error
+
+
 class Interrupted(Exception):  # noqa: N818 - no error
     """The data that a rank waits for is no longer needed."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.base.errors import UserError, is_outage
+from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import open_regular
 from pipeline.base.json_record import quoted
 from pipeline.base.words import counted, on_one_line
@@ -43,9 +43,7 @@ def read_arrays(
     # A damaged zip or header can raise nearly anything: zlib.error, EOFError, NotImplementedError, RuntimeError, struct.error,
     # SyntaxError, MemoryError, ... An array of objects raises ValueError.
     except Exception as error:
-        if is_outage(error):
-            error.filename = error.filename or where
-            raise
+        raise_outage(error, where)
         reason = on_one_line(error)[:_MAX_REASON] or type(error).__name__
         if "allow_pickle" in reason or "pickled" in reason:
             reason = "it holds Python objects, which are never loaded because that can run code"

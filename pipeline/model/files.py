@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.base import json_record
-from pipeline.base.errors import UserError, is_outage
+from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import as_bytes, read_bytes, replacing
 from pipeline.base.npz import check_sizes
 from pipeline.base.words import on_one_line
@@ -171,9 +171,7 @@ def open_torch(path: Path) -> Any:
                 damaged = archive.testzip()
         content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # A damaged file can raise nearly anything.
-        if is_outage(error):
-            error.filename = error.filename or str(path)
-            raise
+        raise_outage(error, path)
         raise _unreadable(path, error) from error
     if damaged:
         raise UserError(f'{path}: damaged, the checksum of "{one_line(damaged)}" is wrong. {ADVICE}')
@@ -239,9 +237,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path}: it is gone. A run in training removes its older checkpoints: run the same command again, or name one that is kept."
         ) from None
     except Exception as error:  # A damaged header can raise nearly anything, KeyError for an unknown dtype among it.
-        if is_outage(error):
-            error.filename = error.filename or str(path)
-            raise
+        raise_outage(error, path)
         raise UserError(f"{path}: not a readable .safetensors ({one_line(error)}). {ADVICE}") from error
 
 

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.base.errors import UserError, is_outage
+from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import remove_unfinished
 from pipeline.base.json_record import quoted
 
@@ -116,9 +116,7 @@ def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | 
             remove_unfinished(path.parent, [path.name])
         problem = _problem(path, output) or _of_another_kind(path, output, holds)
     except OSError as error:
-        if is_outage(error):  # The path is not to blame.
-            error.filename = error.filename or str(path)
-            raise
+        raise_outage(error, path)  # The path is not to blame.
         problem = _REASONS.get(error.errno or 0, error.strerror or str(error))
     if problem:
         raise UserError(f"{name} = {_shown(path)}: {problem}. Choose another path for the output.")

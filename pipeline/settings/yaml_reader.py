@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from pipeline.base.errors import UserError, is_outage
+from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import open_regular
 from pipeline.base.json_record import MAX_QUOTED, convert, quoted, shortened
 from pipeline.base.words import on_one_line
@@ -107,9 +107,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UserError:
         raise
     except OSError as error:
-        if is_outage(error):
-            error.filename = error.filename or str(path)
-            raise
+        raise_outage(error, path)
         raise UserError(f"{as_typed(str(path))}: cannot read the config file ({error.strerror}).") from None
     except ValueError as error:  # Also raised for bytes that are not UTF-8, and for a path that contains NUL.
         raise UserError(f"{path} is not valid YAML: {error}") from None

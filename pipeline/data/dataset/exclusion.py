@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from pipeline.base import random_numbers
-from pipeline.base.errors import UserError, is_outage
+from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.tables import SAMPLES_FILE, ManifestTables
@@ -129,9 +129,7 @@ def _read(dataset: ManifestTables, path: AnyPath) -> pa.Table:
     except UserError:
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        if is_outage(error):
-            error.filename = error.filename or str(path)
-            raise
+        raise_outage(error, path)
         raise damaged from None
     if made_for != dataset.fingerprint:
         raise UserError(

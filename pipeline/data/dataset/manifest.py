@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.base.errors import UserError, is_outage
+from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, cache_folder, open_index
@@ -143,9 +143,7 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
             f"source={path} out=... . If sharding was interrupted, run its command again."
         ) from None
     except OSError as error:
-        if is_outage(error):
-            error.filename = error.filename or str(path / INFO)
-            raise
+        raise_outage(error, path / INFO)
         raise UserError(f"{path / INFO} cannot be read ({error.strerror or error}).") from None
     return Dataset(path, parse_info(text, f"{path / INFO}"), storage)
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.base import json_record
-from pipeline.base.errors import UserError, is_outage
+from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.words import counted, on_one_line
 from pipeline.data.dataset.split import SampleTable
 from pipeline.data.storage.bucket import AnyPath, locate, open_file
@@ -261,8 +261,6 @@ def reading(path: AnyPath, remedy: str = REMEDY) -> Iterator[None]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing. {remedy}") from None
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        if is_outage(error):
-            error.filename = error.filename or str(path)
-            raise
+        raise_outage(error, path)
         message = on_one_line(error)[:200]
         raise UserError(f"{path} is damaged ({message}). {remedy}") from None
