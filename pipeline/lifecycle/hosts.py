@@ -46,11 +46,15 @@ def to_blame(hosts: Hosts, failures: dict[int, Failure]) -> list[str]:
     """Return the hosts responsible for a failure, from its failure records (`run_folder.read_failures`).
 
     First choice: hosts with a rank that failed by itself, not by losing others. Otherwise: hosts with a rank that left no
-    record, because it was killed or its host died. If this applies to all hosts, none is blamed.
+    record, because it was killed or its host died. If this applies to all hosts, none is blamed. A rank that met the failure of a
+    file server tells nothing of its host, and the others were ended because of it.
     """
     host_of = [name for name, slots in hosts.items() for _ in range(slots)]
-    by_themselves = {host_of[rank] for rank, f in failures.items() if 0 <= rank < len(host_of) and not f.lost_others}
-    silent = {name for rank, name in enumerate(host_of) if rank not in failures}
+    by_themselves = {
+        host_of[rank] for rank, f in failures.items() if 0 <= rank < len(host_of) and not (f.lost_others or f.outage)
+    }
+    outage = any(f.outage for f in failures.values())
+    silent = {name for rank, name in enumerate(host_of) if rank not in failures and not outage}
     for suspects in (by_themselves, silent):
         if suspects:
             return [name for name in hosts if name in suspects] if len(suspects) < len(hosts) else []

@@ -47,12 +47,13 @@ class Status:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed. lost_others: because it lost another rank, not by itself."""
+    """Why a rank failed. lost_others: because it lost another rank, not by itself. outage: a disk or a file server failed."""
 
     rank: int
     host: str
     error: str
     lost_others: bool
+    outage: bool = False
 
 
 class RunFolder:
@@ -102,12 +103,13 @@ class RunFolder:
             with self._saying:
                 write_text(self.path / "status.json", json.dumps(asdict(status)))
 
-    def say_failure(self, error: str, lost_others: bool, trace: str = "") -> None:
+    def say_failure(self, error: str, lost_others: bool, trace: str = "", outage: bool = False) -> None:
         """Write this rank's failure record, and its traceback if there is one."""
         if self.ours:
             file = self._failure_file()
             file.parent.mkdir(exist_ok=True)
-            write_text(file, json.dumps(asdict(Failure(self.rank, socket.gethostname(), error, lost_others))))
+            failure = Failure(self.rank, socket.gethostname(), error, lost_others, outage)
+            write_text(file, json.dumps(asdict(failure)))
             if trace:
                 write_text(file.with_suffix(".txt"), trace)
 
@@ -176,7 +178,10 @@ def last_end_in_words(path: Path) -> str:
 def read_failures(path: Path) -> dict[int, Failure]:
     """Read the failure records of the last start, by rank."""
     found = {}
-    for file in sorted((path / "failures").glob("rank-*.json")):
+    files: list[Path] = []
+    with contextlib.suppress(OSError):  # The file server fails.
+        files = sorted((path / "failures").glob("rank-*.json"))
+    for file in files:
         if failure := json_record.read_or_none(file, Failure):  # An unreadable record counts as missing.
             found[failure.rank] = failure
     return found

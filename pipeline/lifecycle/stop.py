@@ -115,12 +115,13 @@ class Stop:
                 self.folder.say_status(Status(how, self.step, code, mistake))
                 # The others lose this rank, and would say that it was killed.
                 if isinstance(error, OSError) or error.on_one_rank:
-                    self.folder.say_failure(mistake, lost_others=False)
+                    self.folder.say_failure(mistake, lost_others=False, outage=is_outage(error))
             else:
                 text = f"{type(error).__name__}: {on_one_line(error)[:500]}"
                 lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
                 crash = isinstance(error, CrashError)
-                self.folder.say_failure(text, lost_others, "" if crash else "".join(traceback.format_exception(error)))
+                lines = "" if crash else "".join(traceback.format_exception(error))
+                self.folder.say_failure(text, lost_others, lines, is_outage(error))
                 if lost_others:
                     if not self._training and self._is_any_asked():
                         self._thread.join(

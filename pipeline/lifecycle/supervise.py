@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, is_outage
 from pipeline.base.locks import FileLock
 from pipeline.base.words import counted
 from pipeline.estimate.plan import cut_batch
@@ -100,19 +100,9 @@ class Supervisor:
         """Start the run, judge the outcome, wait, repeat. Returns the exit code."""
         starts, idle, committed = 0, 0, -1
         while True:
-            # Once more at a restart: its ranks would count as those of this start, and be asked to stop.
-            self._refuse_another_run()
             starts += 1
-            forget_last_start(self.folder)  # First: whoever reads of a start is not to find the status of the last one.
-            self.say("start", f"start {starts}: {' '.join(self.command)}", number=starts)
-            launch = Launch(self.command, self.folder, self.signals, self.say)
-            launch.wait()
-            status = read_end(self.folder)
-            outcome, why = self._judge(status, launch)
-            step = status.step if status else 0
-            self.say(
-                outcome, f"start {starts} {outcome} at step {step:,}: {why}", number=starts, step=step, code=launch.code
-            )
+            outcome, why, step, code = self._start(starts)
+            self.say(outcome, f"start {starts} {outcome} at step {step:,}: {why}", number=starts, step=step, code=code)
             if outcome in _EXIT_CODES:
                 stop_file(self.folder).unlink(missing_ok=True)  # It came too late.
                 return _EXIT_CODES[outcome]
@@ -125,7 +115,7 @@ class Supervisor:
                 )
                 stop_file(self.folder).unlink(missing_ok=True)
                 return 1
-            if outcome == "failed":
+            if outcome == "failed" and code is not None:
                 self._count_failures(to_blame(self.hosts, read_failures(self.folder)), "a rank failed or fell silent")
             pause = min(self.config.pause_seconds * 2 ** max(idle - 1, 0), _LONGEST_PAUSE)
             self.say("wait", f"starting again in {pause:.0f} s", seconds=pause)
@@ -133,6 +123,27 @@ class Supervisor:
                 self.say("stopped", "asked to stop: not started again")
                 return RESUME
             self._leave_out_hosts()
+
+    def _start(self, number: int) -> tuple[Outcome, str, int, int | None]:
+        """Start the run once, until it ends. Returns (outcome, reason, step, the launcher's exit code; None if it did not start)."""
+        try:
+            # Once more at a restart: its ranks would count as those of this start, and be asked to stop.
+            self._refuse_another_run()
+            forget_last_start(self.folder)  # First: whoever reads of a start is not to find the status of the last one.
+        except OSError as error:
+            if not is_outage(error):
+                raise
+            return (
+                "failed",
+                f"not started, because {self.folder} could not be read or written ({error.strerror})",
+                0,
+                None,
+            )
+        self.say("start", f"start {number}: {' '.join(self.command)}", number=number)
+        launch = Launch(self.command, self.folder, self.signals, self.say)
+        launch.wait()
+        status = read_end(self.folder)
+        return *self._judge(status, launch), status.step if status else 0, launch.code
 
     def _refuse_another_run(self) -> None:
         """Raise UserError if a run that this supervisor did not start has the folder."""
@@ -279,7 +290,13 @@ class Launch:
                     self._ended_at = running_time()
             return "a process on this host"
         except ChildProcessError:
-            return holder(self.folder)
+            try:
+                return holder(self.folder)
+            except OSError as error:
+                if not is_outage(error) or self.signals:
+                    raise
+                self._ended_at = running_time()  # Ranks on other hosts could not be asked to stop, either.
+                return "perhaps a run"
 
     def _ask(self, line: str) -> None:
         self.say("stop", line)

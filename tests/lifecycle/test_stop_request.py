@@ -138,10 +138,12 @@ def test_the_failure_of_a_file_server_is_no_refusal(tmp_path: Path) -> None:
     """A supervisor ended with the first one."""
     stop = stop_of(tmp_path)
     assert stop.folder.lock() is None
+    stop.folder.ours = True
     with pytest.raises(OSError, match="I/O"), stop:
         raise OSError(errno.EIO, "I/O error", "log.txt")
     said = "log.txt: its disk, or the server that has it, failed (I/O error). See the system's log, or choose another folder."
     assert read_status(tmp_path / "x") == Status("failed", 0, 1, said)
+    assert read_failures(tmp_path / "x") == {0: Failure(0, socket.gethostname(), said, False, outage=True)}
 
 
 def test_why_one_rank_alone_ended_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What the supervisor makes of a start's end. The run is a small script that ends as a list says; the rest is real."""
 
+import errno
 import json
 import os
 import signal
@@ -8,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from polling import until
 
 from pipeline.base.errors import UserError
+from pipeline.lifecycle import supervise
 from pipeline.lifecycle.hosts import largest_fitting, read_hostfile, to_blame
 from pipeline.lifecycle.run_folder import Failure, RunFolder
 from pipeline.lifecycle.supervise import Supervisor, _hostfile_of, _option, _settings_of, _with_options
@@ -265,6 +268,40 @@ def test_a_full_disk_does_not_end_it(tmp_path: Path) -> None:
     assert "no stop file (No such file or directory): the launcher and its ranks here get SIGTERM" in output
 
 
+def test_it_waits_for_a_file_server_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with code 1, and nobody started the run again."""
+    supervisor = object.__new__(Supervisor)
+    supervisor.folder, supervisor.signals, supervisor.command = (
+        tmp_path,
+        [],
+        ["deepspeed", "--launcher=slurm", "pretrain.py"],
+    )
+    supervisor.hosts, supervisor.config = {"a": 1, "b": 1}, SuperviseConfig(pause_seconds=0)
+    supervisor.host_failures = dict.fromkeys(supervisor.hosts, 0)
+    stale = OSError(errno.ESTALE, "Stale file handle")
+    answers = [stale, None, stale, None]  # Before the first start, before the second, at its end, and again.
+
+    def who(folder: Path) -> None:
+        if answer := answers.pop(0):
+            raise answer
+
+    def play(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(pid=os.getpid(), returncode=0)
+
+    def end(*_: object) -> tuple[int, int]:
+        (tmp_path / "status.json").write_text(json.dumps(FINISHED["status"]))
+        raise ChildProcessError
+
+    monkeypatch.setattr(supervise, "holder", who)
+    monkeypatch.setattr(supervise.subprocess, "Popen", play)
+    monkeypatch.setattr(supervise.os, "waitpid", end)
+    monkeypatch.setattr(supervise.time, "sleep", lambda seconds: None)
+    assert supervisor.loop() == 0
+    assert not answers
+    assert "start 1 failed at step 0: not started, because" in (tmp_path / "supervise.log").read_text()
+    assert not any(supervisor.host_failures.values())
+
+
 def test_a_run_that_was_started_by_hand_between_two_starts_is_not_stopped(tmp_path: Path) -> None:
     case = Case(tmp_path, [KILLED, FINISHED], "pause_seconds=10")
     until(lambda: "wait" in case.events() if (case.run / "supervise.jsonl").exists() else False)
@@ -317,6 +354,10 @@ def test_blame() -> None:
         "one that failed of itself comes before one that is silent"
     )
     assert to_blame(hosts, left(False, True, False)) == [], "what happens everywhere is no host's fault"
+    outage = {0: Failure(0, "?", "?", False, outage=True)}
+    assert to_blame(hosts, left(None, True, True) | outage) == [], "a shared file server is no host's fault"
+    assert to_blame(hosts, outage) == [], "nor is the silence of those that were ended because of it"
+    assert to_blame(hosts, left(None, True, False) | outage) == ["b"]
     assert to_blame(hosts, {}) == []
     assert to_blame({}, {}) == []
 
