@@ -247,9 +247,9 @@ def load(
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
     """
     old, state, _ = content or read_weights(path, say)
-    options: dict[str, Any] = {"gelu": gelu, "representation": representation, "kernel": kernel, "mean_pool": mean_pool}
-    options["attentive_pool"] = attentive_pool
-    config = adapted(old, path, image_size, num_classes, new_head=new_head, **options, **training)
+    pools = {"mean_pool": mean_pool, "attentive_pool": attentive_pool}
+    options: dict[str, Any] = {"gelu": gelu, "representation": representation, "kernel": kernel, **pools, **training}
+    config = adapted(old, path, image_size, num_classes, new_head=new_head, **options)
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
         for note in resizing_notes(old, config):
             say(note)
@@ -312,9 +312,9 @@ def adapted(
             f"representation={representation}. Use new_head=True, or num_classes=0 for the features."
         )
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    for name in (name for name, value in (("mean_pool", mean_pool), ("attentive_pool", attentive_pool)) if value):
-        if keep_head or config.pools_by_attention:
-            raise UserError(f"{path}: {name} needs a new head, and weights without attention pooling.")
+    if (mean_pool or attentive_pool) and (keep_head or config.pools_by_attention):
+        name = "mean_pool" if mean_pool else "attentive_pool"
+        raise UserError(f"{path}: {name} needs a new head, and weights without attention pooling.")
     if mean_pool:
         changes |= {"pool": "mean" if config.has_class_token else "gap", "pool_norm": True, "class_norm": False}
     if attentive_pool:

@@ -226,9 +226,8 @@ class _OpenFile:
         """Whether the cache has deleted the file, which uses disk space as long as it is open."""
         try:
             return self._cached and os.fstat(self._file).st_nlink == 0
-        except (
-            OSError
-        ):  # Deleted by another host, of a cache on a file server: opened again, the shard is read or downloaded.
+        except OSError:
+            # Another host has deleted it, if the cache is on a file server: opened again, the shard is downloaded.
             return True
 
 
