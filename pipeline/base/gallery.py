@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -34,16 +35,25 @@ class Tile:
     colour: str = ""
 
 
-def gallery(rows: Sequence[Sequence[Tile | None]], title: str, note: str = "", bar: str = "") -> Figure:
+def gallery(
+    rows: Sequence[Sequence[Tile | None]],
+    title: str,
+    note: str = "",
+    bar: str = "",
+    legend: Sequence[tuple[str, Any]] = (),
+) -> Figure:
     """Tiles in rows; None leaves a place empty. bar: label of a colour bar from 0 to the largest value; empty for none.
 
+    legend: (name, colour) of each square at the foot of the page.
     Raises UserError for more rows than a picture can have.
     """
     num_lines = [max((len(tile.lines) for tile in row if tile), default=0) for row in rows]
     heights = [lines * _LINE + _TILE + _GAP for lines in num_lines]
     inside = max(max(map(len, rows)) * (_TILE + _GAP) - _GAP, 0.088 * len(title), _MIN_WIDTH)
     notes = textwrap.wrap(note, int(inside / 0.063))
-    above, below = 0.3 + (len(notes) + 0.4) * _LINE, 0.65 if bar else 0.0
+    in_line = max(1, int((inside + _GAP) / (_TILE + _GAP)))
+    above = 0.3 + (len(notes) + 0.4) * _LINE
+    below = (0.65 if bar else 0.0) + -(-len(legend) // in_line) * 1.5 * _LINE
     width, height = inside + 2 * _MARGIN, sum(heights) + above + below + 2 * _MARGIN
     if height * DPI >= _MAX_PIXELS:
         fitting = int(len(rows) * _MAX_PIXELS / (height * DPI))
@@ -66,6 +76,12 @@ def gallery(rows: Sequence[Sequence[Tile | None]], title: str, note: str = "", b
                 _draw_tile(canvas, _MARGIN + column * (_TILE + _GAP), top - lines * _LINE - _TILE, tile)
         top -= row_height
     canvas.set(xlim=(0, width), ylim=(0, height), aspect="auto")
+    for number, (name, colour) in enumerate(legend):
+        down, column = divmod(number, in_line)
+        left, middle = _MARGIN + column * (_TILE + _GAP), _MARGIN + below - (down + 1) * 1.5 * _LINE + _LINE / 2
+        canvas.add_patch(Rectangle((left, middle - _LINE / 2), _LINE, _LINE, facecolor=colour))
+        text = shorten(name, _MAX_CHARACTERS - 4)
+        canvas.text(left + 1.5 * _LINE, middle, text, fontsize=TEXT, va="center", parse_math=False)
     if bar:
         place = (_MARGIN / width, (_MARGIN + 0.38) / height, 2.5 / width, 0.1 / height)
         scale = ScalarMappable(Normalize(0, 1), MAP)

@@ -47,7 +47,9 @@ class AdhocSplit:
         return replace(self, split=self.split.without_labels(), label_names=[])
 
 
-def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Sequence[str]) -> AdhocSplit:
+def open_adhoc_split(
+    places: Sequence[str], split: str, exclude: str, names: Sequence[str], setting: str = "images"
+) -> AdhocSplit:
     """Open the images of a command. Files of a folder are sorted by path; files given by name keep their order.
 
     places: files, folders, tars and glob patterns; or a single data set, from which `split` and `exclude` select samples.
@@ -55,9 +57,10 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
     names: class names of the weights. The label of an image file is the name of its folder if that is one of `names`. In a
     tar, the label is the number in the sample's .cls file, into the classes of the data set that the tar belongs to, else
     into `names`.
+    setting: that names the places, for errors.
     Raises UserError for a place that is missing or holds no image, and for a data set next to other places.
     """
-    if len(places) == 1 and ("://" in places[0] or (Path(places[0]) / INFO).is_file()):
+    if is_dataset(places):
         dataset = open_dataset(places[0])
         opened = dataset.split(split, exclude)
         if not len(opened):
@@ -65,12 +68,12 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
         readable = dict(zip(dataset.classes, dataset.class_names, strict=True))
         return AdhocSplit(opened, dataset.classes, readable, dataset.fingerprint)
     broken: list[Path] = []
-    files = [path for place in places for path in _expand(place, broken)]
+    files = [path for place in places for path in _expand(place, broken, setting)]
     folders = {path.parent for path in files if path.suffix == ".tar"}
     label_names = {_names_in(folder) or tuple(names) for folder in folders} or {tuple(names)}
     if len(label_names) > 1:
         raise UserError(
-            f"images = {', '.join(places)}: these tars belong to data sets of different classes. Use tars of one data set."
+            f"{setting} = {', '.join(places)}: these tars belong to data sets of different classes. Use tars of one data set."
         )
     (of_labels,) = label_names
     numbers = {name: number for number, name in enumerate(of_labels)}
@@ -78,7 +81,7 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
     links: list[str] = []
     for path in files:
         if path.suffix == ".tar":
-            images += _in_tar(path, len(numbers), links)
+            images += _in_tar(path, len(numbers), links, setting)
         else:
             folder = Path(os.path.abspath(path)).parent  # Of a link, the one that it is in.
             label = numbers.get(folder.name, -1)
@@ -88,6 +91,11 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
         left_out.append(_lead_nowhere(broken))
     note = f"left out: {', and '.join(left_out)}" if left_out else ""
     return AdhocSplit(_as_split(images, note), list(of_labels))
+
+
+def is_dataset(places: Sequence[str]) -> bool:
+    """Whether these places are a single data set."""
+    return len(places) == 1 and ("://" in places[0] or (Path(places[0]) / INFO).is_file())
 
 
 class _Image(NamedTuple):
@@ -100,19 +108,19 @@ class _Image(NamedTuple):
     label: int
 
 
-def _expand(place: str, broken: list[Path]) -> Iterator[Path]:
+def _expand(place: str, broken: list[Path], setting: str) -> Iterator[Path]:
     """Yield the files of one place. Links of a folder that are named as images and lead nowhere are appended to `broken`. Raises UserError."""
     if "://" in place:
-        raise UserError(f"images = {place}: from a bucket, only a single data set can be read.")
+        raise UserError(f"{setting} = {place}: from a bucket, only a single data set can be read.")
     path = to_path(place)
     assert isinstance(path, Path)
     if not path.exists():
         found = [Path(name) for name in sorted(glob.glob(place, recursive=True)) if Path(name).is_file()]
         if not found:
-            raise UserError(f"images = {place}: no such file or folder.")
+            raise UserError(f"{setting} = {place}: no such file or folder.")
         yield from found
     elif (path / INFO).is_file():
-        raise UserError(f"images = {place} is a data set: give it alone, or give its tars.")
+        raise UserError(f"{setting} = {place} is a data set: give it alone, or give its tars.")
     elif path.is_dir():
         links: list[Path] = []
         files = (file for file, _ in walk_files(path, links) if isinstance(file, Path))
@@ -120,15 +128,17 @@ def _expand(place: str, broken: list[Path]) -> Iterator[Path]:
         broken += sorted(link for link in links if _is_image(str(link.relative_to(path))))
         if not found and links:
             raise UserError(
-                f"images = {place}: no image in this folder or below it, but {_lead_nowhere(sorted(links))}."
+                f"{setting} = {place}: no image in this folder or below it, but {_lead_nowhere(sorted(links))}."
             )
         if not found:
-            raise UserError(f"images = {place}: no image in this folder or below it. For tars, use {path / '*.tar'}.")
+            raise UserError(
+                f"{setting} = {place}: no image in this folder or below it. For tars, use {path / '*.tar'}."
+            )
         yield from found
     elif path.is_file():
         yield path
     else:  # Opening a FIFO would wait for its writer.
-        raise UserError(f"images = {place} is not a regular file.")
+        raise UserError(f"{setting} = {place} is not a regular file.")
 
 
 def _is_image(name: str) -> bool:
@@ -138,7 +148,7 @@ def _is_image(name: str) -> bool:
     return Path(name).suffix.lower() in EXTENSIONS | NOT_DECODED and not is_hidden
 
 
-def _in_tar(path: Path, num_classes: int, links: list[str]) -> list[_Image]:
+def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> list[_Image]:
     """List the images of a tar, each with the number in its .cls file, or in that of its webdataset key. Raises UserError.
 
     As in sharding, a hard link stands for an earlier file of the tar. Other links are left out, and appended to `links`.
@@ -165,11 +175,11 @@ def _in_tar(path: Path, num_classes: int, links: list[str]) -> list[_Image]:
                 raise tarfile.ReadError(f"no header and no end mark at byte {tar.offset}")
     except (tarfile.TarError, ValueError) as error:
         raise UserError(
-            f"images = {path} is not a complete tar of samples ({error}). Copy it again, or leave it out."
+            f"{setting} = {path} is not a complete tar of samples ({error}). Copy it again, or leave it out."
         ) from None
     if not images:
         said = f" but {_said(links[before:])}" if links[before:] else ""
-        raise UserError(f"images = {path}: no image in this tar{said}.")
+        raise UserError(f"{setting} = {path}: no image in this tar{said}.")
     known = {key: label for key, label in labels.items() if 0 <= label < num_classes}
     return [image._replace(label=_label_of(name, known)) for name, image in images.items()]
 

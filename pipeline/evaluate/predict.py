@@ -79,7 +79,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     """
     num_classes = loaded.model.config.num_classes
     # A run without labels on a data set with some has its classes, and no head for them.
-    own = read_class_names(config) or (loaded.extra.get("classes") if num_classes else None)
+    own = read_class_names(config.class_names) or (loaded.extra.get("classes") if num_classes else None)
     if own is not None and len(own) != num_classes:
         raise UserError(
             f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights} {counted(num_classes, 'class')}."
@@ -127,17 +127,17 @@ def _readable_names(images: AdhocSplit, loaded: LoadedModel) -> dict[str, str]:
     return {**images.readable, **dict(of_weights)}
 
 
-def read_class_names(config: LookConfig) -> list[str] | None:
-    """The lines of the file `config.class_names`, None if not set. Raises UserError."""
-    if not config.class_names:
+def read_class_names(file: str) -> list[str] | None:
+    """The lines of the file that `class_names` sets, None if it is not set. Raises UserError."""
+    if not file:
         return None
     try:
-        names = read_bytes(Path(config.class_names)).decode("utf-8-sig").splitlines()  # Notepad may write a mark.
+        names = read_bytes(Path(file)).decode("utf-8-sig").splitlines()  # Notepad may write a mark.
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise UserError(f"class_names = {config.class_names} cannot be read: {reason}.") from None
+        raise UserError(f"class_names = {file} cannot be read: {reason}.") from None
     if not names:
-        raise UserError(f"class_names = {config.class_names} is empty. Write a name a line, or leave it out.")
+        raise UserError(f"class_names = {file} is empty. Write a name a line, or leave it out.")
     return names
 
 

@@ -44,7 +44,7 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     if config.like:
         try_output("sheet", _sheet(config), "file")
     loaded = load_model(config)
-    names = read_class_names(config) or loaded.extra.get("classes") or []
+    names = read_class_names(config.class_names) or loaded.extra.get("classes") or []
     images = with_readable_labels(open_adhoc_split(config.images, config.split, config.exclude, names), loaded)
     for line in images.split.notes():
         print(line)

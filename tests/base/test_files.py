@@ -20,7 +20,6 @@ from pipeline.evaluate.predict import read_class_names
 from pipeline.lifecycle.hosts import read_hostfile
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
-from pipeline.settings.commands.weights import PredictConfig
 from pipeline.settings.yaml_reader import read_yaml
 
 
@@ -39,7 +38,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 def _predict(path: Path) -> object:
-    return read_class_names(schema.load(PredictConfig, None, ["weights=x", "images=[x]", f"class_names={path}"]))
+    return read_class_names(str(path))
 
 
 def _plan(path: Path) -> object:

@@ -24,7 +24,7 @@ _CROP_TRIES = 100
 _DRAWS_PER_TRY = 4
 _FLIP_DRAW = _CROP_TRIES * _DRAWS_PER_TRY
 # Limits the size of intermediate images: 65500 x 1, resized to a short side of 256, would be 16.8 M x 256.
-_MAX_ASPECT = 16
+MAX_ASPECT = 16
 # Resize methods in addition to OpenCV's (cv2.INTER_...), and torch's names for them; see `resize`.
 ANTIALIAS, BICUBIC = -1, -2
 _TORCH = {ANTIALIAS: "bilinear", BICUBIC: "bicubic"}
@@ -168,10 +168,10 @@ def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -
         if config.eval_crop == "center":
             image = _cover(image, frame, config)
         else:
-            image = resize(image, frame[::-1], _eval_method(image, frame, config))
+            image = resize(image, frame[::-1], resize_method(image, frame, config))
         top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
         image = image[top : top + height, left : left + width]
-    _resize_into(image, out, _eval_method(image, (height, width), config))
+    _resize_into(image, out, resize_method(image, (height, width), config))
 
 
 def enlarged(view: tuple[int, int], short: int) -> tuple[int, int]:
@@ -180,7 +180,7 @@ def enlarged(view: tuple[int, int], short: int) -> tuple[int, int]:
     return round(height * short / min(view)), round(width * short / min(view))
 
 
-def _eval_method(image: np.ndarray, size: tuple[int, int], config: AugmentConfig) -> int:
+def resize_method(image: np.ndarray, size: tuple[int, int], config: AugmentConfig) -> int:
     """Resize method for an evaluation image to (height, width). The antialias filter adapts to each side separately."""
     shrinks = image.shape[0] > size[0] and image.shape[1] > size[1]
     return (
@@ -193,7 +193,7 @@ def _eval_method(image: np.ndarray, size: tuple[int, int], config: AugmentConfig
 def _cover(image: np.ndarray, frame: tuple[int, int], config: AugmentConfig) -> np.ndarray:
     """Resize to the smallest size that covers (height, width), keeping the aspect; crop the ends of very long images first."""
     height, width = image.shape[:2]
-    longest = _MAX_ASPECT * min(height, width)
+    longest = MAX_ASPECT * min(height, width)
     top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
     image = image[top : height - top, left : width - left]
     height, width = image.shape[:2]

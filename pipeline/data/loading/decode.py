@@ -88,7 +88,7 @@ def decode(
             part = _decode_jpeg(data, stored, factor)
         if part is not None:
             return _upright(part, orientation)
-    pixels, orientation = _with_pillow(data, _to_rgb)
+    pixels, orientation = with_pillow(data, _to_rgb)
     pixels = _upright(pixels, orientation)
     if choose is None:
         return pixels
@@ -98,7 +98,7 @@ def decode(
 
 def exif_orientation(jpeg: bytes) -> int:
     """EXIF orientation of a JPEG, 1 to 8. Raises DecodeError."""
-    return _with_pillow(jpeg, _orientation) if _may_have_exif(jpeg) else 1
+    return with_pillow(jpeg, _orientation) if _may_have_exif(jpeg) else 1
 
 
 def inspect(data: bytes, decode_all: bool) -> tuple[str, int, int]:
@@ -108,7 +108,7 @@ def inspect(data: bytes, decode_all: bool) -> tuple[str, int, int]:
     """
     ext = _format(data)
     size = _jpeg_size(data) if ext == "jpg" else None
-    height, width = size or _with_pillow(data, lambda image: (image.height, image.width))
+    height, width = size or with_pillow(data, lambda image: (image.height, image.width))
     if decode_all:
         decode(data)
     return ext, width, height
@@ -196,7 +196,7 @@ def _refuse_bomb(height: int, width: int) -> None:
         raise DecodeError(f"{width} x {height} pixels are more than {_MAX_PIXELS:,}")
 
 
-def _with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
+def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
     """Returns question(opened image). Raises DecodeError for every failure of Pillow."""
     try:
         with Image.open(io.BytesIO(data)) as image:

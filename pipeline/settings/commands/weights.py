@@ -12,8 +12,8 @@ from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.shared import batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels, share
 from pipeline.settings.yaml_reader import as_typed
 
-_IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
-_EXCLUDE = "lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."
+IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
+EXCLUDE = "lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."
 _ONE_OR_ALL = TextForm(r"all|mean|0*[1-9][0-9]*", "a number from 1, all, or mean")
 Drawing = Literal[
     "attention",
@@ -78,7 +78,7 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
 
     data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py", path=True)
     split: str = setting("val", "Split to score.")
-    exclude: str = setting("all", _EXCLUDE[0].upper() + _EXCLUDE[1:])
+    exclude: str = setting("all", EXCLUDE[0].upper() + EXCLUDE[1:])
     out: str = setting(
         "",
         "Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its checkpoints, and "
@@ -152,9 +152,9 @@ class LookConfig(WeightsConfig):
 
     # A folder of photographs has some that cannot be read. Each is reported with its reason, and none changes what is said of the others.
     least_bad: ClassVar[int] = 10
-    images: list[str] = setting(REQUIRED, f"Images: {_IMAGES}", path=True)
+    images: list[str] = setting(REQUIRED, f"Images: {IMAGES}", path=True)
     split: str = setting("val", "If images is a data set: its split.")
-    exclude: str = setting("all", f"If images is a data set: {_EXCLUDE}")
+    exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
     class_names: str = setting("", "File of class names, one per line, for weights without class names.", path=True)
 
 
@@ -192,7 +192,7 @@ class FeaturesConfig(LookConfig):
 class ExplainConfig(LookConfig):
     """Figures that explain weights and their predictions."""
 
-    images: list[str] = setting(list, f"Images: {_IMAGES}; empty draws only figures that need no image.", path=True)
+    images: list[str] = setting(list, f"Images: {IMAGES}; empty draws only figures that need no image.", path=True)
     draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
     layer: str = setting(
         "all", "attention: block, a number from 1, all, or mean.", form=_ONE_OR_ALL, needs="draw=attention"
