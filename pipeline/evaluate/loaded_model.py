@@ -193,5 +193,8 @@ class _Results:
 
 def _results_in(folder: Path) -> _Results | None:
     """What the results in a folder are of; None if there are none."""
-    found = (json_record.read_or_none(folder / file, _Results) for file in ("scores.json", "explain.json"))
+    found = (
+        json_record.read_or_none(folder / file, _Results)
+        for file in ("scores.json", "explain.json", "segmentation.json")
+    )
     return next(filter(None, found), None)

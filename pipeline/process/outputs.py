@@ -30,7 +30,7 @@ Output = Literal["file", "folder", "folder or URL", "new"]
 
 Holds = Literal[
     "study", "VTAB-1k sweep", "data set", "run", "grid", "evaluation", "explanation", "verification", "statistics",
-    "comparison", "report of sweeps", "report of a run",
+    "comparison", "report of sweeps", "report of a run", "segmentation",
 ]  # fmt: skip
 # The files by which a folder is recognised, in this order: an evaluation has a scores.json, and so has a run. A grid made before
 # there was grid.json has the others.
@@ -47,6 +47,7 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "comparison": ("table.csv",),
     "report of sweeps": ("scores.csv",),
     "report of a run": ("report.html",),
+    "segmentation": ("segmentation.json", "unfinished.pt"),
 }
 # Other files of such folders, which the single file that a command writes must not replace either.
 _BESIDE_MARKS = {

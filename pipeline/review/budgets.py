@@ -108,7 +108,7 @@ def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[
     for key in dict.fromkeys(key for record in records.values() for key in record.further):
         found = {run: record for run, record in records.items() if key in record.further}
         title = title_of(key)
-        title = title[:1].upper() + title[1:]
+        title = title if title[1:2].isupper() else title[:1].upper() + title[1:]  # "mIoU" stays.
         about = {run: title if r.further[key] == key else f"{title} on {evaluated[run]}" for run, r in found.items()}
         percent = all(record.metric(record.further[key]).is_share for record in found.values())
         file = "metric_" + re.sub(r"[^\w.-]", "_", key)  # Of a probe, it contains the name of a data folder.

@@ -57,7 +57,7 @@ def best_of(series: Series, metric: Metric) -> int:
 
 def title_of(name: str) -> str:
     """A metric's name in words, without the split: "top-1", "patch rank"."""
-    return {"top1": "top-1", "top5": "top-5", "rankme": "RankMe"}.get(name, name.replace("_", " "))
+    return {"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU"}.get(name, name.replace("_", " "))
 
 
 def as_number(text: object) -> float:

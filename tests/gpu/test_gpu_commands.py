@@ -6,14 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from block_pairs import write_block_pairs
 from tiny import make_dataset
 from tiny_vtab import job_of
 
 from pipeline import model as models
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.evaluate import export, predict
+from pipeline.evaluate.segmentation import run as segmentation
 from pipeline.explain import explain
 from pipeline.settings import schema
+from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.commands.weights import ExplainConfig, ExportConfig, PredictConfig
 from pipeline.transfer.sweep import settings_of
@@ -55,6 +58,29 @@ def test_drawings(weights: Path, dataset: Path, tmp_path: Path, device: torch.de
     distances = [found["mean_attention_distance"] for found in numbers]
     np.testing.assert_allclose(distances[0], distances[-1], rtol=1e-3)
     assert len(numbers) == (1 if device.type == "cpu" else 2)
+
+
+def test_segmentation(weights: Path, tmp_path: Path, device: torch.device) -> None:
+    """The same bits each time, and the score of a CPU."""
+    images, masks = write_block_pairs(tmp_path / "blocks", 16)
+    scores, layers = [], []
+    for kind, out in ((device.type, "first"), (device.type, "again"), ("cpu", "cpu")):
+        given = [
+            f"weights={weights}",
+            f"images={images}",
+            f"masks={masks}",
+            f"out={tmp_path / out}",
+            f"device={kind}",
+            "steps=30",
+            "train_batch=4",
+            "lr=0.05",
+            "val_share=0.3",
+        ]
+        scores.append(segmentation.run(schema.load(SegmentConfig, None, given))["miou"])
+        layers.append((tmp_path / out / "head.safetensors").read_bytes())
+    assert layers[0] == layers[1]
+    assert scores == pytest.approx([scores[-1]] * 3, abs=0.02)
+    assert scores[0] > 0.4
 
 
 def test_exports(weights: Path, tmp_path: Path) -> None:

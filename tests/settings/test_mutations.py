@@ -14,13 +14,13 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.estimate.plan import make_plan
 from pipeline.settings import schema
-from pipeline.settings.commands import data, operate, reports, study, transfer, weights
+from pipeline.settings.commands import data, operate, reports, segment, study, transfer, weights
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import read_yaml
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {"data": data.ShardConfig, "index": data.IndexConfig, "grid": reports.GridConfig,
-           "vtab": transfer.VtabConfig, "study": study.StudyConfig}  # fmt: skip
+           "vtab": transfer.VtabConfig, "study": study.StudyConfig, "segment": segment.SegmentConfig}  # fmt: skip
 FILES = [(path, CLASSES.get(path.parent.name, RunConfig)) for path in sorted((ROOT / "configs").rglob("*.yaml"))
          if path.name != "prepare.yaml"]  # fmt: skip
 OTHERS = [data.VerifyConfig, data.StatsConfig, data.BenchConfig, data.DedupConfig,
@@ -83,7 +83,11 @@ def outcome(cls: type, path: Path | None, overrides: list[str]) -> str:
 
 def test_the_shipped_files_are_not_refused(tmp_path: Path) -> None:
     for path, cls in FILES:
-        more = ["weights=w"] if cls is transfer.VtabConfig else teacher_for(path, tmp_path, num_classes=21_841)
+        more = (
+            ["weights=w"]
+            if cls in (transfer.VtabConfig, segment.SegmentConfig)
+            else teacher_for(path, tmp_path, num_classes=21_841)
+        )
         assert not outcome(cls, path, more), path
 
 

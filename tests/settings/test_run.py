@@ -27,6 +27,7 @@ from pipeline.settings import run_execution, run_sections, schema, yaml_reader
 from pipeline.settings.commands import data as data_settings
 from pipeline.settings.commands import operate as tools_settings
 from pipeline.settings.commands import reports as suite_settings
+from pipeline.settings.commands import segment as segment_settings
 from pipeline.settings.commands import study as study_settings
 from pipeline.settings.commands import transfer as transfer_settings
 from pipeline.settings.commands import weights as weights_settings
@@ -42,13 +43,13 @@ from pipeline.transfer.vtab_cell import warmup_steps
 ROOT = Path(__file__).parents[2]
 CLASSES = {
     **vars(run_sections), **vars(run_execution), **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings),
-    **vars(transfer_settings), **vars(suite_settings), **vars(study_settings),
+    **vars(transfer_settings), **vars(suite_settings), **vars(study_settings), **vars(segment_settings),
 }  # fmt: skip
 # Classes that hold settings: class -> (where, which).
 HOLDERS = {
     "Study": ("config", study_settings.StudyConfig), "StudyJob": ("config", study_settings.StudyConfig),
     "ShardingJob": ("config", ShardConfig), "Prepared": ("config", RunConfig), "RunContext": ("config", RunConfig),
-    "TrainingRun": ("context.config", RunConfig),
+    "TrainingRun": ("context.config", RunConfig), "HeadTraining": ("config", segment_settings.SegmentConfig),
 }  # fmt: skip
 TREES = [
     c for c in CLASSES.values()
@@ -271,6 +272,9 @@ def test_shipped_file_loads_and_plans(path: Path, tmp_path: Path) -> None:
         return
     if path.parent.name == "study":  # Its cells: tests/study/running/test_cells.py.
         assert schema.load(study_settings.StudyConfig, path).name == path.stem
+        return
+    if path.parent.name == "segment":
+        assert schema.load(segment_settings.SegmentConfig, path, ["weights=here"]).masks
         return
     if path.name == "prepare.yaml":
         assert schema.load(VtabPrepareConfig, path).originals
@@ -819,6 +823,7 @@ def test_a_tree_is_read_back_as_it_was() -> None:
         ("vtab_report.py", suite_settings.VtabReportConfig),
         ("compare.py", suite_settings.CompareConfig),
         ("finetune_grid.py", suite_settings.GridConfig),
+        ("segment.py", segment_settings.SegmentConfig),
     ],
 )
 def test_help_lists_every_field(script: str, command: type) -> None:

@@ -1,0 +1,29 @@
+"""Command: score the features of each place of an image by segmentation. See `pipeline/evaluate/segmentation/run.py`.
+
+Train a linear layer on the patch tokens of frozen weights to tell the class of each pixel, and score it on held-out
+images: mIoU with its interval, a table of classes, and a sheet of images, masks and predictions. It measures what a
+score of whole images does not: whether features say where things are. Runs in one process, on a GPU or a CPU; a
+killed command goes on where it was.
+
+  python launch/segment.py weights=runs/photos images=photos masks=masks image_size=512
+  python launch/segment.py weights=runs/photos images=datasets/streets masks=datasets/street_masks
+  python launch/segment.py --config configs/segment/ade20k.yaml weights=hf://facebook/dinov3-vitb16-pretrain-lvd1689m mlflow=http://mlflow:5000
+
+A mask is a PNG of the size of its image, with the number of a class in each pixel or a colour for each class, and has the
+path of its image below its folder: photos/cat/1.jpg, masks/cat/1.png. See docs/segmentation.md.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipeline.process.start import guard
+
+guard(__name__)
+
+from pipeline.settings.command import main
+from pipeline.settings.commands.segment import SegmentConfig
+
+if __name__ == "__main__":
+    main(SegmentConfig, "pipeline.evaluate.segmentation.run", __doc__)

@@ -1,0 +1,141 @@
+"""Masks: images whose pixels are classes. Shapes: H, W height and width, K classes."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.colors import hsv_to_rgb
+from PIL import Image
+
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.data.loading.decode import DecodeError, with_pillow
+from pipeline.evaluate.predict import read_class_names
+
+# Pixels without a class, in arrays of class numbers.
+NO_CLASS = -1
+# Added to a colour, so that it is no number of a class.
+_COLOUR = 1 << 24
+# The largest number that a PNG of 16 bits holds.
+_MAX_NUMBER = 2**16 - 1
+# More different values than any published data set has classes: a photograph, or a mask with smoothed borders.
+_MAX_VALUES = 1000
+_VALUE = re.compile(r"\d+|#[0-9a-fA-F]{6}")
+_LOSSY = {"JPEG": "a JPEG", "MPO": "a JPEG", "WEBP": "a WebP"}  # Pillow does not say whether a WebP has lost anything.
+_MODES = {"1", "L", "LA", "P", "PA", "I", "RGB", "RGBA"}  # and those of 16 bits, I;16 and others
+
+
+def decode_mask(data: bytes) -> np.ndarray:
+    """The value of each pixel of a mask file, int32 (H, W): its number, also in a palette, or 0x1RRGGBB for a colour; alpha is dropped.
+
+    Raises DecodeError for bytes that are not an image, a JPEG, whose compression changes values, and floating-point or negative pixels.
+    """
+    values: np.ndarray = with_pillow(data, _values)
+    return values
+
+
+def _values(image: Image.Image) -> np.ndarray:
+    if image.format in _LOSSY:
+        raise DecodeError(f"{_LOSSY[image.format]} may not keep the values of a mask: give PNG files")
+    if image.mode not in _MODES and not image.mode.startswith("I;16"):
+        raise DecodeError(f"a mask has numbers or colours, not Pillow's mode {image.mode}")
+    pixels = np.asarray(image)
+    if pixels.ndim == 3 and pixels.shape[2] >= 3:
+        values = np.full(pixels.shape[:2], _COLOUR >> 16, np.int32)
+        for channel in range(3):  # One after another, because a mask of 24 million pixels would take 700 MB at once.
+            values <<= 8 * (channel > 0)
+            values |= pixels[..., channel]
+        return values
+    numbers = (pixels if pixels.ndim == 2 else pixels[..., 0]).astype(np.int32)
+    if numbers.min() < 0 or numbers.max() > _MAX_NUMBER:
+        raise DecodeError(f"values from {numbers.min():,} to {numbers.max():,} are no numbers of classes")
+    return numbers
+
+
+@dataclass(frozen=True)
+class MaskClasses:
+    """The K classes of masks, by the values of their pixels.
+
+    values: int32 (K,), ascending, as `decode_mask` returns them; a pixel with another value has no class. names: K.
+    """
+
+    values: np.ndarray
+    names: list[str]
+
+    def colours(self) -> np.ndarray:
+        """uint8 (K, 3): those of the masks, or some that differ where the masks have numbers."""
+        if self.values[0] >= _COLOUR:
+            return np.stack([self.values >> 16 & 255, self.values >> 8 & 255, self.values & 255], 1).astype(np.uint8)
+        # Hues at steps of the golden ratio: neighbours differ, whatever their number.
+        places = np.arange(len(self.values))
+        hsv = np.stack([places * 0.618034 % 1, 0.85 - 0.3 * (places % 3 == 1), 0.95 - 0.3 * (places % 3 == 2)], 1)
+        return (hsv_to_rgb(hsv) * 255).round().astype(np.uint8)
+
+    def numbers(self, mask: np.ndarray) -> np.ndarray:
+        """int32 (H, W) values -> int16 (H, W) numbers of classes, NO_CLASS where there is none."""
+        places = np.searchsorted(self.values, mask).clip(max=len(self.values) - 1)
+        return np.where(self.values[places] == mask, places, NO_CLASS).astype(np.int16)
+
+    def encoded(self, numbers: np.ndarray) -> bytes:
+        """int16 (H, W) numbers of classes -> a PNG that `decode_mask` reads as their values."""
+        values = self.values[numbers]
+        if values.max() >= _COLOUR:
+            image = Image.fromarray(self.colours()[numbers])
+        else:
+            image = Image.fromarray(values.astype(np.uint8 if self.values[-1] < 256 else np.uint16))
+        image.save(buffer := io.BytesIO(), "PNG")
+        return buffer.getvalue()
+
+
+def find_classes(pixels: Mapping[int, int], ignore: Sequence[str], names: Mapping[int, str]) -> MaskClasses:
+    """The classes of masks: all values that occur, without those to ignore.
+
+    pixels: value -> number of pixels. ignore: values, as text. names: by value; empty names classes by their values. Raises UserError for
+    fewer than two classes, too many, and numbers beside colours.
+    """
+    ignored = {parse_value(text) for text in ignore}
+    kept = sorted(set(pixels) - ignored)
+    if len(kept) > _MAX_VALUES:
+        raise UserError(
+            f"masks has {counted(len(kept), 'different value')}: these are photographs, or masks whose borders were smoothed. "
+            "A mask has the number of its class in each pixel, or one colour for each class."
+        )
+    if kept and kept[0] < _COLOUR <= kept[-1]:
+        raise UserError(
+            f"some masks have numbers, such as {value_text(kept[0])}, and some have colours, such as {value_text(kept[-1])}. Give masks of one kind."
+        )
+    if len(kept) < 2:
+        found = ", ".join(value_text(value) for value in sorted(pixels)) or "none"
+        left_out = ", ".join(value_text(value) for value in sorted(set(pixels) & ignored)) or "none"
+        raise UserError(
+            f"masks has the values {found}, of which {left_out} is ignored: that leaves {counted(len(kept), 'class')}. "
+            "At least two are needed: set ignore=[] if each value is a class."
+        )
+    if names and (nameless := [value for value in kept if value not in names]):
+        raise UserError(
+            f"class_names has no name for {value_text(nameless[0])}, which occurs in the masks. Add it, or add the "
+            "value to ignore."
+        )
+    shown = [names.get(value, value_text(value)) for value in kept]
+    return MaskClasses(np.array(kept, np.int32), shown)
+
+
+def value_text(value: int) -> str:
+    """A value of a mask as it is shown, and as `ignore` accepts it."""
+    return f"#{value - _COLOUR:06x}" if value >= _COLOUR else str(value)
+
+
+def parse_value(text: str) -> int:
+    """The inverse of `value_text`."""
+    return _COLOUR + int(text[1:], 16) if text.startswith("#") else int(text)
+
+
+def read_names(class_names: str) -> dict[int, str]:
+    """Value -> name, of a file with a line for each value 0, 1, ..., or with lines of a value and its name; {} for "". Raises UserError."""
+    lines = [line.strip() for line in read_class_names(class_names) or []]
+    pairs = [line.split(maxsplit=1) for line in lines if line]
+    if all(len(pair) == 2 and _VALUE.fullmatch(pair[0]) for pair in pairs):
+        return {parse_value(value): name for value, name in pairs}
+    return dict(enumerate(lines))

@@ -1,0 +1,270 @@
+"""Images and their masks, found by equal names, and read together. Shapes: H, W height and width, K classes."""
+
+import hashlib
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
+from pipeline.base.words import counted
+from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.dataset.split import Split
+from pipeline.data.loading.augment import MAX_ASPECT
+from pipeline.data.loading.decode import EXTENSIONS, DecodeError, decode
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
+from pipeline.evaluate.segmentation.masks import MaskClasses, decode_mask, find_classes, read_names
+from pipeline.settings.commands.segment import SegmentConfig
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class MaskedPairs:
+    """n images and their masks. rows, mask_rows: int64 (n,), rows of `images` and of `masks`. names: n, without folder of the place and suffix."""
+
+    images: Split
+    masks: Split
+    rows: np.ndarray
+    mask_rows: np.ndarray
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def places(self) -> set[tuple[str, int]]:
+        """(file, offset) of each image: the same in another selection of the same files."""
+        paths = [str(Path(path).resolve()) for path in self.images.shard_paths]
+        shards = self.images.shard_of(self.rows).tolist()
+        return {
+            (paths[shard], self.images.place_of(row)[0]) for shard, row in zip(shards, self.rows.tolist(), strict=True)
+        }
+
+    def content(self) -> str:
+        """A hash that changes with the files: of shards with a checksum of these, of others of their sizes and times."""
+        found = hashlib.sha256(json.dumps([self.names, self.rows.tolist(), self.mask_rows.tolist()]).encode())
+        for split in (self.images, self.masks):
+            for path, checksum in zip(split.shard_paths, split.shard_sha256.to_pylist(), strict=True):
+                about = None if checksum else os.stat(path)
+                found.update(f"{checksum}{about and (about.st_size, about.st_mtime_ns)}".encode())
+        return found.hexdigest()
+
+    def named(self, numbers: list[int]) -> list[str]:
+        """Names of pairs."""
+        return [self.names[number] for number in numbers]
+
+    def only(self, chosen: np.ndarray) -> "MaskedPairs":
+        """Those with these numbers, int64."""
+        names = [self.names[number] for number in chosen.tolist()]
+        return replace(self, rows=self.rows[chosen], mask_rows=self.mask_rows[chosen], names=names)
+
+
+def open_pairs(config: SegmentConfig) -> tuple[MaskedPairs, MaskedPairs]:
+    """(pairs to learn from, pairs to be scored on). Prints what is left out. Raises UserError where there are none.
+
+    The second are of `val_images` and `val_masks`; else, of a data set, of its split `val_split`; else `val_share` of the others, chosen by a
+    hash of their names, so that more images move none from one part to the other; at least one.
+    """
+    train = _paired(config, config.images, config.masks, config.split)
+    if config.val_images:
+        return train, _paired(config, config.val_images, config.val_masks, config.val_split, "val_")
+    if is_dataset(config.images) and config.val_split:
+        splits = open_dataset(config.images[0]).splits
+        if config.val_split not in splits:
+            raise UserError(
+                f"{config.images[0]} has no split {config.val_split!r}. It has: {', '.join(splits)}. Set val_split, or val_split='' to hold out "
+                "val_share of the images."
+            )
+        return train, _paired(config, config.images, config.masks, config.val_split)
+    hashes = [int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) for name in train.names]
+    places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))
+    held_out = places < max(config.val_share, places.min() + 1e-9 if config.val_share else 0)
+    if held_out.all() or not held_out.any():
+        raise UserError(
+            f"val_share = {config.val_share} of {counted(len(train), 'image')} leaves none to learn from or none to be scored on. "
+            "Give more images, or val_images and val_masks."
+        )
+    return train.only(np.flatnonzero(~held_out)), train.only(np.flatnonzero(held_out))
+
+
+def _paired(
+    config: SegmentConfig, images: Sequence[str], masks: Sequence[str], split: str, prefix: str = ""
+) -> MaskedPairs:
+    """prefix: of the settings that name the places."""
+    opened = open_adhoc_split(images, split, config.exclude, [], f"{prefix}images")
+    opened_masks = open_adhoc_split(masks, split, "none", [], f"{prefix}masks")
+    for note in (*opened.split.notes(), *opened_masks.split.notes()):
+        print(note)
+    of_images = names_in(opened, images, config.image_suffix, "images")
+    of_masks = names_in(opened_masks, masks, config.mask_suffix, "masks")
+    found = [name for name in of_images if name in of_masks]
+    if not found:
+        raise UserError(
+            f"{prefix}images = {', '.join(images)} and {prefix}masks = {', '.join(masks)} have no name in common: the first are {_first(of_images)} and "
+            f"{_first(of_masks)}. An image and its mask have the same path below their folders, but for the suffix; for endings of names set "
+            "image_suffix and mask_suffix."
+        )
+    if alone := len(of_images) - len(found):
+        print(f"left out: {counted(alone, 'image')} of {', '.join(images)} without a mask")
+    if alone := len(of_masks) - len(found):
+        print(f"left out: {counted(alone, 'mask')} of {', '.join(masks)} without an image")
+    rows, mask_rows = (np.array([names[name] for name in found], np.int64) for names in (of_images, of_masks))
+    return MaskedPairs(opened.split, opened_masks.split, rows, mask_rows, found)
+
+
+def _first(names: dict[str, int]) -> str:
+    return repr(next(iter(names), ""))
+
+
+def names_in(opened: AdhocSplit, places: Sequence[str], ending: str = "", kind: str = "images") -> dict[str, int]:
+    """Name -> row of the images whose names have this ending: the path below their place, without suffix and ending. kind: images or masks.
+
+    Raises UserError for names that are not unique, and if none has the ending.
+    """
+    keys = opened.split.keys(np.arange(len(opened.split)))
+    if not opened.fingerprint:
+        keys = [_below(key, places) for key in keys]
+    names = [str(PurePosixPath(key).with_suffix("")) if _suffix(key) in EXTENSIONS else key for key in keys]
+    found = {name.removesuffix(ending): row for row, name in enumerate(names) if name.endswith(ending)}
+    ends = Counter(name for name in names if name.endswith(ending))
+    setting = f"{kind.removesuffix('s')}_suffix = {ending}"
+    if not ends:
+        raise UserError(f"{setting}: no name in {', '.join(places)} ends so; the first is {names[0]!r}.")
+    if len(found) < ends.total():
+        twice, count = ends.most_common(1)[0]
+        raise UserError(f"{', '.join(places)}: {counted(count, 'file')} named {twice!r}. Rename or remove one.")
+    if others := len(names) - ends.total():
+        print(f"left out: {others:,} of the {kind} of {', '.join(places)}, whose names do not end as {setting} says")
+    return found
+
+
+def _suffix(key: str) -> str:
+    return PurePosixPath(key).suffix.lower()
+
+
+def _below(key: str, places: Sequence[str]) -> str:
+    """The path of an image below its place: a folder, or a tar; of a file that is given by name, the name."""
+    _, is_in_tar, member = key.partition(".tar/")
+    if is_in_tar:
+        return member
+    folders = [folder for folder in map(Path, places) if Path(key).is_relative_to(folder)]
+    return str(Path(key).relative_to(max(folders, key=lambda folder: len(folder.parts)))) if folders else Path(key).name
+
+
+class PairReader:
+    """Reads pairs. Thread-safe. Use it as a context manager."""
+
+    def __init__(self, pairs: MaskedPairs, classes: MaskClasses) -> None:
+        self.pairs, self.classes = pairs, classes
+        self._images, self._masks = ShardReader(pairs.images), ShardReader(pairs.masks)
+
+    def __enter__(self) -> "PairReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._images.close()
+        self._masks.close()
+
+    def read(self, number: int) -> tuple[np.ndarray, np.ndarray] | str:
+        """(pixels uint8 (H, W, 3), numbers of classes int16 (H, W)) of a pair, or why it cannot be used. Raises StorageError as `ShardReader.read`."""
+        try:
+            pixels = read_image(self._images, int(self.pairs.rows[number]))
+            mask = decode_mask(self._masks.read(int(self.pairs.mask_rows[number])))
+        except (DecodeError, OSError) as error:
+            return str(error)
+        height, width = pixels.shape[:2]
+        if mask.shape != (height, width):
+            return f"{width} x {height} pixels, its mask {mask.shape[1]} x {mask.shape[0]}"
+        return pixels, self.classes.numbers(mask)
+
+
+def read_image(reader: ShardReader, row: int) -> np.ndarray:
+    """uint8 (H, W, 3). Raises DecodeError, also for an image that is too long to be resized, and as `ShardReader.read`."""
+    pixels = decode(reader.read(row))
+    height, width = pixels.shape[:2]
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise DecodeError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
+    return pixels
+
+
+def in_order(work: Callable[[int], Result], items: Iterable[int], threads: int, ahead: int) -> Iterator[Result]:
+    """Yield work(item) of each, in their order; `threads` threads work on the next `ahead` items meanwhile."""
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) > ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class MaskScan:
+    """What all masks say. classes: theirs. shares: for each selection of pairs, the share of its pixels in each class, float64 (K,)."""
+
+    classes: MaskClasses
+    shares: list[np.ndarray]
+
+
+def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskScan:
+    """Read all masks. Those that cannot be read are counted again by who trains and scores.
+
+    Raises UserError as `find_classes`, for more damaged masks than the budget allows, and for a selection in which no pixel has a class.
+    """
+    names = read_names(config.class_names)
+    counts = [Counter[int]() for _ in of]
+    with tqdm(total=sum(map(len, of)), desc="masks", unit=" masks", disable=None) as bar:
+        for pairs, pixels in zip(of, counts, strict=True):
+            problems: dict[int, str] = {}
+            reader, rows = ShardReader(pairs.masks), pairs.mask_rows.tolist()
+            for row, found in zip(
+                rows, in_order(partial(_values_of, reader), rows, config.threads, 2 * config.threads), strict=True
+            ):
+                if isinstance(found, str):
+                    problems[row] = found
+                else:
+                    pixels.update(found)
+                bar.update()
+                # No classes, but photographs: `find_classes` says so.
+                if len(pixels) > 2**16 or len(problems) > budget.allowed(len(pairs)):
+                    break
+            reader.close()
+            if excess := budget.excess(problems, pairs.masks, len(pairs)):
+                raise UserError(f"masks: {excess}")
+    classes = find_classes(sum(counts, Counter()), config.ignore, names)
+    shares = [
+        np.array([pixels[value] for value in classes.values.tolist()]) / max(pixels.total(), 1) for pixels in counts
+    ]
+    for pairs, share in zip(of, shares, strict=True):
+        if not share.any():
+            raise UserError(
+                f"{counted(len(pairs), 'mask')}, the first {pairs.masks.keys(pairs.mask_rows[:1])[0]}: each pixel has a value that ignore names. "
+                "Nothing can be learnt or scored on them."
+            )
+    return MaskScan(classes, shares)
+
+
+def _values_of(reader: ShardReader, row: int) -> dict[int, int] | str:
+    """Value -> number of pixels of a mask, or why it cannot be read. Raises StorageError."""
+    try:
+        values, numbers = np.unique(decode_mask(reader.read(row)), return_counts=True)
+    except (DecodeError, OSError) as error:
+        return str(error)
+    return dict(zip(values.tolist(), numbers.tolist(), strict=True))

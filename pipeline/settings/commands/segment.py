@@ -1,0 +1,91 @@
+"""The settings of the segmentation probe.
+
+Numbers are those of DINOv3's linear segmentation (dinov3/eval/segmentation), but for the steps; docs/segmentation.md says what else differs.
+"""
+
+from dataclasses import dataclass
+
+from pipeline.base.errors import UserError
+from pipeline.settings.commands.weights import EXCLUDE, IMAGES, WeightsConfig
+from pipeline.settings.quantities import MAX_SEED
+from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.shared import batch_size, mlflow_uri, pixels, share
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentConfig(WeightsConfig):
+    """A linear layer on the frozen patch tokens of weights, trained and scored on images with masks."""
+
+    images: list[str] = setting(REQUIRED, f"Images: {IMAGES}", path=True)
+    masks: list[str] = setting(
+        REQUIRED,
+        "Their masks, in the same forms: each pixel has the number of its class (PNG, also with a palette) or one colour for each class. A "
+        "mask has its image's path below the folder, but for the suffix.",
+        path=True,
+    )
+    split: str = setting(
+        "train", "If images is a data set: the split to learn from. Masks are of the split of the same name."
+    )
+    val_images: list[str] = setting(
+        list, "Images to be scored on; empty is val_split of a data set, else val_share.", path=True
+    )
+    val_masks: list[str] = setting(list, "Their masks.", path=True, needs="val_images")
+    val_split: str = setting("val", "If images or val_images is a data set: the split to be scored on.")
+    val_share: float = share(0.1, "Share of the images that is held out for the score if nothing else says which.")
+    image_suffix: str = setting("", "End of the names of images that their masks do not have, as _leftImg8bit.")
+    mask_suffix: str = setting("", "End of the names of masks that their images do not have, as _gtFine_labelTrainIds.")
+    exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
+    ignore: list[str] = setting(
+        ["255"],
+        "Values of masks that are no class: numbers, or colours as '#000000'.",
+        form=TextForm(r"[0-9]{1,7}|#[0-9a-fA-F]{6}", "a number, as 255, or a colour, as '#000000'"),
+    )
+    class_names: str = setting(
+        "",
+        "File of names: one a line for the values 0, 1, ..., or lines of a value and its name. Empty shows values.",
+        path=True,
+    )
+    short_side: int = pixels(
+        0,
+        "Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is image_size.",
+    )
+    layers: int = setting(1, "Blocks whose tokens the layer reads, side by side: the last ones.", min=1, max=64)
+    steps: int = setting(4000, "Steps of training (40,000 for ADE20K in DINOv3).", min=1, max=10_000_000)
+    train_batch: int = batch_size(16, "Crops of a step.")
+    lr: float = setting(1e-3, "Peak rate of AdamW.", above=0, max=10)
+    weight_decay: float = setting(1e-3, "Weight decay of AdamW.", min=0, max=10)
+    warmup: float = share(0.0375, "Share of the steps in which the rate rises; then it falls to 0 by a cosine.")
+    scale_min: float = setting(
+        0.5, "Least scale of a crop: the short side of the image, over short_side.", above=0, max=16
+    )
+    scale_max: float = setting(2.0, "Largest scale of a crop.", above=0, max=16)
+    flip: bool = setting(True, "Mirror half of the crops.")
+    seed: int = setting(0, "Seed of the order, the crops and the layer.", min=0, max=MAX_SEED)
+    batch: int = batch_size(8, "Windows per forward pass of the score.")
+    num_drawn: int = setting(6, "Held-out images on the sheet, chosen at random; 0 draws none.", min=0, max=200)
+    apply: list[str] = setting(
+        list,
+        "Images without masks, in the same forms: their predicted masks are written into predicted_masks/ of the results.",
+        path=True,
+    )
+    apply_split: str = setting("test", "If apply is a data set: its split.", needs="apply")
+    out: str = setting(
+        "",
+        "Folder of the results; empty is <run>/segment/<data>-<split>, <run>/segment/<step>-... for one of its checkpoints, and "
+        "runs/segment/<weights>-... for others (refused if it holds those of other weights of this name).",
+        output="folder",
+        holds="segmentation",
+    )
+    mlflow: str = mlflow_uri("MLflow tracking URI for the scores and the sheet; empty sends nothing.")
+    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
+
+    def check(self) -> None:
+        """Check what depends on several settings. Raises UserError."""
+        if self.eval_crop != "auto" or self.eval_resize or self.loss != "auto":
+            raise UserError(
+                "eval_crop, eval_resize and loss have no effect here: the whole image is read, in windows of image_size. Leave them out."
+            )
+        if bool(self.val_images) != bool(self.val_masks):
+            raise UserError("val_images and val_masks belong together: set both, or neither.")
+        if self.scale_min > self.scale_max:
+            raise UserError(f"scale_min = {self.scale_min} is larger than scale_max = {self.scale_max}.")

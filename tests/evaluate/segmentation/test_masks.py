@@ -1,0 +1,128 @@
+"""Masks: what their pixels mean, in every kind of file, and what is refused."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from block_pairs import settings
+from PIL import Image
+
+from pipeline.base.errors import UserError
+from pipeline.data.loading.decode import DecodeError
+from pipeline.evaluate.segmentation.masks import (
+    NO_CLASS,
+    decode_mask,
+    find_classes,
+    parse_value,
+    read_names,
+    value_text,
+)
+
+NUMBERS = np.array([[0, 1, 2], [200, 1, 255]], np.uint8)
+
+
+def stored(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    image.save(buffer := io.BytesIO(), kind, **options)
+    return buffer.getvalue()
+
+
+def with_palette() -> Image.Image:
+    image = Image.fromarray(NUMBERS).convert("P")
+    image.putdata(NUMBERS.ravel().tolist())
+    image.putpalette(np.random.default_rng(0).integers(0, 256, 768).tolist())
+    return image
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        stored(Image.fromarray(NUMBERS)),
+        stored(Image.fromarray(NUMBERS), "TIFF"),
+        stored(Image.fromarray(NUMBERS.astype(np.uint16))),
+        stored(Image.fromarray(NUMBERS.astype(np.int32)), "TIFF"),
+        stored(with_palette()),
+        stored(with_palette(), transparency=0),
+        stored(Image.merge("LA", (Image.fromarray(NUMBERS), Image.fromarray(NUMBERS // 2)))),
+    ],
+)
+def test_a_mask_of_numbers_is_read_as_it_is(data: bytes) -> None:
+    found = decode_mask(data)
+    assert found.dtype == np.int32
+    assert found.tolist() == NUMBERS.tolist()
+
+
+def test_numbers_of_more_than_8_bits_and_two_colours_of_one_bit() -> None:
+    wide = np.array([[0, 1000], [40_000, 65_535]], np.uint16)
+    assert decode_mask(stored(Image.fromarray(wide))).tolist() == wide.tolist()
+    assert decode_mask(stored(Image.fromarray(np.array([[True, False]])))).tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_a_colour_is_a_value(mode: str) -> None:
+    colours = np.array([[[255, 128, 0], [0, 0, 7]]], np.uint8)
+    found = decode_mask(stored(Image.fromarray(colours).convert(mode)))
+    assert [value_text(value) for value in found[0].tolist()] == ["#ff8000", "#000007"]
+    assert [parse_value("#ff8000"), parse_value("#000007")] == found[0].tolist()
+    classes = find_classes(dict.fromkeys(found[0].tolist(), 1), [], {})
+    assert classes.colours().tolist() == [[0, 0, 7], [255, 128, 0]]
+    assert parse_value("7") != parse_value("#000007"), "a number is no colour"
+
+
+def test_what_is_no_mask_is_refused() -> None:
+    with pytest.raises(DecodeError, match="a JPEG may not keep the values of a mask: give PNG files"):
+        decode_mask(stored(Image.fromarray(NUMBERS), "JPEG"))
+    with pytest.raises(DecodeError, match="a WebP may not keep the values of a mask"):
+        decode_mask(stored(Image.fromarray(NUMBERS), "WEBP"))
+    with pytest.raises(DecodeError, match="numbers or colours, not Pillow's mode F"):
+        decode_mask(stored(Image.fromarray(NUMBERS.astype(np.float32)), "TIFF"))
+    with pytest.raises(DecodeError, match="values from -1 to 5 are no numbers of classes"):
+        decode_mask(stored(Image.fromarray(np.array([[-1, 5]], np.int32)), "TIFF"))
+    with pytest.raises(DecodeError):
+        decode_mask(b"no image")
+
+
+def test_classes_are_the_values_that_occur() -> None:
+    classes = find_classes({0: 5, 3: 1, 7: 2, 255: 9}, ["255", "0"], {})
+    assert (classes.values.tolist(), classes.names) == ([3, 7], ["3", "7"])
+    numbers = classes.numbers(np.array([[0, 3, 7], [255, 8, 2]], np.int32))
+    assert numbers.dtype == np.int16
+    assert numbers.tolist() == [[NO_CLASS, 0, 1], [NO_CLASS, NO_CLASS, NO_CLASS]]
+    assert (
+        len({tuple(colour) for colour in find_classes(dict.fromkeys(range(150), 1), [], {}).colours().tolist()}) == 150
+    )
+
+
+@pytest.mark.parametrize("text", ["0 sky\n3 a red  car\n#ff8000 kite\n", "sky\nroad\nsea\na red  car\n"])
+def test_names_of_values(text: str, tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text(text)
+    assert find_classes({0: 5, 3: 1}, [], read_names(str(tmp_path / "names.txt"))).names == ["sky", "a red  car"]
+    with pytest.raises(
+        UserError, match=r"class_names has no name for 4, which occurs in the masks. Add it, or add the value to ignore"
+    ):
+        find_classes({0: 5, 4: 1}, [], read_names(str(tmp_path / "names.txt")))
+
+
+def test_too_few_and_too_many_classes() -> None:
+    with pytest.raises(
+        UserError, match=r"values 0, 255, of which 255 is ignored: that leaves 1 class. .*set ignore=\[\]"
+    ):
+        find_classes({0: 5, 255: 1}, ["255"], {})
+    assert len(find_classes({0: 5, 255: 1}, [], {}).values) == 2
+    with pytest.raises(UserError, match=r"values none, of which none is ignored: that leaves 0 classes"):
+        find_classes({}, ["255"], {})
+    with pytest.raises(
+        UserError, match="1,001 different values: these are photographs, or masks whose borders were smoothed"
+    ):
+        find_classes(dict.fromkeys(range(1001), 1), [], {})
+    with pytest.raises(
+        UserError,
+        match=r"some masks have numbers, such as 0, and some have colours, such as #0000ff. Give masks of one kind",
+    ):
+        find_classes({0: 1, parse_value("#0000ff"): 1}, [], {})
+    assert find_classes({0: 1, parse_value("#0000ff"): 1, parse_value("#00ff00"): 1}, ["0"], {}).names == [
+        "#0000ff",
+        "#00ff00",
+    ]
+    with pytest.raises(UserError, match=r"ignore.*must be a number, as 255, or a colour, as '#000000'"):
+        settings("i", "m", "ignore=['#12']")

@@ -1,0 +1,168 @@
+"""Images and masks find each other by name, in every kind of place; what has no partner is counted."""
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from block_pairs import COLOURS, Write, settings
+from PIL import Image
+
+from pipeline.base.errors import UserError
+from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.evaluate.segmentation.masks import NO_CLASS
+from pipeline.evaluate.segmentation.pairs import PairReader, open_pairs, scan
+
+BUDGET = BadBudget(0.001)
+
+
+def opened(*places: object) -> tuple[list[str], list[str]]:
+    train, val = open_pairs(settings(*map(str, places)))
+    return train.names, val.names
+
+
+def test_folders_and_tars_have_the_same_pairs(
+    write_pairs: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, masks = write_pairs(20)
+    for folder in (images, masks):
+        with tarfile.open(tmp_path / f"{folder.name}.tar", "w") as tar:
+            for file in sorted(folder.rglob("*.png")):
+                tar.add(file, file.relative_to(folder))
+    found = opened(images, masks, "val_share=0.3")
+    assert sorted(found[0] + found[1]) == sorted(f"part.{i % 2}/{i}" for i in range(20))
+    assert 2 <= len(found[1]) <= 10
+    assert opened(tmp_path / "images.tar", tmp_path / "masks.tar", "val_share=0.3") == found
+    monkeypatch.chdir(images.parent)
+    assert opened("images/", "./masks", "val_share=0.3") == found
+
+
+def test_more_images_move_none_to_the_other_part(write_pairs: Write) -> None:
+    few = opened(*write_pairs(20), "val_share=0.3")
+    many = opened(*write_pairs(40), "val_share=0.3")
+    assert set(few[0]) <= set(many[0])
+    assert set(few[1]) <= set(many[1])
+
+
+def test_of_few_images_one_is_held_out(write_pairs: Write) -> None:
+    train, val = opened(*write_pairs(3), "val_share=0.01")
+    assert (len(train), len(val)) == (2, 1)
+
+
+def test_what_has_no_partner_is_counted(write_pairs: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    images, masks = write_pairs(20)
+    (images / "part.0/0.png").unlink()
+    for i in (1, 3):
+        (masks / f"part.1/{i}.png").unlink()
+    train, val = opened(images, masks, "val_share=0.3")
+    assert len(train) + len(val) == 17
+    said = capsys.readouterr().out
+    assert f"left out: 2 images of {images} without a mask\n" in said
+    assert f"left out: 1 mask of {masks} without an image\n" in said
+
+
+def test_endings_of_names(write_pairs: Write) -> None:
+    """As in Cityscapes, whose folders hold several masks of each image."""
+    images, masks = write_pairs(8)
+    before = opened(images, masks, "val_share=0.4")
+    for file in list(images.rglob("*.png")):
+        file.rename(file.with_stem(f"{file.stem}_leftImg8bit"))
+    for file in list(masks.rglob("*.png")):
+        shutil.copy(file, file.with_stem(f"{file.stem}_instanceIds"))
+        file.rename(file.with_stem(f"{file.stem}_labelIds"))
+    with pytest.raises(
+        UserError,
+        match=r"no name in common: the first are 'part.0/0_leftImg8bit' and 'part.0/0_instanceIds'.*image_suffix and mask_suffix",
+    ):
+        opened(images, masks)
+    assert opened(images, masks, "val_share=0.4", "image_suffix=_leftImg8bit", "mask_suffix=_labelIds") == before
+
+
+def test_names_must_be_unique(write_pairs: Write) -> None:
+    images, masks = write_pairs(4)
+    Image.open(images / "part.0/0.png").convert("RGB").save(images / "part.0/0.jpg")
+    with pytest.raises(UserError, match=r"images: 2 files named 'part.0/0'. Rename or remove one"):
+        opened(images, masks)
+
+
+def test_held_out_images_of_their_own(write_pairs: Write) -> None:
+    images, masks = write_pairs(5)
+    others, their_masks = write_pairs(3, "val")
+    train, val = opened(images, masks, f"val_images={others}", f"val_masks={their_masks}")
+    assert (len(train), len(val)) == (5, 3)
+    with pytest.raises(UserError, match="val_images and val_masks belong together"):
+        settings(images, masks, f"val_images={others}")
+    with pytest.raises(
+        UserError, match=r"val_share = 0.0 of 5 images leaves none to learn from or none to be scored on"
+    ):
+        opened(images, masks, "val_share=0")
+
+
+def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    images, masks = write_pairs(6)
+    Image.new("L", (5, 24)).save(masks / "part.0/0.png")
+    (masks / "part.1/1.png").write_bytes(b"no image")
+    config = settings(images, masks, f"val_images={images}", f"val_masks={masks}")
+    train, _ = open_pairs(config)
+    found = scan(config, BadBudget(0.5), train)
+    classes, (share,) = found.classes, found.shares
+    assert classes.names == ["0", "1", "2"]
+    with PairReader(train, classes) as reader:
+        whole = [reader.read(train.names.index(f"part.{i % 2}/{i}")) for i in range(2, 6)]
+        assert reader.read(train.names.index("part.0/0")) == "32 x 24 pixels, its mask 5 x 24"
+        assert str(reader.read(train.names.index("part.1/1"))).startswith("UnidentifiedImageError: cannot identify")
+    for pixels, numbers in whole:
+        known = numbers != NO_CLASS
+        assert np.array_equal(pixels[known], COLOURS[numbers[known]])
+        assert not known[:8, :8].any()
+        assert known.sum() == 24 * 32 - 64
+    # Of all pixels of masks that can be read, 120 of a wrong size among them.
+    counts = np.bincount(
+        np.concatenate([numbers[numbers >= 0] for _, numbers in whole] + [np.zeros(120, np.int16)]), minlength=3
+    )
+    assert share.tolist() == pytest.approx((counts / (4 * 24 * 32 + 120)).tolist())
+
+
+def test_what_masks_cannot_tell_is_said_before_any_training(write_pairs: Write) -> None:
+    images, masks = write_pairs(6)
+    train, _ = open_pairs(settings(images, masks, "val_share=0.3"))
+    Image.new("L", (32, 24), 7).save(masks / f"{train.names[0]}.png")
+    train, _ = open_pairs(settings(images, masks, "val_share=0.3"))
+    with pytest.raises(UserError, match=r"1 mask, the first .*\.png: each pixel has a value that ignore names"):
+        scan(settings(images, masks, "ignore=[7,255]"), BUDGET, train, train.only(np.array([0])))
+    for file in masks.rglob("*.png"):
+        Image.open(file).save(file, "JPEG")
+    train, _ = open_pairs(settings(images, masks, "val_share=0.3"))
+    with pytest.raises(
+        UserError, match=r"masks: 2 samples of \d cannot be read.*a JPEG may not keep the values of a mask"
+    ):
+        scan(settings(images, masks), BUDGET, train)
+
+
+def test_errors_name_the_setting(write_pairs: Write, tmp_path: Path) -> None:
+    images, masks = write_pairs(4)
+    nowhere = tmp_path / "nowhere"
+    for given, setting in (((images, nowhere), "masks"), ((images, masks, f"val_images={nowhere}", "val_masks=m"), "val_images"),
+                           ((images, masks, f"val_images={images}", f"val_masks={nowhere}"), "val_masks")):  # fmt: skip
+        with pytest.raises(UserError, match=f"^{setting} = {nowhere}: no such file or folder"):
+            opened(*given)
+    with pytest.raises(UserError, match=r"mask_suffix = _ids: no name in .* ends so; the first is 'part.0/0'"):
+        opened(images, masks, "mask_suffix=_ids")
+
+
+def test_images_that_are_learnt_from_and_scored_on_are_found(write_pairs: Write, tmp_path: Path) -> None:
+    images, masks = write_pairs(6)
+    (tmp_path / "link").symlink_to(images)
+    train, val = open_pairs(settings(images, masks, f"val_images={tmp_path / 'link'}", f"val_masks={masks}"))
+    assert len(train.places() & val.places()) == 6
+    train, val = open_pairs(settings(images, masks, "val_share=0.3"))
+    assert not train.places() & val.places()
+
+
+def test_a_very_long_image_is_left_out(write_pairs: Write) -> None:
+    config = settings(*write_pairs(3, size=(8, 136)), "val_share=0.5")
+    train, _ = open_pairs(config)
+    classes = scan(config, BUDGET, train).classes
+    with PairReader(train, classes) as reader:
+        assert reader.read(0) == "136 x 8 pixels: one side is more than 16 times the other"

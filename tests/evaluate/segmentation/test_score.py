@@ -1,0 +1,103 @@
+"""The score: its formula, its interval, windows, and interpolation a few classes at a time."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from block_pairs import NUM_CLASSES, SIDE, settings
+from torch.nn.functional import interpolate
+
+from pipeline.evaluate.loaded_model import LoadedModel, load_model
+from pipeline.evaluate.segmentation import score
+from pipeline.evaluate.segmentation.linear import LinearHead, PatchTokens
+from pipeline.evaluate.segmentation.score import PixelCounts
+
+
+def counted(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> PixelCounts:
+    """Of images with one row each."""
+    counts = PixelCounts(*(np.zeros((len(true), num_classes), np.int64) for _ in range(3)))
+    for number in range(len(true)):
+        score._add(counts, number, true[number][None], predicted[number][None])
+    return counts
+
+
+def test_the_scores_are_those_of_the_definition() -> None:
+    rng = np.random.default_rng(0)
+    true, predicted = rng.integers(-1, 4, (6, 50)), rng.integers(0, 4, (6, 50))
+    found = score.score(counted(true, predicted, 5))
+    known = true >= 0
+    for c in range(4):
+        both, either = known & (true == c) & (predicted == c), known & ((true == c) | (predicted == c))
+        assert found.iou[c] == both.sum() / either.sum()
+        assert found.recall[c] == both.sum() / (true == c).sum()
+    assert np.isnan(found.iou[4]), "neither predicted nor true"
+    assert found.miou == pytest.approx(found.iou[:4].mean())
+    assert found.pixel_accuracy == (true == predicted)[known].mean()
+    assert found.mean_recall == pytest.approx(found.recall[:4].mean())
+
+
+def test_the_interval_is_over_images() -> None:
+    """Of 100 images of which each is wholly right or wholly wrong, it is that of the number of right images."""
+    rng = np.random.default_rng(1)
+    true = np.tile([0, 1], (100, 30))
+    predicted = np.where(rng.random((100, 1)) < 0.7, true, 1 - true)
+    found = score.score(counted(true, predicted, 2))
+    right = (true == predicted).mean()
+    assert found.miou == pytest.approx(right / (2 - right))
+    ends = [
+        p / (2 - p)
+        for p in (right - 1.96 * (right * (1 - right) / 100) ** 0.5, right + 1.96 * (right * (1 - right) / 100) ** 0.5)
+    ]
+    assert (found.low, found.high) == pytest.approx(ends, abs=0.02)
+    one = score.score(counted(true[:1], predicted[:1], 2))
+    assert one.miou == 1
+    assert np.isnan([one.low, one.high]).all()
+
+
+@pytest.fixture
+def loaded(weights: Path) -> LoadedModel:
+    return load_model(settings("i", "m", f"weights={weights}"))
+
+
+def test_windows_cover_the_image_and_are_averaged(loaded: LoadedModel) -> None:
+    tokens, head = PatchTokens(loaded, 1), LinearHead(32, NUM_CLASSES, seed=0).eval()
+    image = np.random.default_rng(0).integers(0, 256, (2 * SIDE, 5 * SIDE, 3), dtype=np.uint8)
+    side = 2 * SIDE
+
+    def expected_at(window: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return (
+                interpolate(head(tokens(torch.from_numpy(window[None]))), size=(side, side), mode="bilinear")[0]
+                .argmax(0)
+                .numpy()
+            )
+
+    # Of a stride of two thirds of 16 px: 0, 11, 22, and the last ends with the image.
+    total, times = torch.zeros(NUM_CLASSES, side, 5 * SIDE), torch.zeros(5 * SIDE)
+    for left in (0, 11, 22, 24):
+        with torch.no_grad():
+            of_window = head(tokens(torch.from_numpy(image[None, :, left : left + side])))
+        total[..., left : left + side] += interpolate(of_window, size=(side, side), mode="bilinear")[0]
+        times[left : left + side] += 1
+    expected = (total / times).argmax(0).numpy()
+    for batch in (1, 3, 64):
+        assert np.array_equal(score.segment(image, tokens, head, settings("i", "m", f"batch={batch}")), expected)
+    # Twice as large, it is resized first, and the result has its own size.
+    twice = image.repeat(2, 0).repeat(2, 1)
+    found = score.segment(twice, tokens, head, settings())
+    assert found.shape == twice.shape[:2]
+    assert (found[::2, ::2] == expected).mean() > 0.9
+    # With short_side, its own pixels are read, in windows of the same size.
+    assert np.array_equal(
+        score.segment(twice, tokens, head, settings("i", "m", "short_side=32"))[:11, :11],
+        expected_at(twice[:16, :16])[:11, :11],
+    )
+
+
+def test_interpolation_a_few_classes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(7, 6, 5, generator=torch.Generator().manual_seed(0))
+    whole = interpolate(logits[None], size=(40, 31), mode="bilinear", align_corners=False)[0].argmax(0)
+    for classes_at_once in (1, 3, 7, 100):
+        monkeypatch.setattr(score, "_MAX_LOGITS", classes_at_once * 40 * 31)
+        assert torch.equal(score._largest(logits, (40, 31)), whole)
