@@ -67,8 +67,8 @@ def random_crop(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A square of a randomly scaled image: uint8 (H, W, 3) and int16 (H, W) -> uint8 (S, S, 3) and int16 (S, S).
 
-    The short side of the image becomes short_side (S, if that is 0) times a number from scale_min to scale_max. Where the image ends before the square, pixels are grey
-    and have no class. draw: uniform numbers of this crop.
+    The short side of the image becomes short_side (S, if that is 0) times a number from scale_min to scale_max. Where the image ends before
+    the square, pixels are grey and have no class. draw: uniform numbers of this crop.
     """
     scale = config.scale_min + draw(0) * (config.scale_max - config.scale_min)
     height, width = scaled(classes.shape[0], classes.shape[1], max(1, int((config.short_side or side) * scale)))

@@ -30,7 +30,8 @@ _MODES = {"1", "L", "LA", "P", "PA", "I", "RGB", "RGBA"}  # and those of 16 bits
 def decode_mask(data: bytes) -> np.ndarray:
     """The value of each pixel of a mask file, int32 (H, W): its number, also in a palette, or 0x1RRGGBB for a colour; alpha is dropped.
 
-    Raises DecodeError for bytes that are not an image, a JPEG, whose compression changes values, and floating-point or negative pixels.
+    Raises DecodeError for bytes that are not an image, JPEG and WebP, whose compression may change values, and pixels that are
+    floating-point, negative or above 65,535.
     """
     values: np.ndarray = with_pillow(data, _values)
     return values

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -89,9 +88,11 @@ def open_pairs(config: SegmentConfig) -> tuple[MaskedPairs, MaskedPairs]:
                 "val_share of the images."
             )
         return train, _paired(config, config.images, config.masks, config.val_split)
-    hashes = [int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) for name in train.names]
+    hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in train.names]
     places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))
-    held_out = places < max(config.val_share, places.min() + 1e-9 if config.val_share else 0)
+    held_out = places < config.val_share
+    if config.val_share:
+        held_out[places.argmin()] = True  # Of few images, one at least.
     if held_out.all() or not held_out.any():
         raise UserError(
             f"val_share = {config.val_share} of {counted(len(train), 'image')} leaves none to learn from or none to be scored on. "

@@ -90,7 +90,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     )
 
     # ---------------------------------------------------------------------- the layer and its score
-    identity = _identity(config, origin.sha256, train)
+    identity = _identity(config, origin.sha256, train, masks.classes)
     training = HeadTraining(tokens, len(masks.classes.names), config)
     begin = time.perf_counter()
     not_learnt = _train(training, train, masks.classes, folder, identity)
@@ -179,10 +179,12 @@ def _try_first(pairs: MaskedPairs, classes: MaskClasses) -> None:
         raise UserError(f"none of the first {counted(len(found), 'pair')} can be read; {pairs.names[0]}: {found[0]}.")
 
 
-def _identity(config: SegmentConfig, weights: str, train: MaskedPairs) -> str:
-    """What a layer belongs to. weights: SHA-256 of theirs."""
+def _identity(config: SegmentConfig, weights: str, train: MaskedPairs, classes: MaskClasses) -> str:
+    """What a layer belongs to. weights: SHA-256 of theirs. classes: also those that only the masks scored on have."""
     settings = {name: value for name, value in asdict(config).items() if name not in _NOT_OF_TRAINING}
-    return hashlib.sha256(json.dumps([_FORMAT, settings, weights, train.content()]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([_FORMAT, settings, weights, train.content(), classes.values.tolist()]).encode()
+    ).hexdigest()
 
 
 def _arithmetic(device: torch.device) -> str:

@@ -186,6 +186,35 @@ def test_changed_files_are_other_pairs(write_pairs: Write) -> None:
     assert content() != before
 
 
+def test_a_layer_of_other_classes_is_another_one(
+    write_pairs: Write, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many classes, of which only the masks that are scored on have one: numbers of classes mean others."""
+    images, masks = write_pairs(4)
+    others, their_masks = write_pairs(2, "val")
+    given = [
+        f"val_images={others}",
+        f"val_masks={their_masks}",
+        f"weights={weights}",
+        f"out={tmp_path / 'out'}",
+        "steps=2",
+    ]
+    for file in masks.rglob("*.png"):
+        classes = np.asarray(Image.open(file))
+        Image.fromarray(np.where(classes == 1, 100, classes).astype(np.uint8)).save(file)
+    Image.new("L", (32, 24), 100).save(their_masks / "part.1/1.png")
+    for value, is_known in (
+        (3, False),
+        (3, True),
+        (200, False),
+    ):  # Below 100, so that it changes the number of that class, or above it.
+        Image.new("L", (32, 24), value).save(their_masks / "part.0/0.png")
+        capsys.readouterr()
+        scores = run.run(settings(images, masks, *given))
+        assert [row["class"] for row in scores["per_class"]] == sorted(["0", "2", "100", str(value)], key=int)
+        assert ("trained already" in capsys.readouterr().out) == is_known
+
+
 def test_what_is_refused_before_anything_is_written(
     write_pairs: Write, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
