@@ -31,7 +31,7 @@ from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
 from pipeline.process.start import keep_freed_memory
 from pipeline.settings import schema
-from pipeline.settings.commands.weights import WeightsConfig
+from pipeline.settings.commands.weights import TrainedLoss, ViewConfig, WeightsConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
@@ -79,8 +79,8 @@ class LoadedModel:
         return probabilities_of(self.logits(pixels), self.loss_kind)
 
 
-def load_model(config: WeightsConfig) -> LoadedModel:
-    """Load `config.weights`. Raises UserError for weights that cannot be read, or not with these settings."""
+def load_model(config: WeightsConfig, loss: TrainedLoss = "auto") -> LoadedModel:
+    """Load `config.weights`. loss: what they were trained with. Raises UserError for weights that cannot be read, or not so."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError("device = cuda, but torch sees no GPU here. Use device=cpu.")
@@ -95,7 +95,7 @@ def load_model(config: WeightsConfig) -> LoadedModel:
         print(note)
     image_size = ImageSize.parse(config.image_size or trained.image_size)
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
-    loss_kind = extra.get("loss", "softmax") if config.loss == "auto" else config.loss
+    loss_kind = extra.get("loss", "softmax") if loss == "auto" else loss
     model = models.build(models.resized(trained, image_size, config.kernel))
     if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig):
         state = models.resample_state(state, trained, model.config)
@@ -110,15 +110,16 @@ def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained:
 
     For another image size, the weights' eval_resize is scaled with it.
     """
-    asked = {"eval_crop": config.eval_crop, "resize_filter": config.resize_filter}
+    crop, asked_resize = (config.eval_crop, config.eval_resize) if isinstance(config, ViewConfig) else ("auto", 0)
+    asked = {"eval_crop": crop, "resize_filter": config.resize_filter}
     usual = {"eval_crop": "center", "resize_filter": "linear"}
     chosen = {name: trained.get(name, usual[name]) if value == "auto" else value for name, value in asked.items()}
     short = min(ImageSize.parse(image_size))
     resize = round(trained.get("eval_resize", 0) * short / trained.get("image_size", short))
-    view = schema.build(AugmentConfig, {**chosen, "eval_resize": config.eval_resize or resize}, config.weights)
-    if config.eval_resize and view.eval_crop == "resize":
+    view = schema.build(AugmentConfig, {**chosen, "eval_resize": asked_resize or resize}, config.weights)
+    if asked_resize and view.eval_crop == "resize":
         raise UserError(
-            f"eval_resize = {config.eval_resize} has no effect: {config.weights} reads whole images (eval_crop = resize). Leave it out, or "
+            f"eval_resize = {asked_resize} has no effect: {config.weights} reads whole images (eval_crop = resize). Leave it out, or "
             "set eval_crop=center, too."
         )
     if view.eval_crop != "resize" and 0 < view.eval_resize < short:

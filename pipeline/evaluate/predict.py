@@ -44,7 +44,7 @@ def run(config: PredictConfig) -> pa.Table:
     """
     config = with_local_weights(config)
     out = Path(config.out) if config.out else None
-    loaded = load_model(config)
+    loaded = load_model(config, config.loss)
     if not loaded.model.config.num_classes:
         raise UserError(
             f"{config.weights} has no head, so it cannot predict classes. launch/finetune.py trains one on labelled images; "

@@ -66,7 +66,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     train = _train_split(config, dataset) if config.reads_labels else None
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
     origin = find_origin(file, config.weights) if config.mlflow else None
-    loaded = load_model(replace(config, weights=str(file)))
+    loaded = load_model(replace(config, weights=str(file)), config.loss)
     own, own_split = dataset, split
     if config.classify:
         names = loaded.extra.get("classes")

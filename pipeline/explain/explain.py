@@ -68,7 +68,7 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     config = with_local_weights(config)
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
     origin = find_origin(file, config.weights) if config.mlflow else None
-    loaded = load_model(replace(config, weights=str(file)))
+    loaded = load_model(replace(config, weights=str(file)), config.loss)
     mae = None
     if config.images and (not config.draw or "reconstruction" in config.draw):
         mae = Mae.from_weights(file, print, normalise=config.normalise)

@@ -154,6 +154,11 @@ class Reads(ast.NodeVisitor):
         if holder := HOLDERS.get(ast.unparse(node.annotation)):
             self.names[f"self.{ast.unparse(node.target)}.{holder[0]}"] = holder[1]
 
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        if ast.unparse(node.func) == "isinstance" and (found := CLASSES.get(ast.unparse(node.args[1]))):
+            self.names[ast.unparse(node.args[0])] = found
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
         kind = self.kind(node.value)
         if kind is not None and isinstance(node.ctx, ast.Load):
@@ -196,6 +201,8 @@ class D:
     config: OptimizerConfig
     def h(self):
         return self.config.lr
+def h(config: WeightsConfig):
+    return config.batch if isinstance(config, ViewConfig) and config.eval_crop else 0
 """
     found = {(owner.__name__, name) for owner, name in reads_of(source)}
     expected = {
@@ -204,6 +211,8 @@ class D:
         ("AugmentConfig", "flip"),
         ("EngineConfig", "precision"),
         ("OptimizerConfig", "lr"),
+        ("WeightsConfig", "batch"),
+        ("ViewConfig", "eval_crop"),
     }
     assert found == expected | {("RunConfig", "model"), ("RunConfig", "augment")}
 

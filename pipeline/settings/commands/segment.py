@@ -81,10 +81,6 @@ class SegmentConfig(WeightsConfig):
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        if self.eval_crop != "auto" or self.eval_resize or self.loss != "auto":
-            raise UserError(
-                "eval_crop, eval_resize and loss have no effect here: the whole image is read, in windows of image_size. Leave them out."
-            )
         if bool(self.val_images) != bool(self.val_masks):
             raise UserError("val_images and val_masks belong together: set both, or neither.")
         if self.scale_min > self.scale_max:

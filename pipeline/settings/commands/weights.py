@@ -1,7 +1,7 @@
 """The settings of commands on trained weights: scores, export, predictions and explanations."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
@@ -15,6 +15,7 @@ from pipeline.settings.yaml_reader import as_typed
 IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
 EXCLUDE = "lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."
 _ONE_OR_ALL = TextForm(r"all|mean|0*[1-9][0-9]*", "a number from 1, all, or mean")
+TrainedLoss = Literal["auto", "softmax", "sigmoid"]
 Drawing = Literal[
     "attention",
     "rollout",
@@ -31,34 +32,28 @@ Drawing = Literal[
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 
 
+def loss_setting() -> Any:
+    """The setting `loss` of the commands that compute probabilities."""
+    return setting(
+        "auto",
+        "Loss that the weights were trained with, which determines probabilities; auto is the weights' own, or softmax if "
+        "they have none.",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-    """Weights and how they read images; shared by evaluation, prediction and explanation."""
+    """Weights and how they compute; shared by all commands that apply them to images."""
 
     weights: str = setting(
         REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True
     )
     image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
     kernel: Kernel | None = kernel_setting()
-    eval_resize: int = pixels(
-        0,
-        "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none.",
-        needs="eval_crop=auto,center,resize_center",
-    )
-    eval_crop: Literal["auto", "center", "resize", "resize_center"] = setting(
-        "auto",
-        "Resize the short side and crop the centre (center); resize the whole image (resize); or resize the whole image and "
-        "crop the centre (resize_center). auto is the weights' own.",
-    )
     resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = setting(
         "auto",
         "linear: area to make images smaller, bilinear to enlarge them; antialias: Pillow's bilinear; bilinear: without "
         "antialias; bicubic: Pillow's bicubic. auto is the weights' own.",
-    )
-    loss: Literal["auto", "softmax", "sigmoid"] = setting(
-        "auto",
-        "Loss that the weights were trained with, which determines probabilities; auto is the weights' own, or softmax if "
-        "they have none.",
     )
     # How many unreadable images are allowed whatever their share, unless that is 0.
     least_bad: ClassVar[int] = 1
@@ -73,9 +68,26 @@ class WeightsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreConfig(WeightsConfig, ProbeConfig):
+class ViewConfig(WeightsConfig):
+    """Weights that see an image as one input: all of it, or its centre."""
+
+    eval_resize: int = pixels(
+        0,
+        "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none.",
+        needs="eval_crop=auto,center,resize_center",
+    )
+    eval_crop: Literal["auto", "center", "resize", "resize_center"] = setting(
+        "auto",
+        "Resize the short side and crop the centre (center); resize the whole image (resize); or resize the whole image and "
+        "crop the centre (resize_center). auto is the weights' own.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig(ViewConfig, ProbeConfig):
     """Scores of trained weights on a split of a data set, with a report."""
 
+    loss: TrainedLoss = loss_setting()
     data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py", path=True)
     split: str = setting("val", "Split to score.")
     exclude: str = setting("all", EXCLUDE[0].upper() + EXCLUDE[1:])
@@ -147,7 +159,7 @@ class ExportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookConfig(WeightsConfig):
+class LookConfig(ViewConfig):
     """Weights and the images that they are applied to."""
 
     # A folder of photographs has some that cannot be read. Each is reported with its reason, and none changes what is said of the others.
@@ -162,6 +174,7 @@ class LookConfig(WeightsConfig):
 class PredictConfig(LookConfig):
     """The most likely classes of images."""
 
+    loss: TrainedLoss = loss_setting()
     top: int = setting(5, "Number of classes per image, the most likely first.", min=1)
     out: str = setting("", "File for the whole table, .csv or .parquet; empty prints its first rows.", output="file")
 
@@ -192,6 +205,7 @@ class FeaturesConfig(LookConfig):
 class ExplainConfig(LookConfig):
     """Figures that explain weights and their predictions."""
 
+    loss: TrainedLoss = loss_setting()
     images: list[str] = setting(list, f"Images: {IMAGES}; empty draws only figures that need no image.", path=True)
     draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
     layer: str = setting(

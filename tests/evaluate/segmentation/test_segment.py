@@ -226,7 +226,7 @@ def test_what_is_refused_before_anything_is_written(
         run.run(command(weights, places, out, "layers=3"))
     with pytest.raises(UserError, match="short_side = 12 is smaller than image_size = 16, the side of the windows"):
         run.run(command(weights, places, out, "short_side=12"))
-    with pytest.raises(UserError, match="eval_crop, eval_resize and loss have no effect here"):
+    with pytest.raises(UserError, match="unknown setting eval_crop"):
         schema.load(SegmentConfig, None, ["weights=w", "images=i", "masks=m", "eval_crop=resize"])
     with pytest.raises(UserError, match=r"scale_min = 3.0 is larger than scale_max = 2.0"):
         settings("i", "m", "scale_min=3")
