@@ -21,6 +21,7 @@ from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_u
 from pipeline.review.reader import RunReader
 from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
+    BOOTSTRAP,
     LEVEL,
     MAX_NAMED,
     MCNEMAR,
@@ -53,6 +54,7 @@ _METHODS = {
     PROPORTIONS: "Two proportions: p is of the pooled z-test, the interval Newcombe's. Scores on the same images vary together, which "
     "this test ignores: it finds too few differences rather than too many.",
     MCNEMAR: "McNemar's test counts the images on which only one of the two is right; the interval is Bonett and Price's.",
+    BOOTSTRAP: "The bootstrap draws the test images again, the same ones for both runs; p and the interval are of the normal distribution.",
     STUDENT: "Student's t compares the means over seeds, with a common variance, also of a single run; what is more than noise of the seeds on these images may "
     "still be noise on others, with many seeds as with few.",
 }

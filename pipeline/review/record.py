@@ -4,11 +4,11 @@ Metrics have the names of metrics.jsonl: the groups by which MLflow shows them a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,11 +16,15 @@ from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of, score_of
 from pipeline.base.words import counted
-from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
+from pipeline.evaluate.intervals import OVER_SAMPLES, Interval, of_samples, of_seeds
+from pipeline.evaluate.segmentation.counts import FILE as PIXEL_COUNTS
+from pipeline.evaluate.segmentation.counts import PixelCounts, bootstrap_interval, parse_counts
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin, flops_until
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
+
+T = TypeVar("T")
 
 PREDICTIONS = "predictions.npz"
 _MAX_PREDICTIONS = 1 << 30  # Bytes of one array; training keeps the predictions of 100,000 images.
@@ -220,19 +224,32 @@ class RunRecord:
     def problems(self) -> list[str]:
         """What of the run's files was not read, in phrases."""
         lines = [f"{counted(self.num_damaged, 'damaged line')} of metrics.jsonl are ignored"] * bool(self.num_damaged)
-        unread = self._read_predictions[1]
-        return [*lines, *self.ignored, *([unread] if unread else [])]
+        unread = (self._read_predictions[1], self._read_counts[1])
+        return [*lines, *self.ignored, *filter(None, unread)]
 
     @property
     def predictions(self) -> LastPredictions | None:
         """What the last evaluation predicted; None if that is not at hand, or damaged (see `problems`)."""
         return self._read_predictions[0]
 
+    @property
+    def pixel_counts(self) -> PixelCounts | None:
+        """The pixels of each image of a segmentation; None of other runs, and if they are damaged (see `problems`)."""
+        return self._read_counts[0]
+
+    @cached_property
+    def _read_counts(self) -> tuple[PixelCounts | None, str]:
+        return self._parsed(PIXEL_COUNTS, parse_counts) if self.scored.endswith("_miou") else (None, "")
+
     @cached_property
     def _read_predictions(self) -> tuple[LastPredictions | None, str]:
+        return self._parsed(PREDICTIONS, parse_predictions)
+
+    def _parsed(self, name: str, parse: Callable[[bytes, str], T]) -> tuple[T | None, str]:
+        """(content of a file, "") or, of one that is not there or damaged, (None, why)."""
         try:
-            content = self.files.read(PREDICTIONS)
-            return (parse_predictions(content, PREDICTIONS), "") if content is not None else (None, "")
+            content = self.files.read(name)
+            return (parse(content, name), "") if content is not None else (None, "")
         except UserError as error:
             return None, str(error)
 
@@ -369,6 +386,8 @@ class RunRecord:
             return Score(title_of(name), value, step, metric=metric)
         num = self.num_evaluated(step)
         interval = of_samples(value, num) if num and metric.unit == "proportion" and 0 <= value <= 1 else None
+        if name.endswith("_miou") and self.pixel_counts is not None and num > 1:
+            interval = Interval(*bootstrap_interval(self.pixel_counts), OVER_SAMPLES)
         title = title_of(name.removeprefix(f"{self.split}_"))
         return Score(f"{self.split} {title}", value, step, num, interval, metric)
 

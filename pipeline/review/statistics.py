@@ -1,6 +1,6 @@
 """Whether two scores differ by more than noise: differences with 95 % intervals, p-values, and a correction for many pairs.
 
-Three kinds of noise: which images are in the test set (two proportions), the same for the same images (McNemar), and
+Three kinds of noise: which images are in the test set (two proportions), the same for the same images (McNemar, bootstrap), and
 the seed of training (Student's t over seeds). The first two say nothing about the seed, the last nothing about other test images:
 `tests/measure/measure_intervals.py`.
 """
@@ -16,10 +16,12 @@ import numpy as np
 
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import of_samples, quantile, rounding
+from pipeline.evaluate.segmentation.counts import PixelCounts, resampled_miou
 from pipeline.review.record import RunRecord, as_number
 from pipeline.settings import changes
 from pipeline.settings.run import RunConfig
 
+BOOTSTRAP = "bootstrap, over the same test images"
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
 STUDENT = "Student's t, over seeds"
@@ -86,6 +88,18 @@ def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> ScoreDi
     half = quantile() * math.sqrt((a + b - (a - b) ** 2) / (num + 2))
     value = (only_first - only_second) / num
     return ScoreDifference(value, max(-1.0, a - b - half), min(1.0, a - b + half), p, MCNEMAR)
+
+
+def of_same_masks(value: float, first: PixelCounts, second: PixelCounts) -> ScoreDifference:
+    """The mIoU of two models on the same images: the standard error is that of 1,000 resamples of the images, the same ones for both.
+
+    value: the first mIoU minus the second. p and the interval are of the normal distribution.
+    """
+    error = float(np.std(resampled_miou(first) - resampled_miou(second), ddof=1))
+    half = quantile() * error
+    # Equal predictions differ by 1e-17 through rounding.
+    p = math.erfc(abs(value) / error / math.sqrt(2)) if error > 1e-12 else 1.0
+    return ScoreDifference(value, max(-1.0, value - half), min(1.0, value + half), p, BOOTSTRAP)
 
 
 def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
@@ -178,12 +192,14 @@ class Pair:
 def contenders(records: Records) -> list[Contender]:
     """Runs scored on the same images, those of the same settings and different seeds as one; the best first.
 
-    A grid's mean over seeds is one contender, too. Runs without an accuracy are left out.
+    A grid's mean over seeds is one contender, too. Runs without an accuracy, or the pixel counts of a mIoU, are left out.
     """
     scored = {
         name: record
         for name, record in records.items()
-        if (score := record.last_score) is not None and score.is_accuracy and math.isfinite(score.value)
+        if (last := record.last_score) is not None
+        and (last.is_accuracy or record.pixel_counts is not None)
+        and math.isfinite(last.value)
     }
     found = []
     for names in seed_groups(scored):
@@ -192,8 +208,9 @@ def contenders(records: Records) -> list[Contender]:
         values = tuple(score.value for score in scores if score)
         if len(group) == 1 and group[0].seed_scores:
             values = tuple(group[0].seed_scores)
-        # A mean over tasks is no proportion of images.
-        num_samples = scores[0].num_samples if scores[0] and group[0].kind != "vtab" else 0
+        # A mean over tasks is no proportion of images, nor is a mIoU.
+        is_proportion = scores[0] is not None and scores[0].is_accuracy and group[0].kind != "vtab"
+        num_samples = scores[0].num_samples if scores[0] and is_proportion else 0
         found.append(Contender(names, group, values, num_samples))
     return sorted(found, key=lambda contender: -contender.mean)
 
@@ -215,8 +232,11 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
     tested = []
     for first, second in itertools.combinations(found, 2):
         ours, theirs = predictions[first.names], predictions[second.names]
+        masks = _same_masks(first, second)
         if len(first.values) + len(second.values) > 2:
             difference = of_seeds(first.values, second.values, min(first.num_samples, second.num_samples))
+        elif masks is not None:
+            difference = of_same_masks(first.mean - second.mean, *masks)
         elif ours is not None and theirs is not None and np.array_equal(ours[0], theirs[0]):
             difference = of_same_images(ours[1], theirs[1])
         elif first.num_samples and second.num_samples:
@@ -252,6 +272,14 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray] | None:
     right = found.predicted == found.true
     is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
     return (np.stack([found.rows, found.true]), right) if is_of_score else None
+
+
+def _same_masks(first: Contender, second: Contender) -> tuple[PixelCounts, PixelCounts] | None:
+    """The pixel counts of two single runs, if they are of the same images and masks."""
+    a, b = first.records[0].pixel_counts, second.records[0].pixel_counts
+    if a is None or b is None or not (np.array_equal(a.rows, b.rows) and np.array_equal(a.true, b.true)):
+        return None
+    return a, b
 
 
 # ---------------------------------------------------------------------- what can be compared

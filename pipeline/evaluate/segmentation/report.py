@@ -10,8 +10,8 @@ from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table
 from pipeline.base.words import counted
 from pipeline.evaluate import architecture
 from pipeline.evaluate.loaded_model import LoadedModel
+from pipeline.evaluate.segmentation.counts import PixelCounts, scores_of
 from pipeline.evaluate.segmentation.masks import MaskClasses
-from pipeline.evaluate.segmentation.score import PixelCounts, score
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, dataset_name
 from pipeline.monitor.tracking import send_report
 from pipeline.settings.commands.segment import SegmentConfig
@@ -22,7 +22,7 @@ _PARAMETERS = ("weights", "step", "data", "image_size", "short_side", "layers", 
 
 def numbers(counts: PixelCounts, classes: MaskClasses, learnt: np.ndarray, scored: np.ndarray) -> dict[str, Any]:
     """The scores, as segmentation.json has them. learnt, scored: share of the pixels in each class, float64 (K,)."""
-    found, alone = score(counts), score(_largest_alone(counts))
+    found, alone = scores_of(counts), scores_of(_largest_alone(counts))
     columns = zip(
         classes.names, found.iou.tolist(), found.recall.tolist(), scored.tolist(), learnt.tolist(), strict=True
     )
@@ -38,7 +38,7 @@ def _largest_alone(counts: PixelCounts) -> PixelCounts:
     largest = int(counts.true.sum(0).argmax())
     predicted, right = np.zeros_like(counts.true), np.zeros_like(counts.true)
     predicted[:, largest], right[:, largest] = counts.true.sum(1), counts.true[:, largest]
-    return PixelCounts(right, predicted, counts.true)
+    return PixelCounts(counts.rows, right, predicted, counts.true)
 
 
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:

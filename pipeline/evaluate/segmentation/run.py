@@ -29,12 +29,13 @@ from pipeline.evaluate.adhoc_split import is_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
 from pipeline.evaluate.segmentation import report
 from pipeline.evaluate.segmentation.apply import open_others, write_masks
+from pipeline.evaluate.segmentation.counts import FILE, PixelCounts, as_file
 from pipeline.evaluate.segmentation.crops import batches
 from pipeline.evaluate.segmentation.draw import SegmentedImage, draw_examples
 from pipeline.evaluate.segmentation.linear import HeadTraining, PatchTokens
 from pipeline.evaluate.segmentation.masks import MaskClasses
 from pipeline.evaluate.segmentation.pairs import MaskedPairs, PairReader, open_pairs, scan
-from pipeline.evaluate.segmentation.score import PixelCounts, count
+from pipeline.evaluate.segmentation.score import count
 from pipeline.model import VisionTransformer
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
@@ -112,6 +113,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     contents = {
         "sheet.png": sheet,
         "per_class.csv": table_csv(scores["per_class"]),
+        FILE: as_file(counts),
         "report.md": markdown(title, report.blocks(scores, sheet)),
         _HEAD: _as_file(training, masks.classes, identity, not_learnt),
         _RESULTS: json.dumps(json_record.without_nan(scores), indent=1, ensure_ascii=False) + "\n",
@@ -283,8 +285,6 @@ def _score(
         counts, problems = count(reader, training.tokens, training.head, config, bar.update, keep)
     _refuse(problems, pairs, config)
     _tell(problems, pairs.named, "not scored")
-    read = [number for number in range(len(pairs)) if number not in problems]
-    counts = PixelCounts(counts.right[read], counts.predicted[read], counts.true[read])
     return counts, [drawn[number] for number in sorted(drawn)], problems
 
 

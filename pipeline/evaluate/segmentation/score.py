@@ -1,15 +1,14 @@
-"""Segments whole images by overlapping windows, and scores them. Shapes: H, W height and width, S side of a window, n images, K classes."""
+"""Segments whole images by overlapping windows, and counts their right pixels. Shapes: H, W height and width, S side of a window, n images, K classes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.base import random_numbers
-from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.augment import resize, resize_method
+from pipeline.evaluate.segmentation.counts import PixelCounts
 from pipeline.evaluate.segmentation.crops import scaled
 from pipeline.evaluate.segmentation.linear import LinearHead, PatchTokens, between_centres, enlarged
 from pipeline.evaluate.segmentation.pairs import PairReader, in_order
@@ -19,33 +18,6 @@ from pipeline.settings.commands.segment import SegmentConfig
 _STRIDE = 2 / 3
 # Logits that are interpolated to an image's own size at a time: 256 MiB.
 _MAX_LOGITS = 2**26
-_RESAMPLES = 1000
-_BOOTSTRAP = Purpose.named("segmentation bootstrap")
-
-
-@dataclass(frozen=True)
-class PixelCounts:
-    """Pixels of n images in K classes, int64 (n, K) each, of the pixels that have a class: right, predicted as it, and truly of it."""
-
-    right: np.ndarray
-    predicted: np.ndarray
-    true: np.ndarray
-
-
-@dataclass(frozen=True)
-class SegmentationScores:
-    """Shares in [0, 1]. miou: the mean of `iou` over the classes that occur. low, high: its 95 % interval over images, NaN for one image.
-
-    iou, recall: float64 (K,), NaN for a class that is neither predicted nor true, and for one that is not true.
-    """
-
-    miou: float
-    low: float
-    high: float
-    pixel_accuracy: float
-    mean_recall: float
-    iou: np.ndarray
-    recall: np.ndarray
 
 
 @torch.no_grad()
@@ -103,12 +75,12 @@ def count(
     reader: PairReader, tokens: PatchTokens, head: LinearHead, config: SegmentConfig, done: Callable[[], object],
     keep: Callable[[int, np.ndarray, np.ndarray, np.ndarray], object],
 ) -> tuple[PixelCounts, dict[int, str]]:  # fmt: skip
-    """(counts of all pairs, number of a pair -> why it cannot be read).
+    """(counts of the pairs that can be read, number of a pair -> why it cannot be read).
 
     done: called after each pair. keep: called with (number, pixels, true classes, predicted classes) of each that can be read.
     """
     num_pairs, num_classes = len(reader.pairs), len(reader.classes.values)
-    counts = PixelCounts(*(np.zeros((num_pairs, num_classes), np.int64) for _ in range(3)))
+    counts = PixelCounts(np.arange(num_pairs), *(np.zeros((num_pairs, num_classes), np.int64) for _ in range(3)))
     problems: dict[int, str] = {}
     head.eval()
     for number, found in enumerate(in_order(reader.read, range(num_pairs), config.threads, 2 * config.threads)):
@@ -120,7 +92,8 @@ def count(
             _add(counts, number, true, predicted)
             keep(number, pixels, true, predicted)
         done()
-    return counts, problems
+    read = [number for number in range(num_pairs) if number not in problems]
+    return PixelCounts(*(part[read] for part in astuple(counts))), problems
 
 
 def _add(counts: PixelCounts, number: int, true: np.ndarray, predicted: np.ndarray) -> None:
@@ -128,36 +101,3 @@ def _add(counts: PixelCounts, number: int, true: np.ndarray, predicted: np.ndarr
     for array, classes in ((counts.true, true[known]), (counts.predicted, predicted[known]),
                            (counts.right, true[known & (true == predicted)])):  # fmt: skip
         array[number] = np.bincount(classes, minlength=num_classes)
-
-
-def score(counts: PixelCounts) -> SegmentationScores:
-    """The scores of the images together: intersection over union of each class, over all pixels of all images.
-
-    The interval is a percentile bootstrap over images, 1,000 resamples: it holds for other images like these, not for another training.
-    """
-    num_images = len(counts.true)
-    rows = random_numbers.bits(0, _BOOTSTRAP, np.arange(_RESAMPLES)[:, None], np.arange(num_images)) % np.uint64(
-        num_images
-    )
-    times = np.stack([np.bincount(row, minlength=num_images) for row in rows.astype(np.int64)])
-    right, predicted, true = (times @ part for part in (counts.right, counts.predicted, counts.true))
-    low, high = np.quantile(_mean(_ratio(right, predicted + true - right)), [0.025, 0.975])
-    if num_images < 2:
-        low = high = np.nan
-    right, predicted, true = (part.sum(0) for part in (counts.right, counts.predicted, counts.true))
-    iou, recall = _ratio(right, predicted + true - right), _ratio(right, true)
-    accuracy = _ratio(right.sum(), true.sum())
-    return SegmentationScores(
-        float(_mean(iou)), float(low), float(high), float(accuracy), float(_mean(recall)), iou, recall
-    )
-
-
-def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """part / whole, NaN where that is 0."""
-    return np.where(whole > 0, part / np.maximum(whole, 1), np.nan)
-
-
-def _mean(values: np.ndarray) -> np.ndarray:
-    """The mean over the last axis, without NaN; 0 where all are."""
-    known = ~np.isnan(values)
-    return np.where(known, values, 0).sum(-1) / np.maximum(known.sum(-1), 1)

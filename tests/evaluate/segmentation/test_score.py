@@ -1,5 +1,6 @@
 """The score: its formula, its interval, windows, and interpolation a few classes at a time."""
 
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +9,17 @@ import torch
 from block_pairs import NUM_CLASSES, SIDE, settings
 from torch.nn.functional import interpolate
 
+from pipeline.base.errors import UserError
 from pipeline.evaluate.loaded_model import LoadedModel, load_model
 from pipeline.evaluate.segmentation import score
+from pipeline.evaluate.segmentation.counts import PixelCounts, as_file, parse_counts, scores_of
 from pipeline.evaluate.segmentation.linear import LinearHead, PatchTokens
-from pipeline.evaluate.segmentation.score import PixelCounts
+from pipeline.review import statistics
 
 
 def counted(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> PixelCounts:
     """Of images with one row each."""
-    counts = PixelCounts(*(np.zeros((len(true), num_classes), np.int64) for _ in range(3)))
+    counts = PixelCounts(np.arange(len(true)), *(np.zeros((len(true), num_classes), np.int64) for _ in range(3)))
     for number in range(len(true)):
         score._add(counts, number, true[number][None], predicted[number][None])
     return counts
@@ -25,7 +28,7 @@ def counted(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> PixelC
 def test_the_scores_are_those_of_the_definition() -> None:
     rng = np.random.default_rng(0)
     true, predicted = rng.integers(-1, 4, (6, 50)), rng.integers(0, 4, (6, 50))
-    found = score.score(counted(true, predicted, 5))
+    found = scores_of(counted(true, predicted, 5))
     known = true >= 0
     for c in range(4):
         both, either = known & (true == c) & (predicted == c), known & ((true == c) | (predicted == c))
@@ -42,7 +45,7 @@ def test_the_interval_is_over_images() -> None:
     rng = np.random.default_rng(1)
     true = np.tile([0, 1], (100, 30))
     predicted = np.where(rng.random((100, 1)) < 0.7, true, 1 - true)
-    found = score.score(counted(true, predicted, 2))
+    found = scores_of(counted(true, predicted, 2))
     right = (true == predicted).mean()
     assert found.miou == pytest.approx(right / (2 - right))
     ends = [
@@ -50,9 +53,46 @@ def test_the_interval_is_over_images() -> None:
         for p in (right - 1.96 * (right * (1 - right) / 100) ** 0.5, right + 1.96 * (right * (1 - right) / 100) ** 0.5)
     ]
     assert (found.low, found.high) == pytest.approx(ends, abs=0.02)
-    one = score.score(counted(true[:1], predicted[:1], 2))
+    one = scores_of(counted(true[:1], predicted[:1], 2))
     assert one.miou == 1
     assert np.isnan([one.low, one.high]).all()
+
+
+def test_equal_models_differ_as_often_as_the_level_says() -> None:
+    """p is below 0.2 for about a fifth of the pairs that differ by chance alone, and small where one is better on the same images."""
+    rng, low = np.random.default_rng(2), 0
+    true = np.tile([0, 1], (60, 30))
+    for _ in range(100):
+        hard = rng.random((60, 1)) < 0.4  # For both models.
+        models = [np.where(hard & (rng.random((60, 60)) < 0.5), 1 - true, true) for _ in range(2)]
+        low += _of_same_masks(true, *models).p < 0.2
+    assert 10 <= low <= 32
+    better = np.where(rng.random((60, 60)) < 0.02, 1 - true, true)
+    worse = np.where(rng.random((60, 60)) < 0.03, 1 - better, better)
+    found = _of_same_masks(true, better, worse)
+    assert found.low > 0
+    assert found.p < 1e-6
+    assert _of_same_masks(true, better, better).p == 1
+
+
+def _of_same_masks(true: np.ndarray, *predicted: np.ndarray) -> statistics.ScoreDifference:
+    first, second = (counted(true, each, 2) for each in predicted)
+    return statistics.of_same_masks(scores_of(first).miou - scores_of(second).miou, first, second)
+
+
+@pytest.mark.parametrize("change", ["more right than true", "another shape", "floats", "other images"])
+def test_counts_that_cannot_be_are_damaged(change: str) -> None:
+    counts = counted(np.tile([0, 1], (3, 4)), np.tile([0, 0], (3, 4)), 2)
+    back = parse_counts(as_file(counts), "here")
+    assert all(np.array_equal(a, b) for a, b in zip(astuple(back), astuple(counts), strict=True))
+    broken = {
+        "more right than true": {"right": counts.right + 5},
+        "another shape": {"true": counts.true[:, :1]},
+        "floats": {"predicted": counts.predicted.astype(float)},
+        "other images": {"rows": counts.rows[:2]},
+    }[change]
+    with pytest.raises(UserError, match="here is damaged"):
+        parse_counts(as_file(replace(counts, **broken)), "here")
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ from safetensors import safe_open
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.evaluate.segmentation import apply, linear, run
+from pipeline.evaluate.segmentation.counts import parse_counts
 from pipeline.evaluate.segmentation.pairs import open_pairs
+from pipeline.review import compare, statistics
 from pipeline.review.reader import RunReader
 from pipeline.settings import schema
 from pipeline.settings.commands.segment import SegmentConfig
@@ -68,6 +70,19 @@ def test_from_images_to_mlflow(
         scores["miou"],
     )
     assert {"sheet.png", "report.md"} <= {file.path for file in client.list_artifacts(found.info.run_id)}
+    assert [record.last_score.interval.low, record.last_score.interval.high] == scores["interval"]
+
+    # Another layer, scored on the same masks, is compared image by image.
+    other = run.run(command(weights, places, tmp_path / "other", f"mlflow={uri}", "num_drawn=0", "steps=1"))
+    runs = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
+    (group,) = compare.groups_of(compare.named([RunReader(uri).read(f"mlflow:{each.info.run_id}") for each in runs]))
+    (pair,) = group.pairs
+    assert pair.difference.method == statistics.BOOTSTRAP
+    assert pair.difference.value == scores["miou"] - other["miou"]
+    assert pair.corrected < 0.001
+    (out / "pixel_counts.npz").write_bytes(b"PK damaged")
+    with pytest.raises(UserError, match=r"pixel_counts\.npz: not a readable \.npz"):
+        parse_counts((out / "pixel_counts.npz").read_bytes(), "pixel_counts.npz")
 
 
 def test_a_killed_command_goes_on_with_the_same_bits(

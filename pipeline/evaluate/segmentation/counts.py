@@ -1,0 +1,107 @@
+"""Scores of a segmentation by its counts of pixels, and whether two of them differ. Shapes: n images, K classes. Needs numpy only."""
+
+import io
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from pipeline.base import npz, random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
+
+FILE = "pixel_counts.npz"
+_NAMES = ("rows", "right", "predicted", "true")
+_MAX_BYTES = 1 << 30  # Of one array: a million images in 128 classes.
+_RESAMPLES = 1000
+_BOOTSTRAP = Purpose.named("segmentation bootstrap")
+
+
+@dataclass(frozen=True)
+class PixelCounts:
+    """Pixels of n images in K classes, int64 (n, K) each, of the pixels that have a class: right, predicted as it, and truly of it.
+
+    rows: int64 (n,), the number of each image among those that were to be scored.
+    """
+
+    rows: np.ndarray
+    right: np.ndarray
+    predicted: np.ndarray
+    true: np.ndarray
+
+
+@dataclass(frozen=True)
+class SegmentationScores:
+    """Shares in [0, 1]. miou: the mean of `iou` over the classes that occur. low, high: its 95 % interval over images, NaN for one image.
+
+    iou, recall: float64 (K,), NaN for a class that is neither predicted nor true, and for one that is not true.
+    """
+
+    miou: float
+    low: float
+    high: float
+    pixel_accuracy: float
+    mean_recall: float
+    iou: np.ndarray
+    recall: np.ndarray
+
+
+def scores_of(counts: PixelCounts) -> SegmentationScores:
+    """The scores of the images together: intersection over union of each class, over all pixels of all images.
+
+    The interval is a percentile bootstrap over images, 1,000 resamples: it holds for other images like these, not for another training.
+    """
+    low, high = bootstrap_interval(counts) if len(counts.true) > 1 else (np.nan, np.nan)
+    right, predicted, true = (part.sum(0) for part in (counts.right, counts.predicted, counts.true))
+    iou, recall = _ratio(right, predicted + true - right), _ratio(right, true)
+    accuracy = _ratio(right.sum(), true.sum())
+    return SegmentationScores(float(_mean(iou)), low, high, float(accuracy), float(_mean(recall)), iou, recall)
+
+
+def bootstrap_interval(counts: PixelCounts) -> tuple[float, float]:
+    """The 95 % interval of the mIoU over images, at least two."""
+    low, high = np.quantile(resampled_miou(counts), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def resampled_miou(counts: PixelCounts) -> np.ndarray:
+    """float64 (1000,), the mIoU of n images drawn with replacement, which depend on n alone: two models are scored on the same ones."""
+    num_images = len(counts.true)
+    rows = random_numbers.bits(0, _BOOTSTRAP, np.arange(_RESAMPLES)[:, None], np.arange(num_images)) % np.uint64(
+        num_images
+    )
+    times = np.stack([np.bincount(row, minlength=num_images) for row in rows.astype(np.int64)]).astype(np.float64)
+    # Products of float64 are many times faster than of int64, and exact below 2**53 pixels.
+    right, predicted, true = (times @ part.astype(np.float64) for part in (counts.right, counts.predicted, counts.true))
+    return _mean(_ratio(right, predicted + true - right))
+
+
+def as_file(counts: PixelCounts) -> bytes:
+    """The content of pixel_counts.npz; `parse_counts` reads it."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **asdict(counts))
+    return buffer.getvalue()
+
+
+def parse_counts(content: bytes, where: str) -> PixelCounts:
+    """The counts in a file's content. Raises UserError for a damaged one."""
+    found = npz.read_arrays(content, where, _NAMES, _MAX_BYTES)
+    rows, parts = found["rows"], [found[name] for name in _NAMES[1:]]
+    if any(array.dtype.kind not in "iu" for array in found.values()) or any(
+        part.shape != parts[0].shape or part.ndim != 2 or len(part) != len(rows) or not part.size for part in parts
+    ):
+        raise UserError(f"{where} is damaged: its arrays are not counts of the same images and classes.")
+    right, predicted, true = parts
+    if right.min() < 0 or (right > np.minimum(predicted, true)).any() or rows.ndim != 1:
+        raise UserError(f"{where} is damaged: it counts more pixels as right than there are.")
+    return PixelCounts(**found)
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """part / whole, NaN where that is 0."""
+    return np.where(whole > 0, part / np.maximum(whole, 1), np.nan)
+
+
+def _mean(values: np.ndarray) -> np.ndarray:
+    """The mean over the last axis, without NaN; 0 where all are."""
+    known = ~np.isnan(values)
+    return np.where(known, values, 0).sum(-1) / np.maximum(known.sum(-1), 1)
