@@ -2,18 +2,15 @@
 
 import numpy as np
 import pyarrow as pa
-from PIL import Image
 
-from data_tools.sources import Reader
+from data_tools.sources.reader import read_thumbnail
 from pipeline.base import random_numbers
 from pipeline.base.gallery import DPI, Tile, gallery
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
-from pipeline.data.loading.decode import decode
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.data.storage.retry import StorageError
 
 _SIDE = 180  # Of a tile, in pixels.
 _BATCH = 2**18
@@ -43,8 +40,8 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
         if len(classes):
             name, number_of = class_names[sample["class"]], int(class_counts[sample["class"]])
             about = [counted(number_of, "image"), *about]
-        place = str(dataset.shard_path(shards[sample["shard"]].name)), sample["offset"], sample["size"]
-        if (pixels := _thumbnail(place)) is None:
+        tar = str(dataset.shard_path(shards[sample["shard"]].name))
+        if (pixels := read_thumbnail(tar, sample["offset"], sample["size"], _SIDE)) is None:
             pixels, about[-1] = _GREY, "unreadable"
         tiles.append(Tile(pixels, [printable(name), *about]))
     of_classes = f", {len(classes)} of {counted(dataset.num_classes, 'class')}; the largest classes first" * bool(
@@ -89,16 +86,3 @@ def _first_of_each(groups: np.ndarray, hashes: np.ndarray, num: int) -> np.ndarr
     order = np.lexsort([hashes, groups])
     starts = np.searchsorted(groups[order], groups[order], side="left")
     return order[np.arange(len(order)) - starts < num]
-
-
-def _thumbnail(place: tuple[str, int, int]) -> np.ndarray | None:
-    """The pixels of an image, reduced to the size in which it is drawn; None if it is unreadable. place: (path of the tar, offset, size)."""
-    try:
-        with Reader() as reader:
-            picture = Image.fromarray(decode(reader.read(*place, packed=0)))
-    except StorageError:
-        raise
-    except (OSError, ValueError):
-        return None
-    picture.thumbnail((_SIDE, _SIDE))
-    return np.asarray(picture)

@@ -6,24 +6,19 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from data_tools.sources import Reader
+from data_tools.sources.reader import read_thumbnail
 from pipeline.base.gallery import Tile, folded, gallery
 from pipeline.base.page import png
 from pipeline.base.words import printable, shorten
-from pipeline.data.loading.decode import DecodeError, decode
 
 _SIDE = 224  # More pixels of an image are not drawn.
+_GREY = np.full((_SIDE, _SIDE, 3), 128, np.uint8)
 
 
 def read_tile(tar: str, offset: int, size: int, caption: str) -> Tile:
-    """An image of a shard with its caption; a grey one in place of a file that no decoder reads."""
-    with Reader() as reader:
-        data = reader.read(tar, offset, size, packed=0)
-    try:
-        pixels = decode(data)
-    except DecodeError:  # Equal files are copies, also damaged ones.
-        pixels = np.full((_SIDE, _SIDE, 3), 128, np.uint8)
-    return captioned(pixels, caption)
+    """An image of a shard with its caption; a grey one in place of an unreadable one: equal files are copies, also damaged ones."""
+    pixels = read_thumbnail(tar, offset, size, _SIDE)
+    return captioned(_GREY if pixels is None else pixels, caption)
 
 
 def captioned(pixels: np.ndarray, caption: str) -> Tile:

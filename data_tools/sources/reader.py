@@ -9,9 +9,14 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
+import numpy as np
+from PIL import Image
+
 from data_tools.sources.images import to_png
 from pipeline.base.words import counted
+from pipeline.data.loading.decode import decode
 from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.retry import StorageError
 from pipeline.ray_tasks import LostError
 
 # Value of the column `packed` for raw pixels of a square image: all red, then all green, then all blue.
@@ -57,6 +62,22 @@ class Reader:
         if len(data) != size:
             raise ValueError(f"{counted(len(data), 'byte')}, but {size:,} when it was listed")
         return to_png(data) if packed == PIXELS else data
+
+
+def read_thumbnail(tar: str, offset: int, size: int, side: int) -> np.ndarray | None:
+    """The pixels of an image of a shard, (H, W, 3) uint8, reduced to at most `side`; None if it is unreadable.
+
+    Raises StorageError when the store fails.
+    """
+    try:
+        with Reader() as reader:
+            image = Image.fromarray(decode(reader.read(tar, offset, size, packed=0)))
+    except StorageError:
+        raise
+    except (OSError, ValueError):
+        return None
+    image.thumbnail((side, side))
+    return np.asarray(image)
 
 
 def refuse_large(num_bytes: int) -> None:
