@@ -23,6 +23,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.bucket import remove_tree
+from pipeline.data.storage.retry import StorageError
 from pipeline.settings.commands.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
 
@@ -41,8 +42,13 @@ def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
         raise UserError(f"{out} has no data set {', '.join(absent)}. Make it first, without prove.")
     unproved = []
     for task in there:
-        dataset = open_dataset(out / task.name)
-        problems = list(_problems(task, dataset))
+        try:
+            dataset = open_dataset(out / task.name)
+            problems = list(_problems(task, dataset))
+        except StorageError:
+            raise
+        except UserError as error:  # Such as that its dataset.json is damaged.
+            problems = [str(error)]
         again = "" if problems else _read_again(task, dataset, config, problems)
         if problems:
             unproved.append(task.name)

@@ -258,7 +258,7 @@ def test_tasks_that_are_not_prepared_are_named(
     shutil.copytree(Path(prepared[1].partition("=")[2]) / "dtd", tmp_path / "tasks" / "dtd")
     (tmp_path / "tasks" / "pets").mkdir()
     (tmp_path / "tasks" / "pets" / "dataset.json").write_text("{")
-    assert "pets/dataset.json is damaged" in refused(tmp_path, prepared, f"data={tmp_path / 'tasks'}")
+    assert "pets/dataset.json is not valid JSON" in refused(tmp_path, prepared, f"data={tmp_path / 'tasks'}")
     assert "copy the tasks' data sets to a disk" in refused(tmp_path, prepared, "data=s3://bucket/vtab")
     assert "2 steps, but a training of 2 steps has 2" in refused(tmp_path, prepared, "protocol.schedule.warmup=2 steps")
 

@@ -205,7 +205,7 @@ def parse_info(text: bytes, where: str) -> dict[str, Any]:
     try:
         info = json_record.parse(text, Any, where)
     except UserError as error:
-        raise UserError(f"{where} is damaged ({str(error).removeprefix(f'{where} ')}). {remedy}") from None
+        raise UserError(f"{error} {remedy}") from None
     if not isinstance(info, dict) or info.get("format") not in (FORMAT, _FIRST_FORMAT):
         found = info.get("format") if isinstance(info, dict) else info
         raise UserError(f"{where} has format {json_record.quoted(found)}, but this code reads {FORMAT!r}.")

@@ -83,7 +83,10 @@ def test_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
             lambda path: (path / "dataset.json").unlink(),
             r"no finished data set .*\. If it holds the images, shard them: python launch/shard.py source=/",
         ),
-        (lambda path: (path / "dataset.json").write_text("{"), r"dataset.json is damaged"),
+        (
+            lambda path: (path / "dataset.json").write_text("{"),
+            r"dataset.json is not valid JSON .*: the file is damaged\. Copy dataset.json again",
+        ),
         (lambda path: (path / "dataset.json").write_text(json.dumps({"format": "x/9"})), r"has format 'x/9'"),
     ],
 )

@@ -666,8 +666,11 @@ def test_the_command_refuses_a_mistyped_folder_in_one_line(tmp_path: Path) -> No
 def test_the_command_proves_and_says_what_is_wrong_in_one_line(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "launch" / "vtab_prepare.py"), "--prove"]
     shutil.copytree(vtab_tasks[0] / "out" / "eurosat", tmp_path / "eurosat")
+    (tmp_path / "dtd").mkdir()
+    (tmp_path / "dtd" / "dataset.json").write_text("{")
     done = subprocess.run([*script, f"out={tmp_path}"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     # Made with small splits, so by the rule with 800 and 200 it is no VTAB.
     assert done.returncode == 2
     assert "eurosat: NOT PROVED: eurosat: 120 samples of 'train' are too few" in done.stdout
-    assert done.stderr == "error: 1 of 1 task are not proved: eurosat.\n"
+    assert f"dtd: NOT PROVED: {tmp_path}/dtd/dataset.json is not valid JSON" in done.stdout
+    assert done.stderr == "error: 2 of 2 tasks are not proved: dtd, eurosat.\n"
