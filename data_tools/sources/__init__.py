@@ -41,8 +41,7 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
     plain = source
     may_be_compressed = config.layout == "auto" or LAYOUTS[config.layout].may_be_compressed
     if may_be_compressed and source.is_file() and not is_table(source):
-        kind = archive.kind(source)
-        plain = archive.unpack(source, kind, staging) if kind in archive.COMPRESSED else source
+        plain = archive.plain_path(source, staging)
     with ProgressMeter(None, folder=staging.parent, done=LISTED) as progress:
         with archive.damage_named(source, tarfile.TarError, pa.ArrowException, UnicodeDecodeError, OSError):
             name = config.layout if config.layout != "auto" else detect_layout(plain, config)

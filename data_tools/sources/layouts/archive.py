@@ -75,12 +75,18 @@ def kind(source: AnyPath) -> str:
         tarfile.TarInfo.frombuf(start, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         if why := next((why for magic, why in _NOT_READ.items() if start.startswith(magic)), ""):
-            raise UserError(f"source = {source} is {why}.") from None
+            raise UserError(f"{source} is {why}.") from None
         raise UserError(
-            f"source = {source} is no .tar, .tar.gz, .tgz or .zip (it begins with {start[:12]!r}), nor a list of images (.csv, .tsv, "
+            f"{source} is no .tar, .tar.gz, .tgz or .zip (it begins with {start[:12]!r}), nor a list of images (.csv, .tsv, "
             ".parquet). Is it whole?"
         ) from None
     return "tar"
+
+
+def plain_path(source: AnyPath, staging: AnyPath) -> AnyPath:
+    """The path of a tar or zip, of an unpacked copy in `staging` for a compressed tar. Raises UserError for any other file."""
+    found = kind(source)
+    return unpack(source, found, staging) if found in COMPRESSED else source
 
 
 def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:

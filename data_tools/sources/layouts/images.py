@@ -18,8 +18,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     found, collector.archives = collector.archives or {}, None
     for name, suffix in sorted(found.items()):
         path = source / name
-        kind = archive.kind(path)
-        plain = archive.unpack(path, kind, staging) if kind in archive.COMPRESSED else path
+        plain = archive.plain_path(path, staging)
         collector.inside = f"{name.removesuffix(suffix)}/"
         with archive.damage_named(path, tarfile.TarError):
             archive.walk(plain, collector)

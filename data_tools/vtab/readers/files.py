@@ -120,8 +120,7 @@ class DatasetFiles:
         return MissingError(f"{self.folder}: {what} is missing. {sources_of(self.dataset)}")
 
     def _members(self, path: AnyPath) -> Iterable[FileLocation]:
-        kind = archive.kind(path)
-        plain = archive.unpack(path, kind, self._staging) if kind in archive.COMPRESSED else path
+        plain = archive.plain_path(path, self._staging)
         for member in archive.members(plain):
             if member.fault and member.is_file:
                 raise tarfile.ReadError(f"{printable(member.name)}: {member.fault}")
