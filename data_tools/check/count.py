@@ -23,14 +23,14 @@ _BATCH = 2**18
 # Sides are counted by pixel up to this one (JPEG's limit); larger ones count as this.
 _MAX_SIDE = 2**16 - 1
 # log2 of bytes and of width / height are binned by 1/64: quantiles are exact to 0.6 %.
-_STEPS = 64
+STEPS = 64
 _MAX_LOG_BYTES, _MAX_LOG_ASPECT = 40, 16
 _MAX_LABELS = 1000
 
 # Values of the histogram bins: pixels, width / height, bytes.
 SIDES = np.arange(_MAX_SIDE + 1)
-ASPECTS = np.exp2(np.arange(2 * _MAX_LOG_ASPECT * _STEPS + 1) / _STEPS - _MAX_LOG_ASPECT)
-SIZES = np.exp2(np.arange(_MAX_LOG_BYTES * _STEPS + 1) / _STEPS)
+ASPECTS = np.exp2(np.arange(2 * _MAX_LOG_ASPECT * STEPS + 1) / STEPS - _MAX_LOG_ASPECT)
+SIZES = np.exp2(np.arange(_MAX_LOG_BYTES * STEPS + 1) / STEPS)
 
 
 @dataclass
@@ -64,8 +64,8 @@ class SplitCounts:
         self.height += _counts(height, _MAX_SIDE)
         self.short += _counts(np.minimum(width, height), _MAX_SIDE)
         aspect = np.log2(np.maximum(width, 1) / np.maximum(height, 1)) + _MAX_LOG_ASPECT
-        self.aspect += _counts(np.rint(aspect * _STEPS), len(ASPECTS) - 1)
-        self.size += _counts(np.rint(np.log2(np.maximum(size, 1)) * _STEPS), len(SIZES) - 1)
+        self.aspect += _counts(np.rint(aspect * STEPS), len(ASPECTS) - 1)
+        self.size += _counts(np.rint(np.log2(np.maximum(size, 1)) * STEPS), len(SIZES) - 1)
         for pair in rows.column("ext").value_counts().to_pylist():
             self.formats[pair["values"]] += pair["counts"]
 

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts
+from data_tools.check.count import ASPECTS, SIDES, SIZES, STEPS, ShardMix, SplitCounts
 from pipeline.base.page import png, style_axes
 from pipeline.base.words import counted, of_classes, printable, shorten
 from pipeline.data.dataset.manifest import Dataset
@@ -82,7 +82,7 @@ def _histogram(axes: Axes, counts: dict[str, np.ndarray], values: np.ndarray, co
     edges = np.arange(first - margin, last + margin + step + 1, step) - 0.5
     for split, of in counts.items():
         heights, _ = np.histogram(np.arange(len(of)), edges, weights=of / max(of.sum(), 1))
-        at = np.exp2(np.log2(values[0]) + edges / 64) if is_log else edges
+        at = np.exp2(np.log2(values[0]) + edges / STEPS) if is_log else edges
         axes.stairs(heights, at, fill=True, color=colours[split], alpha=0.35)
         axes.stairs(heights, at, color=colours[split], linewidth=1.2)
     if is_log:
