@@ -1,4 +1,13 @@
-"""Command: benchmarks of data loading, of the training step and of a GPU. See `data_tools/bench/`."""
+"""Command: measure how fast one GPU trains. See `data_tools/bench/gpu/`.
+
+Measure how fast one GPU trains, and which settings are the fastest that keep the loss and repeat bit for bit: eager and
+compiled, fused optimizer, deterministic kernels, batch sizes; the engine, from real shards. Takes at most `seconds`; results
+are written as they are measured.
+
+  python launch/bench.py gpu json=gpu.json
+  python launch/bench.py gpu models=[ViT-H/14@224] only=[product,step] seconds=200
+  python launch/bench.py gpu device=cpu
+"""
 
 import sys
 from pathlib import Path
@@ -11,7 +20,6 @@ guard(__name__)
 
 from pipeline.settings.command import main
 from pipeline.settings.commands.bench import GpuBenchConfig
-from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.commands.operate import TrainBenchConfig
 from pipeline.settings.run import DataConfig
 
@@ -28,22 +36,7 @@ def bench_train(config: TrainBenchConfig) -> None:
     training_step.run(config)
 
 
-if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:
-    del sys.argv[1]
-    main(
-        GpuBenchConfig,
-        "data_tools.bench.gpu.gpu_bench",
-        """
-        Measure how fast one GPU trains, and which settings are the fastest that keep the loss and repeat bit for bit: eager and
-        compiled, fused optimizer, deterministic kernels, batch sizes; the engine, from real shards.
-        Takes at most `seconds`; results are written as they are measured.
-
-          python launch/bench.py gpu json=gpu.json
-          python launch/bench.py gpu models=[ViT-H/14@224] only=[product,step] seconds=200
-          python launch/bench.py gpu device=cpu
-        """,
-    )
-elif __name__ == "__main__" and sys.argv[1:2] == ["train"]:
+if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
     del sys.argv[1]
     main(
         TrainBenchConfig,
@@ -60,19 +53,6 @@ elif __name__ == "__main__" and sys.argv[1:2] == ["train"]:
         """,
     )
 elif __name__ == "__main__":
-    main(
-        BenchConfig,
-        "data_tools.bench.loaders",
-        """
-        Measure the data loader and those of other projects, alternately, on the same images. For the training step, see
-        `bench.py train --help`, for a GPU `bench.py gpu --help`.
-
-          python launch/bench.py data source=photos
-          python launch/bench.py data source=imagenet_samples.tar images=2000 rounds=5
-
-        source is a folder or a tar of JPEGs, repeated up to `images`. Each line shows the output, the decoder and the resize
-        filter; compare only lines that agree in these. Other loaders are measured if installed (pip install '.[bench]').
-        On a busy machine, compare images per CPU second.
-        """,
-        subject="what",
-    )
+    if sys.argv[1:2] == ["gpu"]:
+        del sys.argv[1]
+    main(GpuBenchConfig, "data_tools.bench.gpu.gpu_bench", __doc__)

@@ -26,7 +26,7 @@ from pipeline.settings import command, schema
 from pipeline.settings.run import RunConfig
 
 # Commands whose first word chooses their settings.
-_WORDS = {"bench": ("data", "train", "gpu")}
+_WORDS = {"bench": ("gpu", "train")}
 _SECTION = "Commands"
 
 

@@ -48,7 +48,7 @@ def main(
     function: or the name of a module whose function `run` is called. It is imported only then: `--help` and mistakes in the
         settings need no torch, pyarrow or Matplotlib.
     about: description of the command, shown by `--help` above the fields of `cls`: the docstring of its file (see `description`).
-    subject: a setting that may be given as the first argument without its name, as `bench.py data` for what=data.
+    subject: a setting that may be given as the first argument without its name, as `report.py runs/vit_b16` for run=runs/vit_b16.
     flag: a setting that may also be given as an option, as `--cluster 8x8xH100` for cluster=8x8xH100, or `--prove` for
         prove=true.
     more_help: command line -> text at the end of `--help`.

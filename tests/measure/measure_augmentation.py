@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import of_jpegs
 
-from data_tools.bench.corpus import read_raw
 from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import normalise
@@ -48,7 +47,7 @@ def run(config: argparse.Namespace, record: BenchRecord, _: Path) -> None:
     if config.batch % 2:
         raise UserError(f"--batch = {config.batch} must be even: images are mixed in pairs.")
     torch.set_num_threads(1)
-    files = read_raw(Path(config.source), config.images)
+    files = of_jpegs.read_raw(Path(config.source), config.images)
     side = config.image_size
 
     def draw(*groups: Views) -> None:

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
+from contestants import Contestant, Timing, race
 from torch import Tensor, nn
 
 from data_tools.bench.corpus import NUM_CLASSES, noise_batch, noise_of, objective_run
-from data_tools.bench.measure import Contestant, Timing, race
 from data_tools.bench.record import markdown
 from pipeline import model as models
 from pipeline import objectives

@@ -24,11 +24,10 @@ from PIL import Image, ImageFilter
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import of_jpegs
+import other_loaders
+from contestants import Contestant, report
+from measure_loading import load_batches, write_shards
 
-from data_tools.bench import peers
-from data_tools.bench.corpus import write_raw
-from data_tools.bench.loaders import load_batches, write_shards
-from data_tools.bench.measure import Contestant, report
 from data_tools.bench.record import BenchRecord
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
@@ -43,7 +42,7 @@ _ALL, _CROPS = "DINO's views", "crops and flips alone"
 
 def run(config: argparse.Namespace, record: BenchRecord, folder: Path) -> None:
     """Measure and print images per second, each with LARGE + SMALL views."""
-    files = write_raw(Path(config.source), folder / "raw", config.images)
+    files = of_jpegs.write_raw(Path(config.source), folder / "raw", config.images)
     split = write_shards(folder, 0)
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
@@ -78,12 +77,12 @@ def _ours(config: argparse.Namespace, split: Split, cores: int) -> Iterator[Cont
     for method, distorted in (("bicubic", True), ("antialias", True), ("bicubic", False)):
         view = train_views(ours(config.image_size, method, distorted), seed=0)
         about = ("uint8", _ALL if distorted else _CROPS, method)
-        yield Contestant(f"our loader, {', '.join(about[1:])}", about, cores, partial(load_batches, config, split, view, cores, 0))  # fmt: skip
+        yield Contestant(f"our loader, {', '.join(about[1:])}", about, cores, partial(load_batches, split, view, config.batch, cores))  # fmt: skip
 
 
 def _others(config: argparse.Namespace, files: Sequence[tuple[Path, int]], cores: int) -> Iterator[Contestant]:
     """All in torch's DataLoader, a process for each core."""
-    made: list[tuple[str, Callable[[int], peers.View], str, str, str]] = [
+    made: list[tuple[str, Callable[[int], other_loaders.View], str, str, str]] = [
         ("lightly, Pillow", lightly_pillow, _ALL, "antialias", "lightly.transforms.dino_transform"),
         ("torchvision, Pillow", partial(torchvision_pillow, True), _ALL, "bicubic", "torchvision.transforms.v2"),
         ("torchvision, tensors", partial(torchvision_tensors, True), _ALL, "bicubic", "torchvision.transforms.v2"),
@@ -91,14 +90,14 @@ def _others(config: argparse.Namespace, files: Sequence[tuple[Path, int]], cores
         ("torchvision, tensors, crops", partial(torchvision_tensors, False), _CROPS, "bicubic", "torchvision.transforms.v2"),
     ]  # fmt: skip
 
-    def read(make: Callable[[int], peers.View]) -> Iterator[int]:
-        yield from peers.read_files(files, make(config.image_size), config.image_size, config.batch, cores)
+    def read(make: Callable[[int], other_loaders.View]) -> Iterator[int]:
+        yield from other_loaders.read_files(files, make(config.image_size), config.image_size, config.batch, cores)
 
     for name, make, what, method, module in made:
         yield Contestant(name, ("float32", what, method), cores, partial(read, make), module)
 
 
-def lightly_pillow(side: int) -> peers.View:
+def lightly_pillow(side: int) -> other_loaders.View:
     """lightly's DINOTransform with DINO's values. Its crops are bilinear, by Pillow, which antialiases."""
     from lightly.transforms.dino_transform import DINOTransform
 
@@ -106,7 +105,7 @@ def lightly_pillow(side: int) -> peers.View:
     return lambda data, _: transform(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-def torchvision_pillow(distorted: bool, side: int) -> peers.View:
+def torchvision_pillow(distorted: bool, side: int) -> other_loaders.View:
     """torchvision's transforms of Pillow images with Pillow's blur, as facebookresearch/dino composes them."""
     from torchvision.transforms import v2
 
@@ -119,7 +118,7 @@ def torchvision_pillow(distorted: bool, side: int) -> peers.View:
     return lambda data, _: views(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-def torchvision_tensors(distorted: bool, side: int) -> peers.View:
+def torchvision_tensors(distorted: bool, side: int) -> other_loaders.View:
     """torchvision's transforms of uint8 tensors that simplejpeg decoded. Its blur's kernel has 9 pixels, fewer than Pillow's."""
     from torchvision.transforms import v2
 

@@ -15,7 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_tools.bench.corpus import read_raw
+import of_jpegs
+
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.views import train_view
 from pipeline.settings.run import AugmentConfig
@@ -42,7 +43,7 @@ def decibels(a: np.ndarray, b: np.ndarray) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    photographs = read_raw(Path(sys.argv[1]), 500)
+    photographs = of_jpegs.read_raw(Path(sys.argv[1]), 500)
     for name, files in (("as they are", photographs[:_SMALL]), ("12 megapixels", mosaics(photographs))):
         for side in (224, 96, 48):
             cases = {

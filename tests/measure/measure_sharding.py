@@ -23,10 +23,9 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import of_jpegs
+from contestants import Contestant, report
+from other_loaders import write_mosaic
 
-from data_tools.bench.corpus import write_raw
-from data_tools.bench.measure import Contestant, report
-from data_tools.bench.peers import write_mosaic
 from data_tools.bench.record import BenchRecord
 from data_tools.sharding.shard import make_jobs, make_plan
 from data_tools.sharding.write_shard import write_shard
@@ -44,7 +43,7 @@ Write = Callable[[Files, Path, int], None]
 
 def run(config: argparse.Namespace, record: BenchRecord, folder: Path) -> None:
     """Measure and print. Tasks are plain processes, without Ray, whose start takes a few seconds."""
-    files = write_raw(Path(config.source), folder / "raw", config.images)
+    files = of_jpegs.write_raw(Path(config.source), folder / "raw", config.images)
     torch.set_num_threads(1)
     all_cores = len(os.sched_getaffinity(0))
     numbers = [2**power for power in range(all_cores.bit_length())]

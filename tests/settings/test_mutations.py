@@ -23,7 +23,7 @@ CLASSES = {"data": data.ShardConfig, "index": data.IndexConfig, "grid": reports.
            "vtab": transfer.VtabConfig, "study": study.StudyConfig, "segment": segment.SegmentConfig}  # fmt: skip
 FILES = [(path, CLASSES.get(path.parent.name, RunConfig)) for path in sorted((ROOT / "configs").rglob("*.yaml"))
          if path.name != "prepare.yaml"]  # fmt: skip
-OTHERS = [data.VerifyConfig, data.StatsConfig, data.BenchConfig, data.DedupConfig,
+OTHERS = [data.VerifyConfig, data.StatsConfig, data.DedupConfig,
           weights.ScoreConfig, weights.PredictConfig, weights.ExplainConfig, weights.FeaturesConfig, weights.ExportConfig,
           operate.SamplesConfig, operate.SuperviseConfig, operate.TrainBenchConfig, operate.PlanConfig,
           data.VtabPrepareConfig, reports.CompareConfig, reports.VtabReportConfig]  # fmt: skip

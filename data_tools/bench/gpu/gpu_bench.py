@@ -37,7 +37,7 @@ _LEAST_SECONDS, _REPORT_SECONDS = 5.0, 3.0
 _FIRST_SECONDS, _PART_SECONDS = 45.0, 120.0
 # CUDA was used before the fork, by an import: every process is then started afresh. Also when the first part fails.
 _BAD_FORK = ("forked subprocess", "initialization error")
-_NUM_IMAGES, _NUM_DISTINCT = 1600, 64
+_NUM_IMAGES = 1600
 # DINO's prototypes alone take a CPU ten seconds.
 _OBJECTIVES = {"cuda": ("mae", "dino", "lejepa"), "cpu": ("mae", "lejepa")}
 
@@ -219,7 +219,7 @@ def _grown(size: int, factors: Sequence[float]) -> list[int]:
 
 def _make_shards(folder: Path, images: int) -> Iterator[Row]:
     """Write a data set of generated JPEGs to `folder`/shards, as `launch/shard.py` does, but without Ray."""
-    from data_tools.bench.corpus import write_generated, write_raw
+    from data_tools.bench.corpus import write_generated
     from data_tools.sharding.holdout import hold_out
     from data_tools.sharding.shard import make_jobs, make_plan, read_rows
     from data_tools.sharding.write_shard import part_path, write_shard
@@ -228,8 +228,7 @@ def _make_shards(folder: Path, images: int) -> Iterator[Row]:
     from pipeline.data.dataset.manifest import write_dataset
     from pipeline.settings.commands.data import ShardConfig
 
-    write_generated(folder / "distinct", _NUM_DISTINCT)
-    files = write_raw(folder / "distinct", source := folder / "raw", images)
+    num_bytes = write_generated(source := folder / "raw", images)
     out = folder / "shards"
     (out / PARTS).mkdir(parents=True)
     settings = ShardConfig(
@@ -239,7 +238,7 @@ def _make_shards(folder: Path, images: int) -> Iterator[Row]:
     shards = [write_shard(job).shard for job in make_jobs(listing, make_plan(listing, settings), settings, out, {})]
     tables = (read_rows(part_path(out, shard.name)) for shard in shards)
     write_dataset(out, shards, tables, listing.classes, {"made by": "bench.py gpu"}, {})
-    yield {"images": len(files), "mean_bytes": sum(path.stat().st_size for path, _ in files) / len(files)}
+    yield {"images": images, "mean_bytes": num_bytes / images}
 
 
 def _train_from_shards(config: TrainBenchConfig) -> Iterator[Row]:

@@ -1,16 +1,14 @@
-"""The settings of jobs on data (`data_tools/`): sharding, indexing, verification, statistics, de-duplication, benchmarks."""
+"""The settings of jobs on data (`data_tools/`): sharding, indexing, verification, statistics, de-duplication."""
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.settings.commands.bench import RecordConfig
 from pipeline.settings.quantities import MAX_SEED, MAX_TASKS
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import batch_size, cpu_threads, mlflow_uri, pixels, share
+from pipeline.settings.shared import mlflow_uri, pixels, share
 
 _URL = "Folder or URL (s3://, gs://)"
 _INSPECT = "decode: decode every image; header: read its header and, for JPEG and PNG, look for the end marker."
@@ -224,37 +222,6 @@ class StatsConfig:
     sheet: int = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.", min=0, max=1000)
     mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchConfig(RecordConfig):
-    """A benchmark of reading data, compared with other projects."""
-
-    what: Literal["data", "train", "gpu"] = setting(
-        REQUIRED,
-        "What is measured: data, the loader; the others, as the first word of the command, have settings of their own",
-    )
-    source: str = setting(REQUIRED, "Folder or tar of JPEGs", path=True)
-    images: int = setting(4000, "Number of images; those of source are repeated.", min=1)
-    batch: int = batch_size(64, "Images per batch.")
-    image_size: int = pixels(224, "Side of a decoded image in pixels.", least=1)
-    max_threads: int = cpu_threads(
-        16,
-        "Largest number of threads; our loader is measured with one thread per core, then twice, four times ... as many.",
-    )
-    rounds: int = setting(3, "Number of rounds; each measures everything once, and medians are reported.", min=1)
-    folder: str = setting("", "Folder for temporary images; it must exist. Empty is the system's.", output="folder")
-
-    def check(self) -> None:
-        """Check what depends on several settings. Raises UserError."""
-        if self.what in ("train", "gpu"):
-            raise UserError(
-                f"{self.what} has settings of its own: make it the first word, as bench.py {self.what} --help."
-            )
-        if self.images < 2 * self.batch:
-            raise UserError(f"images = {self.images} must be at least two batches of {self.batch}.")
-        if self.folder and not Path(self.folder).is_dir():
-            raise UserError(f"folder = {quoted(self.folder)}: this folder does not exist.")
 
 
 @dataclass(frozen=True, kw_only=True)

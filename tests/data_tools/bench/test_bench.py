@@ -12,52 +12,41 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import contestants
 import measure_augmentation
+import measure_loading
 import measure_multi_crop
 import numpy as np
+import other_loaders
 import pytest
 import simplejpeg
 import torch
+from contestants import Contestant, Timing, race, report
+from of_jpegs import read_raw
 from PIL import Image
 
-from data_tools.bench import measure, peers
-from data_tools.bench.corpus import read_raw
-from data_tools.bench.measure import Contestant, Timing, race, report
 from data_tools.bench.record import BenchRecord
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.commands.bench import RecordConfig
-from pipeline.settings.commands.data import BenchConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("nosuch", "what = nosuch must be one of data, train, gpu."),
-        ("gpu", "gpu has settings of its own: make it the first word"),
-    ],
-)
-def test_all_benchmarks_are_named(what: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        schema.load(BenchConfig, None, [f"what={what}", "source=s"])
-
-
 def test_the_first_third_does_not_count() -> None:
-    assert measure._rate([10] * 6, [5.0, 6.0, 6.5, 7.0, 7.5, 8.0]) == 40 / 2
-    assert measure._rate([10, 10], [5.0, 6.0]) == 10
-    assert measure._rate([10], [5.0]) == 2
+    assert contestants._rate([10] * 6, [5.0, 6.0, 6.5, 7.0, 7.5, 8.0]) == 40 / 2
+    assert contestants._rate([10, 10], [5.0, 6.0]) == 10
+    assert contestants._rate([10], [5.0]) == 2
 
 
 def test_rates_leave_the_start_out_and_failures_stay_apart(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]  # Inherited by the processes that are timed.
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(contestants, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def slow() -> Iterator[int]:
         now[0] += 0.3  # Start-up, which is not part of the rate.
@@ -74,11 +63,11 @@ def test_rates_leave_the_start_out_and_failures_stay_apart(
         os._exit(3)
 
     named = {"slow": slow, "missing": slow, "broken": broken, "killed": killed}
-    contestants = [
+    named_ones = [
         Contestant(name, ("uint8",), 1, work, "no_such_loader" if name == "missing" else "sys")
         for name, work in named.items()
     ]
-    report(contestants, 2, record := BenchRecord("data", RecordConfig()), "loaders", ("output",))
+    report(named_ones, 2, record := BenchRecord("data", RecordConfig()), "loaders", ("output",))
     recorded = {row["name"]: row for row in record.rows}
     timing = recorded["slow"]
     assert timing["rate"] == pytest.approx(500)  # 40 images in 4 x 0.02 s
@@ -126,11 +115,11 @@ def test_processor_time_counts_worker_processes() -> None:
 def test_views_of_other_loaders() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
     data = simplejpeg.encode_jpeg(pixels)
-    for view in (peers.linear, peers.antialias):
+    for view in (other_loaders.linear, other_loaders.antialias):
         found = view(data, 24)
         assert found.shape == (24, 24, 3)
         assert found.dtype == np.uint8
-    found = peers.pillow_float(data, 24)
+    found = other_loaders.pillow_float(data, 24)
     assert found.shape == (3, 24, 24)
     assert abs(float(found.mean())) < 1
 
@@ -178,8 +167,8 @@ def test_cost_of_augmentation(source: Path, tmp_path: Path, capsys: pytest.Captu
     ]
     with pytest.raises(UserError, match="batch = 3 must be even"):
         measure_augmentation.run(argparse.Namespace(batch=3), record, tmp_path)
-    with pytest.raises(UserError, match="folder = '/nowhere': this folder does not exist"):
-        BenchConfig(what="data", source=str(source), folder="/nowhere").check()
+    with pytest.raises(UserError, match="images = 7 must be at least two batches of 4"):
+        measure_loading.run(argparse.Namespace(images=7, batch=4), record, tmp_path)
 
 
 @pytest.mark.slow
