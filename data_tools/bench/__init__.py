@@ -1,4 +1,4 @@
-"""Benchmarks: in `training_step.py` of a step, in `gpu/` of a GPU's settings.
+"""The benchmark of one GPU is in `gpu/`; here is what tests/measure uses as well: images, a process for each measurement, the record.
 
-The other files are what these share: images, a process for each measurement, the record. Imports sharding/ and sources/. Called by `launch/bench.py`.
+Imports sharding/ and sources/. Called by `launch/bench.py`.
 """

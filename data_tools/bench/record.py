@@ -1,38 +1,30 @@
-"""The record of a benchmark: command, machine and rows of results, as a JSON file and in MLflow."""
+"""The record of a benchmark: command, machine and rows of results, as a JSON file."""
 
 import json
 import os
 import platform
-import re
 import shlex
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.base import files
-from pipeline.monitor.run_page import RunFacts, hide_passwords
-from pipeline.monitor.tracking import send_report
-from pipeline.settings.commands.bench import RecordConfig
-
-Row = Mapping[str, Any]
-_FILE = "bench.json"
 
 
 class BenchRecord:
-    """Results of one benchmark. `add` replaces the JSON file, so that what was measured survives a kill."""
+    """Results of one benchmark. `add` replaces the JSON file, so that what was measured survives a kill. file: empty is none."""
 
-    def __init__(self, what: str, config: RecordConfig) -> None:
-        self.what, self.config = what, config
+    def __init__(self, what: str, file: str = "") -> None:
+        self.file = file
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {
             "benchmark": what,
             # As it was typed: launch/bench.py takes the benchmark's name out of sys.argv.
-            "command": hide_passwords(shlex.join(["python", *sys.orig_argv[1:]])),
+            "command": shlex.join(["python", *sys.orig_argv[1:]]),
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "machine": machine(),
         }
@@ -44,33 +36,8 @@ class BenchRecord:
 
     def write(self) -> None:
         """Replace the JSON file, if one is set."""
-        if self.config.json:
-            files.write_text(Path(self.config.json), self._text())
-
-    def finish(self) -> None:
-        """Write the file, and send the record to MLflow if a URI is set."""
-        self.write()
-        if not self.config.mlflow:
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            (path := Path(folder) / _FILE).write_text(self._text())
-            parameters = {name: value for name, value in self.facts.items() if name != "machine"}
-            name = f"bench {self.what}"
-            facts = RunFacts(name, "benchmark", {**parameters, **self.facts["machine"]}, description=f"**{name}**")
-            send_report(self.config.mlflow, path.parent, facts, self._metrics(), [path], self.config.experiment)
-
-    def _text(self) -> str:
-        return json.dumps({**self.facts, "rows": self.rows}, indent=1)
-
-    def _metrics(self) -> dict[str, float]:
-        """The numbers of all rows as "row/column", in the characters that MLflow allows."""
-        numbers = {
-            f"{row['name']}/{column}": float(value)
-            for row in self.rows
-            for column, value in row.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
-        return {re.sub(r"[^\w\-. /]+", "_", name)[:250]: value for name, value in numbers.items()}
+        if self.file:
+            files.write_text(Path(self.file), json.dumps({**self.facts, "rows": self.rows}, indent=1))
 
 
 def machine(gpu: str = "") -> dict[str, Any]:

@@ -25,8 +25,6 @@ from pipeline.objectives import OBJECTIVES, kind
 from pipeline.settings import command, schema
 from pipeline.settings.run import RunConfig
 
-# Commands whose first word chooses their settings.
-_WORDS = {"bench": ("gpu", "train")}
 _SECTION = "Commands"
 
 
@@ -59,26 +57,22 @@ def _commands() -> list[str]:
 
 
 def _command_page(name: str) -> Iterator[str]:
-    words = _WORDS.get(name, ("",))
     yield f"# {name}.py\n"
     script = ROOT / "launch" / f"{name}.py"
     if "settings.command import main" not in script.read_text():  # It has options of its own.
         shown = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
         yield f"```\n{shown}```\n"
         return
-    for word in words:
-        cls, about = _asked(name, word)
-        if word:
-            yield f"## {name}.py {word}\n"
-        yield from _as_markdown(about)
-        yield f"\n{'###' if word else '##'} Settings\n"
-        yield "In a file as nested YAML (`--config FILE`), on the command line as `section.field=value`.\n"
-        yield from _table(cls)
-        if cls is RunConfig:
-            for loss in OBJECTIVES:
-                if rows := list(_table(kind(loss).Settings, "objective.")):
-                    yield f"### Settings of `train.loss={loss}`\n"
-                    yield from rows
+    cls, about = _asked(name)
+    yield from _as_markdown(about)
+    yield "\n## Settings\n"
+    yield "In a file as nested YAML (`--config FILE`), on the command line as `section.field=value`.\n"
+    yield from _table(cls)
+    if cls is RunConfig:
+        for loss in OBJECTIVES:
+            if rows := list(_table(kind(loss).Settings, "objective.")):
+                yield f"### Settings of `train.loss={loss}`\n"
+                yield from rows
 
 
 def _table(cls: type, prefix: str = "") -> Iterator[str]:
@@ -91,7 +85,7 @@ def _table(cls: type, prefix: str = "") -> Iterator[str]:
         yield ""
 
 
-def _asked(name: str, word: str) -> tuple[type, str]:
+def _asked(name: str) -> tuple[type, str]:
     """The class of a command's settings, and the text about it, as its script hands them to `main`."""
     found: list[tuple[type, str]] = []
 
@@ -99,7 +93,7 @@ def _asked(name: str, word: str) -> tuple[type, str]:
         found.append((cls, command.description(about)))
 
     argv, real = sys.argv, command.main
-    sys.argv, command.main = [f"launch/{name}.py", *([word] if word else [])], main
+    sys.argv, command.main = [f"launch/{name}.py"], main
     try:
         runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="__main__")
     finally:

@@ -174,7 +174,7 @@ def origin_in(tags: Mapping[str, str]) -> WeightsOrigin | None:
 class RunFacts:
     """What an MLflow run shows beside its metrics.
 
-    kind: pretrain, finetune, grid, study, vtab, cell, evaluation, explain, benchmark or data. parameters: settings that differ from their defaults, and what
+    kind: pretrain, finetune, grid, study, vtab, cell, evaluation, explain or data. parameters: settings that differ from their defaults, and what
     follows from them. description: Markdown. parents: relation -> ID of the MLflow run that this one came from.
     steps: planned steps, from which the tag `progress` follows. images_per_step, flops_per_image: for the metrics images_seen
     and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.

@@ -18,7 +18,6 @@ from pipeline.estimate.forecast_text import describe
 from pipeline.estimate.measured import measured_mfu, read_measured
 from pipeline.model import configure
 from pipeline.settings import schema
-from pipeline.settings.commands.bench import RecordConfig
 from pipeline.settings.commands.operate import PlanConfig
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "pretrain" / "vit_l16_imagenet21k.yaml"
@@ -31,7 +30,7 @@ def plan(*overrides: str) -> PlanConfig:
 
 def write_bench(file: Path, gpu: str, steps: Sequence[tuple[str, int, Setup, float, float]]) -> str:
     """What the benchmark writes for steps of (model, batch, setup, milliseconds, loss). Returns the setting."""
-    record = BenchRecord("gpu", RecordConfig(json=str(file)))
+    record = BenchRecord("gpu", str(file))
     record.facts["machine"]["gpu"] = gpu
     for model, batch, setup, ms, loss in steps:
         row: dict[str, Any] = {
@@ -40,7 +39,7 @@ def write_bench(file: Path, gpu: str, steps: Sequence[tuple[str, int, Setup, flo
         }  # fmt: skip
         record.add(f"step {setup}", **row)
     write_report(record, Exactness(0.01))
-    record.finish()
+    record.write()
     return f"bench={file}"
 
 

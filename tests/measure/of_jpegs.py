@@ -10,7 +10,6 @@ from pathlib import Path
 from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.settings.command import mistakes_in_one_line
-from pipeline.settings.commands.bench import RecordConfig
 
 _NUM_CLASSES = 10
 _ENDINGS = (".jpg", ".jpeg")
@@ -27,9 +26,9 @@ def main(about: str | None, what: str, run: Callable[[argparse.Namespace, BenchR
     parser.add_argument("--json", default="", help="file for the results")
     given = parser.parse_args()
     with mistakes_in_one_line(), tempfile.TemporaryDirectory() as folder:
-        record = BenchRecord(what, RecordConfig(json=given.json))
+        record = BenchRecord(what, given.json)
         run(given, record, Path(folder))
-        record.finish()
+        record.write()
 
 
 def write_raw(source: Path, folder: Path, images: int) -> list[tuple[Path, int]]:

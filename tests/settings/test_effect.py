@@ -182,7 +182,6 @@ def test_the_plan_says_it_too() -> None:
         (weights.FeaturesConfig, ["weights=w", "images=i", "out=a.parquet", "num_like=3"], "num_like = 3 has no effect without like"),
         (weights.ExplainConfig, ["weights=w", "draw=[filters,cost]", "layer=3"], "layer = 3 has no effect without draw = attention"),
         (operate.SamplesConfig, ["run=r", "sample=k", "ranks=2", "rank=1"], "rank = 1 has no effect without step"),
-        (operate.TrainBenchConfig, ["compile=true"], "compile = true has no effect without data"),
         (data.ShardConfig, ["source=s", "out=o", "jpeg_quality=90"], "jpeg_quality = 90 has no effect without resize_short"),
         (data.ShardConfig, ["source=s", "out=o", "layout=folder", "label_column=x"], "label_column = x has no effect without layout = parquet or list."),
     ],

@@ -25,7 +25,7 @@ FILES = [(path, CLASSES.get(path.parent.name, RunConfig)) for path in sorted((RO
          if path.name != "prepare.yaml"]  # fmt: skip
 OTHERS = [data.VerifyConfig, data.StatsConfig, data.DedupConfig,
           weights.ScoreConfig, weights.PredictConfig, weights.ExplainConfig, weights.FeaturesConfig, weights.ExportConfig,
-          operate.SamplesConfig, operate.SuperviseConfig, operate.TrainBenchConfig, operate.PlanConfig,
+          operate.SamplesConfig, operate.SuperviseConfig, operate.PlanConfig,
           data.VtabPrepareConfig, reports.CompareConfig, reports.VtabReportConfig]  # fmt: skip
 VALUES = [
     "", "null", "~", "true", "no", "0", "-1", "1e300", "-1e300", "1e-300", "1e9999", ".inf", ".nan", "9" * 20, "9" * 5000,

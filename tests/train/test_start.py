@@ -211,11 +211,6 @@ def test_the_launcher_is_checked_before_the_long_imports(dataset: Path, tmp_path
         assert f"MASTER_PORT = {port} is in use on this host" in said
 
 
-def test_the_bench_looks_at_its_data_first() -> None:
-    (said,) = refused("bench", ["train", "data=nowhere"])
-    assert "nowhere: no such data set" in said
-
-
 @pytest.mark.ranks
 def test_missing_weights_are_said_before_a_run_is_there(forge: Forge, dataset: Path, tmp_path: Path) -> None:
     run = [text for text in settings(dataset, tmp_path, "x", "init.weights=/nowhere") if not text.startswith("model.")]

@@ -1,4 +1,4 @@
 """The fastest exact settings of one GPU: `gpu_bench.py` decides what is measured, `gpu_step.py` measures, `gpu_report.py` says what was found.
 
-`roofline.py` predicts a step's time. Imports sharding/, sources/ and the files of bench/. Called by `launch/bench.py`.
+Imports sharding/, sources/ and the files of bench/. Called by `launch/bench.py`.
 """

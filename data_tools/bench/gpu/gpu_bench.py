@@ -25,7 +25,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.estimate.memory import most_images
 from pipeline.settings.commands.bench import GpuBenchConfig
-from pipeline.settings.commands.operate import TrainBenchConfig
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 
@@ -52,7 +51,7 @@ def run(config: GpuBenchConfig) -> None:
             raise UserError("torch sees no GPU here. device=cpu runs the same code on tiny models, as a test of it.")
     else:
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    record = BenchRecord("gpu", config)
+    record = BenchRecord("gpu", config.json)
     record.write()
     bench = GpuBench(config, record)
     bench.deadline -= time.time() - psutil.Process().create_time()  # The budget is the command's, with its imports.
@@ -60,7 +59,7 @@ def run(config: GpuBenchConfig) -> None:
         bench.measure()
     finally:  # Also after Ctrl-C.
         write_report(record, bench.exactness)
-        record.finish()
+        record.write()
 
 
 class GpuBench:
@@ -90,7 +89,6 @@ class GpuBench:
             (self._from_shards, first),
             *((self._objective, first, loss) for loss in _OBJECTIVES[first.device]),
             (self._largest_batch, first),
-            *((self._operations, case) for case in [first, *others[:1]]),
         )
         for setup in (replace(DEFAULTS, fused=False), replace(DEFAULTS, deterministic=False)):
             self._step(first, setup)
@@ -123,9 +121,6 @@ class GpuBench:
     def _objective(self, case: Case, loss: str) -> None:
         self._apart(f"objectives {case.name}, {loss}", gpu_step.objective, (case, loss), _PART_SECONDS)
 
-    def _operations(self, case: Case) -> None:
-        self._apart(f"operations {case.name}", gpu_step.profile, (case,), _PART_SECONDS)
-
     def _from_shards(self, case: Case) -> None:
         """The engine on real shards of generated JPEGs, with a checkpoint in each round and few or many log lines."""
         num_images = _NUM_IMAGES if case.device == "cuda" else 8 * case.batch
@@ -136,13 +131,10 @@ class GpuBench:
             if any("failed" in row for row in rows) or not rows:
                 return
             for log_every in (0, 1):
-                config = TrainBenchConfig(
-                    model=case.model, image_size=case.pixels, batch=case.batch, precision="bf16", steps=steps, rounds=2,
-                    data=f"{folder}/shards", decoders=self.config.decoders, log_every=log_every,
-                    peak_tflops=0.0 if self.config.device == "cuda" else 0.1,
-                )  # fmt: skip
                 name = f"shards {case.name}, batch {case.batch}, a log line every {counted(log_every or steps, 'step')}"
-                self._apart(name, _train_from_shards, (config,), _PART_SECONDS)
+                peak = 0.0 if self.config.device == "cuda" else 0.1
+                arguments = (case, f"{folder}/shards", steps, log_every, self.config.decoders, peak)
+                self._apart(name, gpu_step.from_shards, arguments, _PART_SECONDS)
 
     def _largest_batch(self, case: Case) -> None:
         """The largest micro-batch of the engine that fits, from the predicted one on: in steps of a tenth, then of a 40th."""
@@ -239,11 +231,3 @@ def _make_shards(folder: Path, images: int) -> Iterator[Row]:
     tables = (read_rows(part_path(out, shard.name)) for shard in shards)
     write_dataset(out, shards, tables, listing.classes, {"made by": "bench.py gpu"}, {})
     yield {"images": images, "mean_bytes": num_bytes / images}
-
-
-def _train_from_shards(config: TrainBenchConfig) -> Iterator[Row]:
-    from data_tools.bench.training_step import from_shards  # Late, as in gpu_step.py.
-
-    found = from_shards(config)
-    # Of a minute with one checkpoint.
-    yield {**found, "checkpoint_share_at_one_a_minute": found["checkpoint_blocked_seconds"] / 60}

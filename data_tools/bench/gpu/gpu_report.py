@@ -1,16 +1,15 @@
 """What the rows of `bench.py gpu` say: which configurations are exact, which is the fastest, and the tables."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from data_tools.bench.apart import Row
-from data_tools.bench.gpu import roofline
 from data_tools.bench.gpu.gpu_step import Case, Setup
 from data_tools.bench.record import BenchRecord, markdown
 from pipeline.base.words import counted
 from pipeline.estimate.measured import Fastest
 from pipeline.model import training_flops_per_image
-from pipeline.monitor.gpus import Gpu, find_gpu
+from pipeline.monitor.gpus import find_gpu
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,8 @@ def write_report(record: BenchRecord, exactness: Exactness) -> None:
     lines = [
         f"{device}, {counted(machine['cores'], 'core')}, torch {machine['torch']}, {record.facts['date']}: `{record.facts['command']}`",
         f"bf16; plain matrix product {f'{product:,.1f} TFLOP/s' if product else 'not measured'}, {peak}.",
-        _bounds(rows, roofline.find_sheet(device), product),
         _steps(rows, exactness, gpu.tflops if gpu else 0.0, product),
-        _shards(rows), _objectives(rows, gpu.tflops if gpu else 0.0), _fits(rows), *_operations(rows, device),
+        _shards(rows), _objectives(rows, gpu.tflops if gpu else 0.0), _fits(rows),
     ]  # fmt: skip
     advice = _advice(rows, exactness)
     record.facts |= {"report": "\n\n".join(line for line in [*lines, *advice] if line), "advice": advice}
@@ -99,19 +97,6 @@ def _steps(rows: Sequence[Row], exactness: Exactness, sheet: float, product: flo
 
 def _speed(row: Row) -> tuple[str, str]:
     return f"{row['ms']:,.1f}", f"{row['images_per_second']:,.0f}"
-
-
-def _bounds(rows: Sequence[Row], sheet: Gpu | None, product: float) -> str:
-    """Lower bounds of each model's step, at the data sheet's peak and, if it was measured (not 0), at the matrix product's rate."""
-    rates, lines = [0.0, product] if product else [0.0], []
-    for case in _cases(rows) if sheet else ():
-        assert sheet is not None
-        bounds = [roofline.bound(case.config, case.batch, sheet, tflops=tflops) for tflops in rates]
-        lines.append(
-            [f"{case.name}, batch {case.batch}", *(f"{1e3 * b.seconds:,.1f} ms, MFU {b.mfu:.1%}" for b in bounds)]
-        )
-    heads = ["least time from first principles", "at the data sheet's peak", "at the measured product"]
-    return markdown(heads[: 1 + len(rates)], lines)
 
 
 def _cases(rows: Sequence[Row]) -> list[Case]:
@@ -151,42 +136,6 @@ def _fits(rows: Sequence[Row]) -> str:
         return f"{row['too_large']} does not fit", ""
 
     return _table(rows, "fit", ["engine, eager, ZeRO stage 1", "micro-batch", "peak GiB"], cells)
-
-
-def _operations(rows: Sequence[Row], device: str) -> list[str]:
-    """The tables of predicted and measured microseconds of each operation of a block."""
-    tables = []
-    for row in rows:
-        if not row["name"].startswith("operations") or "operations" not in row:
-            continue
-        tables.append(f"{row['name']}, batch {row['batch']}, microseconds of one block")
-        tables.append(predictions(_case(row["model"], row["batch"]), roofline.find_sheet(device), row["operations"]))
-    return tables
-
-
-def predictions(case: Case, gpu: Gpu | None, measured: Mapping[str, float]) -> str:
-    """Markdown of the operations of one block, and of the last two, of the whole step. gpu: None predicts nothing.
-
-    measured: seconds of a step, as `roofline.measured_rows` returns.
-    """
-    lines = []
-    for o in roofline.operations(case.config, case.batch):
-        predicted = [None if gpu is None else o.seconds(gpu, is_fused) for is_fused in (False, True)]
-        # The softmax is in the same kernel as the products.
-        seconds = None if o.name == "attention softmax" else measured.get(o.name)
-        lines.append(
-            [
-                o.name + ("" if o.in_block else " (whole step)"), f"{o.flops / 1e9:,.1f}", f"{o.bytes / 1e6:,.0f}",
-                *(_us(seconds_of, "") for seconds_of in predicted),
-                _us(seconds and seconds / (case.config.depth if o.in_block else 1), "not measured"),
-            ]
-        )  # fmt: skip
-    heads = ["operation, forward + backward", "GFLOP", "MB", "predicted us", "fused us", "measured us"]
-    return markdown(heads, lines)
-
-
-def _us(seconds: float | None, missing: str) -> str:
-    return missing if seconds is None else f"{1e6 * seconds:,.0f}"
 
 
 def _advice(rows: Sequence[Row], exactness: Exactness) -> list[str]:

@@ -8,9 +8,12 @@ import gc
 import itertools
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +21,30 @@ from torch import Tensor
 
 from data_tools.bench.apart import Row
 from data_tools.bench.corpus import NUM_CLASSES, noise_batch, noise_of, objective_run
-from data_tools.bench.gpu import roofline
 from data_tools.bench.record import machine
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.estimate.memory import rank_memory
+from pipeline.estimate.plan import Plan
 from pipeline.model.layers import kernel_names
-from pipeline.monitor.profile import device_memory, peak_memory
-from pipeline.objectives import optimizers
+from pipeline.monitor.metrics_file import read_metrics
+from pipeline.monitor.profile import StepClock, device_memory, peak_memory
+from pipeline.objectives import Objective, optimizers
 from pipeline.objectives.classification import Classification
 from pipeline.process.distributed import from_environment, use_exact_arithmetic
-from pipeline.settings.run import EngineConfig, OptimizerConfig
+from pipeline.settings import schema
+from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig
+
+if TYPE_CHECKING:
+    from pipeline.train.zero.engine import Engine
 
 Step = Callable[[], Tensor]
 _LR = 1e-4
-_CHECKED_STEPS, _WARM_UP_STEPS, _MIN_ROUNDS = 5, 3, 3
+_CHECKED_STEPS, _MIN_ROUNDS = 5, 3
+# Metrics of a run.
+_OF_A_RUN = ("images_per_second", "mfu", "data_wait", "peak_memory_gib", "checkpoint_blocked_seconds")
 
 
 @dataclass(frozen=True)
@@ -109,26 +119,6 @@ def measure(case: Case, setup: Setup) -> Iterator[Row]:
     }  # fmt: skip
 
 
-def profile(case: Case) -> Iterator[Row]:
-    """One row: seconds of each operation of `roofline.operations` in the plain step with deterministic kernels, from torch.profiler."""
-    steps = 3
-    use_exact_arithmetic(torch.device(case.device))
-    step = _plain_step(case)
-    for _ in range(_WARM_UP_STEPS):
-        step()
-    _synchronize(case)
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if case.device == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
-        for _ in range(steps):
-            step()
-        _synchronize(case)
-    events = profiler.key_averages(group_by_input_shape=True)
-    yield {"model": case.name, "batch": case.batch,
-           "operations": roofline.measured_rows(events, case.config, case.batch, steps)}  # fmt: skip
-
-
 def fits(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
     """Rows of the engine's peak memory at growing micro-batches, until one does not fit: {"too_large": size}."""
     step = _engine_step(case, Setup(engine=True), sizes)
@@ -145,8 +135,7 @@ def fits(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
 
 def objective(case: Case, loss: str) -> Iterator[Row]:
     """One row of the engine's step of an objective, `train.loss`, with as many of the case's images as are predicted to fit a GPU."""
-    from data_tools.bench.training_step import pipeline_engine  # Late, as in `_engine_step`.
-    from pipeline.train.loop import training_step
+    from pipeline.train.loop import training_step  # Late, as in `pipeline_engine`.
 
     run = objective_run(loss, case.model, case.pixels, case.batch)
     config = objectives.new_backbone(run, NUM_CLASSES)
@@ -157,7 +146,7 @@ def objective(case: Case, loss: str) -> Iterator[Row]:
     trained = objectives.create(run, models.build(config)).to(case.device)
     trained.num_steps = 100
     optimizer = optimizers.build(trained, trained.decayed(), run.optimizer, DEFAULTS.fused)
-    engine = pipeline_engine(trained, optimizer, EngineConfig(precision="bf16"), case.batch, from_environment())
+    engine = pipeline_engine(trained, optimizer, EngineConfig(precision="bf16"), case.batch)
     batch = _pinned(noise_of(run, case.batch), case.device)
     numbers = itertools.count()
 
@@ -172,6 +161,40 @@ def objective(case: Case, loss: str) -> Iterator[Row]:
         "peak_memory_gib": peak_memory(torch.device(case.device)) / 2**30,
         "predicted_gib": rank_memory(config, run, case.batch, 1, 1).total / 2**30,
     }  # fmt: skip
+
+
+def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int, peak_tflops: float) -> Iterator[Row]:
+    """One row: medians over the two rounds of a run on a data set, each of `steps` steps with a checkpoint, after one round more.
+
+    log_every: steps between log lines; 0 is one in each round. decoders: threads. peak_tflops: 0 looks it up.
+    The last log line precedes the evaluation at the end of the run.
+    """
+    from pipeline.train.run import run_training  # Late, as in `pipeline_engine`.
+
+    with tempfile.TemporaryDirectory() as folder:
+        given = {
+            "name": "bench",
+            "out": folder,
+            "model": {"name": case.model, "image_size": case.pixels},
+            "data": {"path": data, "threads": decoders, "streams": math.gcd(case.batch, 16)},
+            "train": {
+                "length": f"{3 * steps} steps", "log_every": log_every or steps, "loss": "softmax",
+                "global_batch": case.batch, "micro_batch": case.batch,
+            },
+            "schedule": {"warmup": "0 steps"},
+            "engine": {"precision": "bf16", "peak_tflops": peak_tflops},
+            "evaluate": {"every": "100%", "batch": case.batch},
+            "checkpoint": {"every": f"{steps} steps", "keep": 1},
+            "track": {"enabled": False, "figures": False},
+        }  # fmt: skip
+        settings = schema.build(RunConfig, given, "the benchmark")
+        settings.check()
+        run_training(settings)
+        records, _ = read_metrics(Path(folder) / "bench/metrics.jsonl")
+    lines = [record.metrics for record in records if record.step > steps and "images_per_second" in record.metrics]
+    found = {name: statistics.median(line[name] for line in lines if name in line) for name in _OF_A_RUN}
+    # Of a minute with one checkpoint.
+    yield {**found, "checkpoint_share_at_one_a_minute": found["checkpoint_blocked_seconds"] / 60}
 
 
 # ---------------------------------------------------------------------- steps
@@ -208,15 +231,13 @@ def _plain_step(case: Case) -> Step:
 
 def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> Step:
     """Like `_plain_step`, of the engine. sizes: two steps of each in turn, at first."""
-    # Late: imports DeepSpeed, which may use CUDA, and processes are forked from one that has imported this file.
-    from data_tools.bench.training_step import pipeline_engine
-    from pipeline.train.loop import training_step
+    from pipeline.train.loop import training_step  # Late, as in `pipeline_engine`.
 
     model = _vit(case)
     optimizer = optimizers.build(model, kernel_names(model), OptimizerConfig(lr=_LR))
     _choose_optimizer(optimizer, setup.fused)
     settings = EngineConfig(precision="bf16", compile=setup.compile)
-    engine = pipeline_engine(Classification(model, "softmax"), optimizer, settings, case.batch, from_environment())
+    engine = pipeline_engine(Classification(model, "softmax"), optimizer, settings, case.batch)
     whole = _pinned(noise_batch(max(sizes or [case.batch]), case.pixels), case.device)
     batches = [
         Batch(
@@ -232,6 +253,19 @@ def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> Step:
         return training_step(engine, [batch], number, _LR).loss
 
     return step
+
+
+def pipeline_engine(
+    objective: Objective, optimizer: torch.optim.Optimizer, config: EngineConfig, batch: int
+) -> "Engine":
+    """The engine of a run without end on one rank, with `batch` images in a step."""
+    # Late: imports DeepSpeed, which may use CUDA, and processes are forked from one that has imported this file.
+    from pipeline.train.zero.engine import Engine, start_ranks
+
+    start_ranks(ranks := from_environment(), timeout_minutes=10)
+    plan = Plan(steps=10**6, warmup=0, evaluate_every={}, checkpoint_every=10**6, keep_every=0, accumulation=1, micro_batch=batch,
+                num_samples=10**6, global_batch=batch, world_size=1)  # fmt: skip
+    return Engine(objective, optimizer, config, OptimizerConfig(), plan, ranks, 0, StepClock(ranks.device))
 
 
 def _choose_optimizer(optimizer: torch.optim.Optimizer, fused: bool) -> None:

@@ -1,31 +1,23 @@
-"""The settings that all benchmarks share, and those of the benchmark of one GPU."""
+"""The settings of the benchmark of one GPU."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, whole_number
-from pipeline.settings.schema import setting
-from pipeline.settings.shared import cpu_threads, mlflow_uri
+from pipeline.settings.quantities import MAX_BATCH
+from pipeline.settings.schema import TextForm, setting
+from pipeline.settings.shared import cpu_threads
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordConfig:
-    """Where a benchmark's results go besides the terminal."""
-
-    json: str = setting("", "File for the results as JSON, replaced after each result; empty is none.", output="file")
-    mlflow: str = mlflow_uri("MLflow tracking URI for the results; empty sends nothing.")
-    experiment: str = setting("bench", "MLflow experiment, with mlflow.", needs="mlflow")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuBenchConfig(RecordConfig):
+class GpuBenchConfig:
     """A benchmark of training on one GPU: how fast it is, and which settings make it so."""
 
+    json: str = setting("", "File for the results as JSON, replaced after each result; empty is none.", output="file")
     models: list[str] = setting(
         [],
         "Models as NAME@PIXELS; all configurations are measured for the first, the best ones for the others. Empty is L/16, H/14 "
         "at 224 px, L/16 at 384, B/16 at 224; on a CPU ViT-mu/16@32.",
+        form=TextForm(r".+@[1-9]\d{0,3}", "NAME@PIXELS, such as ViT-L/16@224"),
     )
     device: Literal["cuda", "cpu"] = setting(
         "cuda", "cpu runs the same code in seconds on a tiny model, as a test of it."
@@ -34,7 +26,7 @@ class GpuBenchConfig(RecordConfig):
         540.0, "Time for everything; what is left out for lack of time is listed.", above=0, max=86400
     )
     candidate_seconds: float = setting(2.0, "Time in which each configuration's steps are timed.", above=0, max=600)
-    only: list[Literal["product", "step", "operations", "shards", "objectives", "fit"]] = setting(
+    only: list[Literal["product", "step", "shards", "objectives", "fit"]] = setting(
         [], "Parts to measure, by the first word of their names; empty measures all."
     )
     batch: int = setting(0, "Images per step; 0 is the power of two with at most 32,768 tokens.", min=0, max=MAX_BATCH)
@@ -45,10 +37,3 @@ class GpuBenchConfig(RecordConfig):
         max=1,
     )
     decoders: int = cpu_threads(14, "Decoding threads of the run from shards.")
-
-    def check(self) -> None:
-        """Check what depends on several settings. Raises UserError."""
-        for model in self.models:
-            name, _, pixels = model.partition("@")
-            if not name or whole_number(pixels, MAX_SIDE) is None:
-                raise UserError(f"models: {model} is not NAME@PIXELS, such as ViT-L/16@224.")

@@ -1,15 +1,11 @@
-"""The settings of commands around a run: plan, hosts, restarts, order of samples, speed of a training step."""
+"""The settings of commands around a run: plan, hosts, restarts, order of samples."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from pipeline.base.errors import UserError
-from pipeline.settings.commands.bench import RecordConfig
-from pipeline.settings.quantities import MAX_THREADS
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import Precision
 from pipeline.settings.schema import REQUIRED, setting
-from pipeline.settings.shared import batch_size, cpu_threads, pixels, share
+from pipeline.settings.shared import share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,38 +121,3 @@ class SuperviseConfig:
         max=1_000_000,
     )
     host_failures: int = setting(2, "Number of failures of a host after which the run continues without it.", min=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainBenchConfig(RecordConfig):
-    """A benchmark of the training step against a plain PyTorch loop."""
-
-    model: str = setting("ViT-S/16", "Name of the model.")
-    image_size: int = pixels(224, "Side of the images in pixels.", least=1)
-    batch: int = batch_size(64, "Images per step; 64 is the default micro-batch of a run.")
-    precision: Precision = setting(
-        "fp32", "Precision of weights and activations; the plain loop has no fp32 master weights."
-    )
-    zero_stage: Literal[0, 1, 2, 3] = setting(1, "DeepSpeed ZeRO stage of the pipeline's step.")
-    steps: int = setting(1, "Steps of each loop per round.", min=1)
-    rounds: int = setting(5, "Number of rounds; the median is reported.", min=1)
-    threads: int = setting(0, "Threads on a CPU; 0 is torch's default.", min=0, max=MAX_THREADS)
-    peak_tflops: float = setting(0.0, "Peak TFLOP/s of the device, for MFU; 0 looks it up or measures it.", min=0)
-    data: str = setting(
-        "",
-        "Data set for a short real run that measures MFU, waiting times and checkpoints; empty compares with the plain "
-        "loop on random images.",
-        path=True,
-    )
-    decoders: int = cpu_threads(2, "With data: decoding threads.", needs="data")
-    log_every: int = setting(0, "With data: steps between log lines; 0 is one in each round.", min=0, needs="data")
-    compile: bool = setting(False, "With data: torch.compile the model, as engine.compile.", needs="data")
-    deterministic: bool = setting(True, "With data: as engine.deterministic.", needs="data")
-
-    def check(self) -> None:
-        """Refuse what a run refuses, too. Raises UserError."""
-        if self.precision != "fp32" and not self.zero_stage:
-            raise UserError(
-                f"precision = {self.precision} with zero_stage = 0 takes a wrong first Adam step in DeepSpeed. Use zero_stage=1 or "
-                "precision=fp32."
-            )

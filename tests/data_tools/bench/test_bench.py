@@ -29,7 +29,6 @@ from data_tools.bench.record import BenchRecord
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
-from pipeline.settings.commands.bench import RecordConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
@@ -67,7 +66,7 @@ def test_rates_leave_the_start_out_and_failures_stay_apart(
         Contestant(name, ("uint8",), 1, work, "no_such_loader" if name == "missing" else "sys")
         for name, work in named.items()
     ]
-    report(named_ones, 2, record := BenchRecord("data", RecordConfig()), "loaders", ("output",))
+    report(named_ones, 2, record := BenchRecord("data"), "loaders", ("output",))
     recorded = {row["name"]: row for row in record.rows}
     timing = recorded["slow"]
     assert timing["rate"] == pytest.approx(500)  # 40 images in 4 x 0.02 s
@@ -154,7 +153,7 @@ def test_what_is_no_tar_or_cut_short_is_one_line(source: Path, tmp_path: Path, i
 def test_cost_of_augmentation(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     given = argparse.Namespace(source=str(source), images=8, batch=4, image_size=32, rounds=1)
-    measure_augmentation.run(given, record := BenchRecord("augment", RecordConfig()), tmp_path)
+    measure_augmentation.run(given, record := BenchRecord("augment"), tmp_path)
     assert len(record.rows) == len(measure_augmentation.SETTINGS) + 6
     torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import forked
+import measure_operations
 import pytest
 import torch
 from forked import Forge
@@ -20,8 +20,8 @@ from forked import Forge
 from data_tools.bench import apart
 from data_tools.bench.apart import rows_apart
 from data_tools.bench.gpu import gpu_bench as gpu
-from data_tools.bench.gpu import gpu_step, roofline
-from data_tools.bench.gpu.gpu_report import Exactness, predictions, write_report
+from data_tools.bench.gpu import gpu_step
+from data_tools.bench.gpu.gpu_report import Exactness, write_report
 from data_tools.bench.gpu.gpu_step import DEFAULTS, Case, Setup
 from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
@@ -30,7 +30,7 @@ from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, OTHER,
 from pipeline.model import ViTConfig, configure, training_flops_per_image
 from pipeline.process.outputs import try_outputs
 from pipeline.settings import schema
-from pipeline.settings.commands.bench import GpuBenchConfig, RecordConfig
+from pipeline.settings.commands.bench import GpuBenchConfig
 
 ROOT = Path(__file__).parents[4]
 TINY = Case("ViT-mu/16", 32, 4, 0.05, "cpu")
@@ -42,44 +42,46 @@ TINY = Case("ViT-mu/16", 32, 4, 0.05, "cpu")
 )
 def test_predicted_arithmetic_is_that_of_the_model(name: str, pixels: int) -> None:
     config = configure(name, pixels, 1000)
-    found = roofline.operations(config, 8)
+    found = measure_operations.operations(config, 8)
     flops = sum(o.model_flops * (config.depth if o.in_block else 1) for o in found)
     assert flops == pytest.approx(8 * training_flops_per_image(config), rel=1e-12)
 
 
 def test_bounds_by_hand() -> None:
     """L/16 at 224 px on an H100: 197 tokens, D 1024."""
-    sheet = roofline.find_sheet("NVIDIA H100 80GB HBM3")
+    sheet = measure_operations.find_sheet("NVIDIA H100 80GB HBM3")
     assert sheet is not None
     assert (sheet.kind, sheet.tflops, sheet.bandwidth) == ("H100", 989.0, 3.35e12)
     config = configure("ViT-L/16", 224, 1000)
-    found = {o.name: o for o in roofline.operations(config, 128)}
+    found = {o.name: o for o in measure_operations.operations(config, 128)}
     tokens = 128 * 197
     assert found["qkv products"].flops == 6 * tokens * 1024 * 3072
     assert found["qkv products"].seconds(sheet) == 6 * tokens * 1024 * 3072 / 989e12
     assert found["GELU"].seconds(sheet) == pytest.approx(2 * tokens * 4096 * 5 / 3.35e12)
-    whole, reached = roofline.bound(config, 128, sheet), roofline.bound(config, 128, sheet, tflops=790)
+    whole, reached = (
+        measure_operations.bound(config, 128, sheet),
+        measure_operations.bound(config, 128, sheet, tflops=790),
+    )
     assert whole.seconds < reached.seconds
     assert all(o.seconds(sheet) <= o.seconds(sheet, is_fused=False) for o in found.values())
     assert found["optimizer"].seconds(sheet) < found["optimizer"].seconds(sheet, is_fused=False)
     # Less per image with more images, because the optimizer's traffic is the same.
-    assert roofline.bound(config, 256, sheet).mfu > whole.mfu
+    assert measure_operations.bound(config, 256, sheet).mfu > whole.mfu
     assert whole.mfu == pytest.approx(128 * training_flops_per_image(config) / whole.seconds / 989e12)
-    assert roofline.find_sheet("some CPU") is None
+    assert measure_operations.find_sheet("some CPU") is None
 
 
 @pytest.mark.slow
 def test_measured_operations_are_recognised() -> None:
     """In a profile of the real step every row has a time, except the softmax, which is part of attention."""
-    (row,) = gpu_step.profile(TINY)
-    rows = {o.name for o in roofline.operations(TINY.config, TINY.batch)}
-    measured = row["operations"]
+    rows = {o.name for o in measure_operations.operations(TINY.config, TINY.batch)}
+    measured = measure_operations.profile(TINY)
     assert rows - measured.keys() == {"attention softmax", "q, k, v gradients into one"} - measured.keys()
     others = measured.keys() - rows
     assert all(name.startswith("other: ") for name in others)
     assert not [name for name in others if "Optimizer" in name], "it contains operations that count by themselves"
     assert all(measured[name] > 0 for name in measured.keys() & rows)
-    table = predictions(TINY, None, measured)
+    table = measure_operations.predictions(TINY, None, measured)
     assert len(table.splitlines()) == 2 + len(rows)
     assert table.count("not measured") == len(rows - measured.keys())
 
@@ -90,7 +92,7 @@ def test_memory_traffic_counted_by_hand_is_that_of_the_operators_that_run(model:
     config = configure(model, 224, 1000)
     assert isinstance(config, ViTConfig)
     forward, backward = traffic(config, 64, torch.bfloat16)
-    by_hand = {o.name: o.bytes * (config.depth if o.in_block else 1) for o in roofline.operations(config, 64)}
+    by_hand = {o.name: o.bytes * (config.depth if o.in_block else 1) for o in measure_operations.operations(config, 64)}
     kinds = {
         MATRICES: (["qkv products", "output product", "MLP products", "patch embedding"], 0.01),
         ATTENTION: (["attention products"], 0.01),
@@ -174,7 +176,7 @@ def fails(end: str) -> Iterator[dict[str, Any]]:
 def measure_after_failures(file: str) -> None:
     """In a rank: nothing was computed in its process, which can be forked for each measurement."""
     config = GpuBenchConfig(device="cpu", json=file, seconds=3600, only=["step"], candidate_seconds=0.05)
-    bench = gpu.GpuBench(config, record := BenchRecord("gpu", config))
+    bench = gpu.GpuBench(config, record := BenchRecord("gpu", config.json))
     for part in (
         partial(bench._apart, "step", fails, ("raise",), 60.0),
         partial(bench._step, bench.cases[0], Setup()),
@@ -200,7 +202,7 @@ def test_the_rest_is_measured_after_failures_and_the_budget_ends_it(forge: Forge
 def test_predicted_micro_batch() -> None:
     """The largest that `pipeline/estimate` lets into the memory of an H100."""
     config = GpuBenchConfig(device="cpu", models=["ViT-L/16@224"])
-    bench = gpu.GpuBench(config, BenchRecord("gpu", config))
+    bench = gpu.GpuBench(config, BenchRecord("gpu", config.json))
     assert bench._predicted_batch(bench.cases[0]) is None
     bench.device_memory = 80 * 10**9
     found = bench._predicted_batch(bench.cases[0])
@@ -216,7 +218,8 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"^torch sees no GPU here\. device=cpu runs the same code on tiny models"):
         gpu.run(GpuBenchConfig())
     for said, override in (
-        ("models: ViT-L/16 is not NAME@PIXELS", "models=[ViT-L/16]"),
+        ("models = ViT-L/16 must be NAME@PIXELS, such as ViT-L/16@224.", "models=[ViT-L/16]"),
+        ("models = ViT-L/16@0 must be NAME@PIXELS", "models=[ViT-L/16@0]"),
         ("only = prodct must be one of product, step", "only=[prodct]"),
     ):
         with pytest.raises(UserError, match=said):
@@ -225,26 +228,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         try_outputs(GpuBenchConfig(json=f"{tmp_path}/missing/found.json"))
     config = GpuBenchConfig(device="cpu", models=["BiT-R50x1@224"])
     with pytest.raises(UserError, match="BiT-R50x1 is not a Vision Transformer"):
-        gpu.GpuBench(config, BenchRecord("gpu", config))
-
-
-@pytest.mark.slow
-def test_numbers_of_a_record_go_to_mlflow(database: Path, tmp_path: Path) -> None:
-    from mlflow.tracking import MlflowClient
-
-    shutil.copy(database, tmp_path / "mlflow.db")
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    record = BenchRecord("gpu", RecordConfig(mlflow=uri))
-    record.add("step ViT-L/16@224, eager", ms=2.5, repeats=True, note="text")
-    record.finish()
-    client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("bench")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.data.metrics == {"step ViT-L/16_224_ eager/ms": 2.5}
-    assert run.data.tags["kind"] == "benchmark"
-    assert run.data.params["cores"] == str(record.facts["machine"]["cores"])
-    assert [file.path for file in client.list_artifacts(run.info.run_id) if file.path.endswith(".json")]
+        gpu.GpuBench(config, BenchRecord("gpu", config.json))
 
 
 # ---------------------------------------------------------------------- the whole way
@@ -262,13 +246,13 @@ def run_uncompiled(arguments: list[str]) -> None:
 def test_the_whole_benchmark_on_a_cpu(forge: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts but the single steps, which are tested above."""
     file = tmp_path / "found.json"
-    parts = "only=[product,shards,objectives,operations,fit]"
+    parts = "only=[product,shards,objectives,fit]"
     command = ["launch/bench.py", "gpu", "device=cpu", f"json={file}", parts, "candidate_seconds=0.05", "decoders=2"]
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     said = forge.start_work(1, "test_gpu_bench:run_uncompiled", command).finish()
     rows = json.loads(file.read_text())["rows"]
     worked = {row["name"].split(" ")[0] for row in rows if "failed" not in row}
-    assert worked == {"product", "shards", "objectives", "operations", "fit"}, said
+    assert worked == {"product", "shards", "objectives", "fit"}, said
     found = {row["name"].split(", ")[1]: row for row in rows if row["name"].startswith("objectives")}
     assert found.keys() == {"mae", "lejepa"}
     assert all(row["first_losses"][-1] < row["first_losses"][0] for row in found.values()), "they train"

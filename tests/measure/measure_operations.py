@@ -1,21 +1,32 @@
-"""Time of a training step from first principles: arithmetic and memory traffic of each operation, and a GPU's data sheet.
+"""Time of a training step from first principles, beside what is measured: arithmetic and memory traffic of each operation, and a GPU's data sheet.
+
+    python tests/measure/measure_operations.py ViT-L/16 --pixels 224 --batch 128 --tflops 700     # reached by a plain product here
 
 Letters as in `pipeline/model/vit.py`: B images, N tokens, D width, H heads, M MLP width; T = B x N tokens of a micro-batch.
 An operation takes the longer of its arithmetic and its traffic between memory and the chip. These are lower bounds: no kernel
 reaches the data sheet's figures, and a plain product of large bf16 matrices reaches about 80 % on an H100.
 """
 
+import argparse
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from data_tools.bench.gpu.gpu_step import Case, _plain_step, _synchronize
+from data_tools.bench.record import markdown
 from pipeline.model import ViTConfig, num_parameters
 from pipeline.monitor.gpus import Gpu, find_gpu
+from pipeline.process.distributed import use_exact_arithmetic
 
 _BF16 = 2  # bytes
+_STEPS = 3  # Before the profile, and in it.
 
 
 # Exponentials of the special function units in T/s: 16 per clock of each multiprocessor (CUDA programming guide, table of arithmetic throughput) x
@@ -161,3 +172,66 @@ def _row_of(key: str, shapes: Iterable[Any], config: ViTConfig, batch: int) -> s
     if re.match(r"(copy_|stack|cat)$", name) and {config.num_heads, D // config.num_heads} <= dimensions:
         return "q, k, v gradients into one"
     return f"other: {key}"
+
+
+def profile(case: Case) -> dict[str, float]:
+    """Seconds of each operation (`measured_rows`) of the plain step with deterministic kernels, from torch.profiler."""
+    use_exact_arithmetic(torch.device(case.device))
+    step = _plain_step(case)
+    for _ in range(_STEPS):
+        step()
+    _synchronize(case)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if case.device == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
+        for _ in range(_STEPS):
+            step()
+        _synchronize(case)
+    return measured_rows(profiler.key_averages(group_by_input_shape=True), case.config, case.batch, _STEPS)
+
+
+def predictions(case: Case, gpu: Gpu | None, measured: Mapping[str, float]) -> str:
+    """Markdown of the operations of one block, and of the last two, of the whole step. gpu: None predicts nothing.
+
+    measured: seconds of a step, as `measured_rows` returns.
+    """
+    lines = []
+    for o in operations(case.config, case.batch):
+        predicted = [None if gpu is None else o.seconds(gpu, is_fused) for is_fused in (False, True)]
+        # The softmax is in the same kernel as the products.
+        seconds = None if o.name == "attention softmax" else measured.get(o.name)
+        lines.append(
+            [
+                o.name + ("" if o.in_block else " (whole step)"), f"{o.flops / 1e9:,.1f}", f"{o.bytes / 1e6:,.0f}",
+                *(_us(seconds_of, "") for seconds_of in predicted),
+                _us(seconds and seconds / (case.config.depth if o.in_block else 1), "not measured"),
+            ]
+        )  # fmt: skip
+    heads = ["operation, forward + backward", "GFLOP", "MB", "predicted us", "fused us", "measured us"]
+    return markdown(heads, lines)
+
+
+def _us(seconds: float | None, missing: str) -> str:
+    return missing if seconds is None else f"{1e6 * seconds:,.0f}"
+
+
+def main() -> None:
+    """Print the table of one block's operations in microseconds and, on a GPU of the table, the least time of a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--pixels", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tflops", type=float, default=0.0, help="of matrix products; 0 is the data sheet's peak")
+    given = parser.parse_args()
+    case = Case(given.model, given.pixels, given.batch, 0.0, given.device)
+    gpu = find_sheet(torch.cuda.get_device_name()) if given.device == "cuda" else None
+    print(predictions(case, gpu, profile(case)))
+    if gpu:
+        least = bound(case.config, case.batch, gpu, given.tflops)
+        print(f"\nleast time of a step: {1e3 * least.seconds:,.1f} ms, MFU {least.mfu:.1%}")
+
+
+if __name__ == "__main__":
+    main()
