@@ -212,12 +212,7 @@ def _is_chosen(key: str, share: float) -> bool:
 
 def _listed(dataset: Dataset) -> set[tuple[str, str]]:
     """(split, key) of samples listed by the last run: always decoded, or a partial run would drop them from the list."""
-    try:
-        table = exclusion.read_lists(dataset, LIST)[LIST]
-    except StorageError:
-        raise
-    except UserError:
-        return set()  # Missing, of other data, or damaged: it will be replaced.
+    table = exclusion.earlier_list(dataset, LIST)
     return set(zip(table["split"].to_pylist(), table["key"].to_pylist(), strict=True))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.dedup.pair_sheet import read_tile
-from data_tools.dedup.thumbnails import BAD, CHANGED, PLAIN, ThumbnailJob, jobs, make_thumbnails, read_states
+from data_tools.dedup.thumbnails import BAD, CHANGED, PLAIN, ThumbnailJob, jobs, load, make_thumbnails
 from data_tools.driver import remove_leftovers
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
@@ -70,7 +70,7 @@ def read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> list[np.
     remove_leftovers(base, pattern=PROGRESS_FILE)
     every = {job.out: job for part in parts for job in part.jobs}
     there = {str(path) for path in (base / THUMBNAILS).iterdir()}
-    states = {out: read_states(job) for out, job in every.items() if out in there}
+    states = {out: load(job, "states")["states"] for out, job in every.items() if out in there}
     # A shard may have been repaired since, which does not change its name.
     missing = [job for out, job in every.items() if out not in states or (states[out] == CHANGED).any()]
     print(
@@ -79,7 +79,7 @@ def read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> list[np.
     )
     amounts = [(len(job.offsets), int(job.sizes.sum())) for job in missing]
     run_tasks(make_thumbnails, missing, amounts, "read", parts[0], config)
-    states |= {job.out: read_states(job) for job in missing}
+    states |= {job.out: load(job, "states")["states"] for job in missing}
     of_parts = [np.concatenate([states[job.out] for job in part.jobs]) for part in parts]
     for part, of_part in zip(parts, of_parts, strict=True):
         _check_readable(part, of_part, config.max_bad_share)

@@ -9,7 +9,6 @@ searched shard). Shards whose file exists are not read or searched again.
 
 import contextlib
 import hashlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +33,7 @@ from data_tools.dedup.compared import (
     run_tasks,
     searched_name,
 )
-from data_tools.dedup.marks import earlier_marks, nothing_marked, write_marks
+from data_tools.dedup.marks import finish
 from data_tools.dedup.pair_sheet import draw_pairs
 from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_images
 from data_tools.driver import only_driver
@@ -43,9 +42,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.gallery import Tile
 from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.dedup_report import read_dedup_report
-from pipeline.data.dataset.exclusion import EXCLUDED
+from pipeline.data.dataset.exclusion import EXCLUDED, earlier_list
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
-from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder
 from pipeline.settings.commands.data import DedupConfig
 
@@ -65,7 +63,6 @@ def run(config: DedupConfig) -> dict[str, Any]:
 
 def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfig) -> dict[str, Any]:
     started = time.monotonic()
-    folder = searched.dataset.path / FOLDER
     states = read_images([searched, *tests], config)
     pairs = _search(searched, tests, states, config)
 
@@ -74,14 +71,10 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     report = _report(config, searched, tests, states, pairs, time.monotonic() - started)
     sheet = draw_pairs(pictures) if pictures else None
     if not config.dry_run:
-        earlier = earlier_marks(searched.dataset, LIST)
+        earlier = earlier_list(searched.dataset, LIST)  # Not the report, which a dry run has replaced, too.
         in_split = earlier.filter(pc.equal(earlier["split"], searched.split))
         _tell_unmarked(searched.dataset, tests, in_split["reason"].to_pylist())
-        # An older report speaks of the older list. Without one, readers say "not searched".
-        (folder / REPORT).unlink(missing_ok=True)
-    done = nothing_marked(marks, folder) if config.dry_run else write_marks(searched, LIST, marks, folder / SHEET)
-    text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-    write_files(folder, {REPORT: text, SHEET: sheet}, mark=REPORT)
+    done = finish(searched, LIST, marks, report, REPORT, (SHEET, sheet))
     _print(report)
     print(done)
     return report

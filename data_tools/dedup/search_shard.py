@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.near_copies import ImageIndex, Likely
-from data_tools.dedup.thumbnails import FINE, ThumbnailJob, read_arrays, read_image, read_thumbnails
+from data_tools.dedup.thumbnails import ARRAYS, FINE, ThumbnailJob, load, read_arrays, read_image
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
@@ -81,8 +81,8 @@ def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray
         places = np.flatnonzero(of_job == number)
         if not len(places):
             continue
-        rows, there = chosen[places] - starts[number], read_thumbnails(job)
-        of_shard = {**vars(there), "offsets": job.offsets, "sizes": job.sizes, "tar": np.full(len(job.offsets), number)}
+        rows, there = chosen[places] - starts[number], load(job, *ARRAYS)
+        of_shard = {**there, "offsets": job.offsets, "sizes": job.sizes, "tar": np.full(len(job.offsets), number)}
         for name, column in of_shard.items():
             into = columns.setdefault(name, np.empty((len(chosen), *column.shape[1:]), column.dtype))
             into[places] = column[rows]
@@ -94,10 +94,10 @@ def search_shard(job: SearchJob) -> None:
     """Write the pairs of one shard. Raises UserError for a damaged shard or file of thumbnails."""
     cv2.setNumThreads(1)
     tests = _SearchedFor(job.tests)
-    own = read_thumbnails(job.shard)
-    chosen = np.arange(len(own.states)) if job.chosen is None else job.chosen
-    usable = chosen[own.states[chosen] == FINE]
-    likely = tests.index.find(own.thumbs[usable])
+    own = load(job.shard, *ARRAYS)
+    chosen = np.arange(len(own["states"])) if job.chosen is None else job.chosen
+    usable = chosen[own["states"][chosen] == FINE]
+    likely = tests.index.find(own["thumbs"][usable])
     rows, others = usable[likely.query], likely.test
     images = (
         _read_reduced(job.shard.tar, offset, size)
@@ -105,7 +105,7 @@ def search_shard(job: SearchJob) -> None:
     )
     distances = _distances(tests.images, likely, images)
     near = distances <= KEPT_DISTANCE
-    same, same_others = _equal_files(own.hashes[chosen], tests.by_digest)
+    same, same_others = _equal_files(own["hashes"][chosen], tests.by_digest)
     same = chosen[same]
     pairs = _each_once(
         np.concatenate([rows[near], same]),

@@ -22,6 +22,8 @@ from pipeline.data.storage.retry import StorageError
 
 # CHANGED: the bytes are not those of the manifest. Training does not read them either, and a repair brings the image back.
 FINE, PLAIN, BAD, CHANGED = range(4)
+# Of n images: (n, SIDE, SIDE) uint8; (n,) uint8, one of the above; (n, 16) uint8, `content_hash` of the files.
+ARRAYS = ("thumbs", "states", "hashes")
 # Format of the files, part of their name. Increase it when the rule of plain images or the hash changes.
 _FORMAT = 3
 _NO_HASH = bytes(HASH_BYTES)
@@ -41,18 +43,6 @@ class ThumbnailJob:
     offsets: np.ndarray
     sizes: np.ndarray
     hashes: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Thumbnails:
-    """Thumbnails of n images. thumbs: (n, SIDE, SIDE) uint8. states: (n,) uint8, FINE, PLAIN, BAD or CHANGED.
-
-    hashes: (n, 16) uint8, `content_hash` of the files.
-    """
-
-    thumbs: np.ndarray
-    states: np.ndarray
-    hashes: np.ndarray
 
 
 def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob]:
@@ -110,19 +100,14 @@ def make_thumbnails(job: ThumbnailJob) -> None:
         np.savez(out, thumbs=thumbs, states=states, hashes=hashes)
 
 
-def read_thumbnails(job: ThumbnailJob) -> Thumbnails:
-    """Read the output of `make_thumbnails`. Raises UserError for a damaged file."""
-    return Thumbnails(*_load(job, "thumbs", "states", "hashes"))
-
-
-def read_states(job: ThumbnailJob) -> np.ndarray:
-    """Read only the states, (n,) uint8, from the output of `make_thumbnails`. Raises UserError for a damaged file."""
-    return _load(job, "states")[0]
-
-
-def read_hashes(job: ThumbnailJob) -> np.ndarray:
-    """Read only the hashes of the files, (n, 16) uint8, from the output of `make_thumbnails`. Raises UserError for a damaged file."""
-    return _load(job, "hashes")[0]
+def load(job: ThumbnailJob, *names: str) -> dict[str, np.ndarray]:
+    """Read arrays of `ARRAYS` from the output of `make_thumbnails`. Raises UserError for a file that is damaged or of another shard."""
+    found = dict(zip(names, read_arrays(job.out, *names), strict=True))
+    if any(len(array) != len(job.offsets) for array in found.values()):
+        raise UserError(
+            f"{job.out} belongs to another shard than {job.tar}. Remove it, and run the same command again."
+        )
+    return found
 
 
 def read_image(tar: str, offset: int, size: int) -> np.ndarray:
@@ -156,12 +141,3 @@ def read_arrays(path: str, *names: str) -> list[np.ndarray]:
         raise
     except (UserError, OSError):
         raise UserError(f"{path} is damaged. Remove it, and run the same command again.") from None
-
-
-def _load(job: ThumbnailJob, *names: str) -> list[np.ndarray]:
-    found = read_arrays(job.out, *names)
-    if any(len(array) != len(job.offsets) for array in found):
-        raise UserError(
-            f"{job.out} belongs to another shard than {job.tar}. Remove it, and run the same command again."
-        )
-    return found

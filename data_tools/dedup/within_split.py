@@ -11,7 +11,6 @@ dedup/search/ (one folder per choice of images and of max_distance, with the pai
 """
 
 import hashlib
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -34,16 +33,15 @@ from data_tools.dedup.compared import (
     run_tasks,
     searched_name,
 )
-from data_tools.dedup.marks import nothing_marked, write_marks
+from data_tools.dedup.marks import finish
 from data_tools.dedup.pair_sheet import draw_pairs
 from data_tools.dedup.search_shard import BlockJob, Pairs, SearchJob, read_pairs, write_images
-from data_tools.dedup.thumbnails import FINE, PLAIN, read_hashes
+from data_tools.dedup.thumbnails import FINE, PLAIN, load
 from data_tools.driver import only_driver
 from pipeline import ray_tasks
 from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.exclusion import EXCLUDED, excluded_rows, names_of_lists
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree
 from pipeline.settings.commands.data import DedupConfig
 
@@ -64,7 +62,6 @@ def run(config: DedupConfig) -> dict[str, Any]:
 
 def _run(own: ComparedSplit, config: DedupConfig) -> dict[str, Any]:
     started = time.monotonic()
-    folder = own.dataset.path / FOLDER
     states = read_images([own], config)[0]
     # An image that another list excludes cannot stand for its copies.
     others = [name for name in names_of_lists(own.dataset) if name != LIST]
@@ -93,11 +90,7 @@ def _run(own: ComparedSplit, config: DedupConfig) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 1),
     }
     sheet = draw_pairs(pictures, "Kept images") if pictures else None
-    if not config.dry_run:  # An older report speaks of the older list.
-        (folder / REPORT).unlink(missing_ok=True)
-    done = nothing_marked(marks, folder) if config.dry_run else write_marks(own, LIST, marks, folder / SHEET)
-    text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-    write_files(folder, {REPORT: text, SHEET: sheet}, mark=REPORT)
+    done = finish(own, LIST, marks, report, REPORT, (SHEET, sheet))
     _print(report)
     print(done)
     return report
@@ -110,7 +103,7 @@ def _search(own: ComparedSplit, states: np.ndarray, elsewhere: np.ndarray, confi
     order = _largest_first(own)
     order = order[usable[order]]
     # Equal files first, plain ones too: they need no comparison.
-    digests = np.concatenate([read_hashes(job)[:, :8] for job in own.jobs]).copy().view(np.uint64)[:, 0]
+    digests = np.concatenate([load(job, "hashes")["hashes"][:, :8] for job in own.jobs]).copy().view(np.uint64)[:, 0]
     _, first, inverse = np.unique(digests[order], return_index=True, return_inverse=True)
     file = np.full(len(own), -1)
     file[order] = order[first[inverse]]

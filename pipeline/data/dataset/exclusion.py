@@ -23,6 +23,7 @@ from pipeline.data.dataset.tables import SAMPLES_FILE, ManifestTables
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
+from pipeline.data.storage.retry import StorageError
 from pipeline.settings.quantities import Limit
 
 FOLDER = "exclude"
@@ -70,6 +71,16 @@ def read_lists(dataset: ManifestTables, choice: str | Collection[str] = "all") -
             known = f"It has: {', '.join(found)}." if found else "It has none."
             raise UserError(f"{dataset.path} has no list {name!r} of excluded samples. {known}")
     return {name: _read(dataset, found[name]) for name in chosen}
+
+
+def earlier_list(dataset: ManifestTables, name: str) -> pa.Table:
+    """The list of earlier runs of a job (EXCLUDED); empty if it is missing, damaged or of other data, since it will be replaced."""
+    try:
+        return read_lists(dataset, name)[name]
+    except StorageError:
+        raise
+    except UserError:
+        return EXCLUDED.empty_table()
 
 
 def excluded_rows(

@@ -17,15 +17,14 @@ from measure_recall import PLANTS, measure_recall
 from PIL import Image
 from raw_images import encoded, settings, write_folder
 
-from data_tools.dedup import dedup, near_copies
-from data_tools.dedup.marks import earlier_marks
+from data_tools.dedup import dedup, marks, near_copies
 from data_tools.dedup.near_copies import NUM_CROPS, ImageIndex, is_plain, thumbnail
 from data_tools.dedup.pair_sheet import draw_pairs, read_tile
 from data_tools.dedup.verify_pair import distance, reduced
 from data_tools.sharding import shard
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.dedup_report import read_dedup_report
-from pipeline.data.dataset.exclusion import EXCLUDED, read_lists
+from pipeline.data.dataset.exclusion import EXCLUDED, earlier_list, read_lists
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.storage.bucket import to_path
 from pipeline.settings import schema
@@ -276,7 +275,7 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
         path.write_bytes(b"x")
     # A kill between the list and the report: the report of an earlier search would say that its copies are marked.
     (train.path / "dedup/report.json").write_text("{}")
-    monkeypatch.setattr(dedup, "write_files", kill)
+    monkeypatch.setattr(marks, "write_files", kill)
     with pytest.raises(RuntimeError, match="killed"):
         dedup.run(config(train, other.path))
     monkeypatch.undo()
@@ -297,7 +296,7 @@ def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.Captur
     tests = [SimpleNamespace(name="c:test", dataset=SimpleNamespace(fingerprint="c"))]
 
     def tell() -> None:
-        dedup._tell_unmarked(data, tests, earlier_marks(data, dedup.LIST)["reason"].to_pylist())
+        dedup._tell_unmarked(data, tests, earlier_list(data, dedup.LIST)["reason"].to_pylist())
 
     tell()
     (tmp_path / "exclude").mkdir()
