@@ -360,4 +360,4 @@ def title_of(score: str) -> str:
         if top:
             return f"top-{top} accuracy"
         return f"{shots}-shot linear accuracy{rest.replace('_', ' ')}" if shots else f"{neighbours}-NN accuracy"
-    return {"vtab": "VTAB-1k mean accuracy"}.get(score, score)
+    return {"vtab": "VTAB-1k mean accuracy", "best_top1": "best top-1 accuracy of all evaluations"}.get(score, score)

@@ -75,7 +75,8 @@ def draw_scores(answers: Answers) -> bytes | None:
 
 def draw_laws(answers: Answers) -> bytes | None:
     """PNG with a panel for each model's law that `draw_scores` has no room for; None if there is none."""
-    shown = {line.name for line in _plotted_laws(answers)}
+    if not answers.families and _plotted_laws(answers):
+        return None
     several = {
         line.family
         for line in answers.families
@@ -84,7 +85,7 @@ def draw_laws(answers: Answers) -> bytes | None:
     lines = [
         line
         for line in answers.models
-        if line.fit and not line.why_not and line.name not in shown and (not answers.families or line.family in several)
+        if line.fit and not line.why_not and (not answers.families or line.family in several)
     ]
     if not lines:
         return None

@@ -7,6 +7,8 @@ import pytest
 import synthetic_study as made_up
 
 from pipeline.review.statistics import PAIRED, PROPORTIONS, STUDENT
+from pipeline.settings import schema
+from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.laws.fit_optimal import Optimal
 from pipeline.study.report.answers import (
     Point,
@@ -219,23 +221,24 @@ def test_which_scores_are_comparable_with_table_6(score: str, column: str | None
 
 
 def test_which_variants_are_those_of_table_8() -> None:
-    titles = {
-        name: row and row.title
-        for name in ("learned-1d", "2-D learned", "none", "rel", "relative")
-        if (row := positions_of(name)) or True
-    }
-    assert titles == {
-        "learned-1d": "1-D learned",
+    names = ["2-D learned", "rel"]
+    for file in ("ablation", "ablation_cpu"):
+        names += [model.name for model in schema.load(StudyConfig, f"configs/study/{file}.yaml").models]
+    assert {name: row.title for name in names if (row := positions_of(name))} == {
         "2-D learned": "2-D learned",
+        "learned-1d": "1-D learned",
         "none": "none",
-        "rel": None,
+        "learned-2d": "2-D learned",
         "relative": "relative",
+        "learned-1d-every-block": "1-D learned, in every layer",
+        "learned-1d-shared": "1-D learned, in every layer, shared",
     }
+    assert positions_of("learned-1d-every-block-shared") == positions_of("learned-1d-shared")
 
 
 def test_names_of_scores() -> None:
-    assert [title_of(name) for name in ("top1", "5shot", "20nn", "finetune:pets", "vtab", "5shot_l2_1024")] == [
-        "top-1 accuracy", "5-shot linear accuracy", "20-NN accuracy", "top-1 accuracy after fine-tuning (pets)",
+    assert [title_of(name) for name in ("top1", "best_top1", "5shot", "20nn", "finetune:pets", "vtab", "5shot_l2_1024")] == [
+        "top-1 accuracy", "best top-1 accuracy of all evaluations", "5-shot linear accuracy", "20-NN accuracy", "top-1 accuracy after fine-tuning (pets)",
         "VTAB-1k mean accuracy", "5-shot linear accuracy l2 1024",
     ]  # fmt: skip
 

@@ -334,6 +334,16 @@ def test_no_two_lines_look_alike(results: StudyResults) -> None:
     assert len(colours) == min(len(results.models), len(figures.COLOURS))
 
 
+def test_a_model_that_is_named_like_its_family_has_a_law_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(figures, "png", lambda figure: drawn.append(figure) or b"")
+    cells = [
+        replace(cell, model="ViT" if cell.model == "ViT-0" else cell.model) for cell in made_up.scaling(models=2).cells
+    ]
+    figures.draw_laws(answer(made_up.study("scaling", cells)))
+    assert [axes.get_title() for axes in drawn[0].axes] == ["ViT", "ViT-1", "BiT-0", "BiT-1"]
+
+
 def test_no_bar_hides_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores, predictions and checks of models at the same amount stand beside each other, also where their scores are equal."""
     drawn: list[Figure] = []
