@@ -28,7 +28,7 @@ from pipeline.transfer.track.children import ChildSender, NestedRun, Pace
 from pipeline.transfer.track.sweep_page import tracking_uri
 from pipeline.transfer.vtab_cell import SweepJob, VtabCell
 
-FAST = Pace(requests=1000, poll=0.05, retry=(0.05,), redraw=0.2, finish=300.0)
+FAST = Pace(poll=0.05, retry=(0.05,), redraw=0.2, finish=300.0)
 
 
 @pytest.fixture(scope="module")
@@ -175,16 +175,25 @@ def cell_of(number: int, accuracy: float = 0.5) -> NestedRun:
     )  # fmt: skip
 
 
-class Killed(ChildSender):
-    """A sender that is killed before its request of a given number."""
+REQUESTS = ("get_run", "search_runs", "create_run", "log_batch", "log_inputs", "set_terminated")
 
-    left = 0
 
-    def _pause(self) -> None:
-        self.left -= 1
-        if not self.left:
-            raise SystemExit  # Ends the thread.
-        super()._pause()
+def killed_before(patch: pytest.MonkeyPatch, request: int) -> None:
+    """Kill a sender of children before its request of this number."""
+    from mlflow import MlflowClient
+
+    left = iter(range(request - 1, -1, -1))
+
+    def counted(send: Callable[..., Any]) -> Callable[..., Any]:
+        def sent(*arguments: Any, **named: Any) -> Any:
+            if threading.current_thread().name == "mlflow children" and not next(left):
+                raise SystemExit  # Ends the thread.
+            return send(*arguments, **named)
+
+        return sent
+
+    for name in REQUESTS:
+        patch.setattr(MlflowClient, name, counted(getattr(MlflowClient, name)))
 
 
 def begin_parent(uri: str, folder: Path) -> Tracker:
@@ -195,15 +204,19 @@ def begin_parent(uri: str, folder: Path) -> Tracker:
 
 
 @pytest.mark.slow
-def test_a_sender_killed_between_any_two_requests_leaves_neither_doubles_nor_gaps(uri: str, tmp_path: Path) -> None:
+def test_a_sender_killed_between_any_two_requests_leaves_neither_doubles_nor_gaps(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tracker = begin_parent(uri, tmp_path)
     for request in range(1, 12):
-        sender = Killed(tmp_path / "sweep", uri, {"kind": "cell"}, pace=FAST)
-        sender.left = request
+        sender = ChildSender(tmp_path / "sweep", uri, {"kind": "cell"}, pace=FAST)
         sender.add([cell_of(number, request / 100) for number in range(3)])
-        sender.begin()
-        sender._thread.join(300)
+        with monkeypatch.context() as patch:
+            killed_before(patch, request)
+            sender.begin()
+            sender._thread.join(300)
         assert not sender._thread.is_alive()
+        assert sender._queue
     # Two requests find the parent's children; three cells take twelve.
     sender = ChildSender(tmp_path / "sweep", uri, {"kind": "cell"}, pace=FAST)
     sender.add([cell_of(number) for number in range(3)])

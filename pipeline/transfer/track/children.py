@@ -1,4 +1,4 @@
-"""Sends the child runs of a sweep to MLflow from a background thread: at most a fixed number of requests a second.
+"""Sends the child runs of a sweep to MLflow from a background thread, one request at a time.
 
 What MLflow has already is read from MLflow itself at each start: every child has a tag with its key. So a killed driver
 leaves neither doubles nor gaps, and the folder needs no list of what was sent.
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
 from pipeline.monitor.metrics_file import Record
@@ -30,19 +29,20 @@ KEY_TAG, DIGEST_TAG = "cell", "cell_digest"
 PARENT_TAG = "mlflow.parentRunId"
 # Runs that one request lists.
 _MAX_RUNS = 1000
-# Requests for one child: create_run, log_batch, log_inputs, update_run. MLflow has none for several runs.
-REQUESTS_PER_CHILD = 4
+# Of so many unsent children at the end, the driver says that it sends them. A child takes up to four requests: create_run,
+# log_batch, log_inputs, update_run. MLflow has none for several runs.
+_MANY = 100
 # Returns file name -> PNG.
 Draw = Callable[[], dict[str, bytes]]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """requests: at most so many a second. redraw: least time between two drawings. finish: how long the end waits for a store
-    that does not answer; while it answers, the end waits until all is sent. All in seconds.
+    """poll: time between two looks at the queue. retry: pauses after a failure, the last one again and again. redraw: least time
+    between two drawings. finish: how long the end waits for a store that does not answer; while it answers, the end waits until
+    all is sent. All in seconds.
     """
 
-    requests: float = 10.0
     poll: float = 1.0
     retry: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 30.0)
     redraw: float = 60.0
@@ -100,7 +100,6 @@ class ChildSender:
         self._store: MlflowStore | None = None
         self._parent, self._experiment = "", ""
         self._known: dict[str, _KnownChild] = {}
-        self._next_request = 0.0
         self._warned = set[str]()
         self._stop = threading.Event()
         self._deadline = float("inf")
@@ -118,11 +117,10 @@ class ChildSender:
 
     def end(self) -> bool:
         """Send the rest and draw the figures. Returns whether all was sent."""
-        seconds = len(self._queue) * REQUESTS_PER_CHILD / self.pace.requests
-        if seconds > self.pace.finish:
+        if len(self._queue) > _MANY:
             print(
-                f"sending {counted(len(self._queue), 'cell')} to MLflow at {hide_passwords(self.uri)}, at most {duration(seconds)}; Ctrl-C "
-                "leaves those that are missing to the next start of this command",
+                f"sending {counted(len(self._queue), 'cell')} to MLflow at {hide_passwords(self.uri)}; Ctrl-C leaves those that are missing "
+                "to the next start of this command",
                 flush=True,
             )
         self._deadline = time.monotonic() + self.pace.finish
@@ -201,7 +199,6 @@ class ChildSender:
         if not parent:
             return False
         store = MlflowStore(self.uri)
-        self._pause()
         run = store.active_run(parent)
         if run is None:  # Deleted: the other sender creates another one.
             return False
@@ -215,7 +212,6 @@ class ChildSender:
     def _find_children(self, store: MlflowStore) -> None:
         mine, token = f"tags.`{PARENT_TAG}` = '{self._parent}' AND tags.`{KEY_TAG}` != ''", None
         while True:
-            self._pause()
             page = store.client.search_runs([self._experiment], mine, max_results=_MAX_RUNS, page_token=token)
             for run in page:
                 tags = run.data.tags
@@ -227,34 +223,21 @@ class ChildSender:
         digest, known = child.digest(), self._known.get(child.key)
         if known and (known.status, known.digest) == (child.status, digest):
             return
-        tags = {**self.tags, **child.tags, KEY_TAG: child.key}
         if known is None:
-            self._pause()
-            below = {**tags, PARENT_TAG: self._parent}
+            below = {**self.tags, **child.tags, KEY_TAG: child.key, PARENT_TAG: self._parent}
             run_id = store.create_run(self._experiment, child.name, below, child.started)
             known = _KnownChild(run_id, "RUNNING", "")
             self._known[child.key] = known
-        self._pause()
-        # The tags may have changed: a cell that failed before has an outcome now.
         facts = child.facts()
         record = Record(0, child.ended, facts.as_sent(child.metrics))
         scored = child.metrics.get(child.score)
-        tags = {} if scored is None else {SCORE: facts.score_in_words(child.score, scored)}
-        store.log_metrics(known.run_id, [record], {**child.tags, **tags, DIGEST_TAG: digest}, child.parameters)
-        if child.datasets:
-            self._pause()
-            store.log_datasets(known.run_id, child.datasets)
-        self._pause()
+        score = {} if scored is None else {SCORE: facts.score_in_words(child.score, scored)}
+        # The tags may have changed: a cell that failed before has an outcome now.
+        store.log_metrics(known.run_id, [record], {**child.tags, **score, DIGEST_TAG: digest}, child.parameters)
+        store.log_datasets(known.run_id, child.datasets)
         store.client.set_terminated(known.run_id, child.status, child.ended)
         self._known[child.key] = _KnownChild(known.run_id, child.status, digest)
         self.num_sent += 1
-
-    def _pause(self) -> None:
-        """Wait until the next request is due."""
-        wait = self._next_request - time.monotonic()
-        if wait > 0:
-            time.sleep(wait)
-        self._next_request = time.monotonic() + 1 / self.pace.requests
 
     def _warn_once(self, line: str) -> None:
         kind = line.partition("(")[0]
@@ -280,11 +263,3 @@ def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Pa
             f"MLflow at {hide_passwords(uri)} did not take all of the report ({one_line(error)}). Run the command again."
         ) from None
     return True
-
-
-def link_below(uri: str, folders: Iterable[Path], parent: str) -> None:
-    """Show the MLflow runs of these run folders below a parent. Runs of folders that were not sent are left out."""
-    store = MlflowStore(uri)
-    for folder in folders:
-        if (run_id := sent_to(folder, uri).run_id) and store.is_active(run_id):
-            store.client.set_tag(run_id, PARENT_TAG, parent)

@@ -15,7 +15,7 @@ from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, sp
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.waits import waiting
 from pipeline.settings.run import DataConfig, TrackConfig
-from pipeline.transfer.track.children import link_below
+from pipeline.transfer.track.children import PARENT_TAG
 
 # How long the first run waits for its parent, in seconds: a fresh store takes several.
 _WAIT = 60.0
@@ -112,6 +112,9 @@ class ParentPage:
         try:
             sent = [folder for folder in self._folders if run_id_of(folder)]
             if sent and (parent := self.parent_run()):
-                link_below(self.uri, sent, parent)
+                store = MlflowStore(self.uri)
+                for folder in sent:
+                    if (run_id := sent_to(folder, self.uri).run_id) and store.is_active(run_id):
+                        store.client.set_tag(run_id, PARENT_TAG, parent)
         except Exception as error:  # Whatever the server or its client raises.
             warn(f"MLflow at {hide_passwords(self.uri)} did not link the runs of {self.folder} ({one_line(error)}).")
