@@ -307,21 +307,23 @@ def _same(points: Sequence[Point], tolerance: float) -> list[list[Point]]:
     return groups
 
 
+def _corrected(differences: Sequence[ScoreDifference | None]) -> list[float]:
+    """The p of each by `holm` over all that could be tested; 1 for the others."""
+    corrected = iter(holm([one.p for one in differences if one]))
+    return [next(corrected) if one else 1.0 for one in differences]
+
+
 def _leads(points: Sequence[Point], tolerance: float) -> list[Lead]:
-    pairs, found = [], []
+    pairs = []
     for group in _same(points, tolerance):
-        best_first = sorted(group, key=lambda point: -point.mean)
-        if len({point.model for point in group}) < 2:
-            continue
-        tested = [difference(*pair) for pair in combinations(best_first, 2)]
-        pairs += [one.p for one in tested if one]
-        # The first pair is that of the best and the second.
-        found.append((Lead(group[0].x, best_first[0], best_first[1], tested[0], 1.0), len(pairs), tested))
-    corrected = holm(pairs)
-    return [
-        replace(lead, corrected=corrected[end - sum(one is not None for one in tested)]) if lead.difference else lead
-        for lead, end, tested in found
-    ]
+        if len({point.model for point in group}) > 1:
+            best_first = sorted(group, key=lambda point: -point.mean)
+            pairs += [(group[0].x, *pair) for pair in combinations(best_first, 2)]
+    differences = [difference(one, other) for _, one, other in pairs]
+    leads: dict[float, Lead] = {}
+    for (x, one, other), tested, p in zip(pairs, differences, _corrected(differences), strict=True):
+        leads.setdefault(x, Lead(x, one, other, tested, p))  # The first pair is that of the best and the second.
+    return list(leads.values())
 
 
 def _variants(points: Sequence[Point], results: StudyResults) -> tuple[list[AblationVariant], str]:
@@ -333,10 +335,9 @@ def _variants(points: Sequence[Point], results: StudyResults) -> tuple[list[Abla
         return [], ""
     compared = [(point, firsts[size]) for (size, _), point in longest.items() if size in firsts]
     differences = [None if point is first else difference(point, first) for point, first in compared]
-    corrected = iter(holm([one.p for one in differences if one]))
     found = [
-        AblationVariant(point, point.mean - first.mean, one, next(corrected) if one else 1.0)
-        for (point, first), one in zip(compared, differences, strict=True)
+        AblationVariant(point, point.mean - first.mean, one, p)
+        for (point, first), one, p in zip(compared, differences, _corrected(differences), strict=True)
     ]
     return sorted(found, key=lambda variant: (variant.point.data_size, -variant.value)), results.models[0]
 
