@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder, read_state
@@ -71,8 +72,6 @@ class ScoresFile:
 
 def make_child(name: str, file: str, overrides: list[str]) -> ChildRun:
     """Raises UserError for settings that cannot be used."""
-    from pipeline import objectives  # Late: imports torch.
-
     config = schema.load(RunConfig, file, overrides)
     objectives.check(config)
     return ChildRun(name, file, overrides, config)
@@ -158,8 +157,6 @@ def trained_otherwise(run: ChildRun) -> str:
     It would go on from its checkpoint, partly trained with each, and be reported as one of today's settings. Raises UserError if
     neither its config.json nor a checkpoint tells the settings.
     """
-    from pipeline import objectives  # Late: imports torch.
-
     problem, changed = "", list[Change]()
     try:
         changed = _trained_changes(run, objectives.flat_settings(read_settings(run.folder)))
@@ -205,15 +202,11 @@ def _saves(run: ChildRun) -> list[AnyPath]:
 
 def is_evaluated(run: ChildRun) -> bool:
     """Whether a run measures anything of a held-out split, and has a scores.json then."""
-    from pipeline import objectives  # Late: imports torch.
-
     return bool(objectives.metrics(run.config)["scores"])
 
 
 def read_evaluation(run: ChildRun) -> ScoresFile:
     """The last evaluation of a run. Raises FileNotFoundError, and UserError for a damaged file."""
-    from pipeline import objectives  # Late: imports torch.
-
     file = run.folder / _SCORES
     found = json_record.read(file, ScoresFile)
     if found.top1 is None and objectives.kind(run.config.train.loss).predicts_classes:
@@ -243,8 +236,6 @@ def read_outcome(run: ChildRun) -> FinetuneScores | str | None:
 
 def _look(run: ChildRun) -> tuple[Status | None, str]:
     """Returns (how a run with these settings ended, why its folder does not tell; None and "" if it has not ended)."""
-    from pipeline import objectives  # Late: imports torch.
-
     file = run.folder / "config.json"
     try:
         status = json_record.read(run.folder / "status.json", Status)
@@ -253,10 +244,9 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         # Built, so that settings which did not exist then have their defaults.
         config = read_settings(run.folder)
     except FileNotFoundError as error:
-        # Without settings, nothing was begun.
-        return None, f"{error.filename or error} is missing." if file.exists() or (
-            run.folder / _SCORES
-        ).exists() else ""
+        if not file.exists() and not (run.folder / _SCORES).exists():  # Nothing was begun.
+            return None, ""
+        return None, f"{error.filename or error} is missing."
     except UserError as error:
         return None, str(error)
     if other := _changes_since(run, objectives.flat_settings(config)):
@@ -266,8 +256,6 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
 
 def _changes_since(run: ChildRun, before: Mapping[str, Any]) -> list[Change]:
     """What differs from the settings of an earlier start, by dotted name, where that means that the two cannot be compared."""
-    from pipeline import objectives  # Late: imports torch.
-
     then, now = (_moved_along(settings) for settings in (before, objectives.flat_settings(run.config)))
     return changes.differences(then, now, objectives.facts(run.config.train.loss), "comparison")
 

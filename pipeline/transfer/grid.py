@@ -145,7 +145,7 @@ def _run(
     config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPage | None", by_number: set[str]
 ) -> dict[str, Any]:
     """Returns the content of results.json. by_number: as of `_check_data`."""
-    tried: list[dict[str, Any]] = page.tried if page else []
+    tried: list[dict[str, Any]] = []
     weights_now = sha256_now(trials[0].config.init.weights or "")
     _refuse_other_settings(trials)
     for lr, trial in zip(config.lr, trials, strict=True):
@@ -157,15 +157,13 @@ def _run(
             tried.append({"lr": lr, "diverged": str(error)})
         _refuse_other_weights(trials[0], trial)
         if page:
-            page.ended(trial.folder)
+            page.ended(trial.folder, tried)
     best, num_dev = best_rate(tried)
     print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {counted(num_dev, 'dev image')}")
 
     finals = [make_run(config, f"final-seed-{seed}", best, seed, dev_share=0.0) for seed in config.seeds]
     _refuse_other_settings(finals)
-    runs: list[dict[str, Any]] = page.runs if page else []
-    if page:
-        page.chosen = best
+    runs: list[dict[str, Any]] = []
     for seed, final in zip(config.seeds, finals, strict=True):
         _refuse_changed(final, weights_now)
         try:
@@ -175,7 +173,7 @@ def _run(
         _refuse_other_weights(trials[0], final)
         runs.append({"seed": seed, "top1": scores["top1"], "num_samples": scores["num_samples"]})
         if page:
-            page.ended(final.folder)
+            page.ended(final.folder, tried, runs, best)
     settings = finals[0].config
     return {
         "name": config.name, "run": config.run, "settings": [hide_passwords(text) for text in config.settings], "lr": best, "dev_share": config.dev_share,
@@ -304,7 +302,7 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
         facts = PageFolder(run.folder).read_facts().facts
     except UserError:  # Of a run of an earlier version, nothing is known.
         return
-    from pipeline.train.run_facts import datasets_of
+    from pipeline.train.run_facts import datasets_of  # Late: the import takes seconds.
 
     config, changed = run.config, ""
     now = datasets_of(open_run_data(config.data, config.seed, config.train.global_batch, config.labels))

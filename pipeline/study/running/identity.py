@@ -70,7 +70,7 @@ def common_changes(then: StudyIdentity, now: StudyIdentity) -> list[Change]:
 
 def _sources(study: "Study") -> dict[str, str]:
     """Splits that cells are trained, fine-tuned and evaluated on, as a whole; weights that they begin with, and that teach them."""
-    from pipeline.train.run_facts import datasets_of
+    from pipeline.train.run_facts import datasets_of  # Late: the import takes seconds.
 
     first = study.cells[0]
     found = {}

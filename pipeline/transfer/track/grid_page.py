@@ -1,6 +1,7 @@
 """The MLflow page of a fine-tuning grid: a parent run, below which its runs, which send themselves, are shown."""
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,17 @@ class GridPage(ParentPage):
     ) -> None:
         facts = _facts(config, settings, dataset, num_train, num_runs)
         super().__init__(facts, Path(config.out) / config.name, Path(config.out), uri, settings.track.experiment)
-        self.tried: list[dict[str, Any]] = []
-        self.runs: list[dict[str, Any]] = []
-        self.chosen: float | None = None
         self._split = settings.data.eval_split
 
-    def ended(self, folder: Path) -> None:
-        """A run has ended; `tried`, `runs` and `chosen` are up to date."""
+    def ended(
+        self, folder: Path, tried: list[dict[str, Any]], runs: Sequence[dict[str, Any]] = (), best: float | None = None
+    ) -> None:
+        """A run has ended. tried, runs: the trials and final runs so far. best: the learning rate of the final ones."""
         self.has_run(folder)
-        self.log({"runs_done": len(self.tried) + len(self.runs)})
-        pictures = {"accuracy_by_learning_rate.png": draw_rates_of_grid(self.tried, self.chosen)}
-        if self.runs:
-            pictures["final_accuracy.png"] = draw_finals(self.runs, self._split)
+        self.log({"runs_done": len(tried) + len(runs)})
+        pictures = {"accuracy_by_learning_rate.png": draw_rates_of_grid(tried, best)}
+        if runs:
+            pictures["final_accuracy.png"] = draw_finals(runs, self._split)
         write_files(self.folder / FIGURES, pictures)
 
     def scored(self, result: dict[str, Any]) -> None:
