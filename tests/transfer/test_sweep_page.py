@@ -24,6 +24,8 @@ from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.run import TrackConfig
 from pipeline.transfer import report, vtab
+from pipeline.transfer.sweep import open_sweep
+from pipeline.transfer.track import sweep_page
 from pipeline.transfer.track.children import ChildSender, NestedRun, Pace
 from pipeline.transfer.track.sweep_page import tracking_uri
 from pipeline.transfer.vtab_cell import SweepJob, VtabCell
@@ -165,6 +167,15 @@ def test_more_cells_than_one_answer_lists_of_which_some_fail_or_diverge(
     assert Counter(run.info.status for run in again.values()) == {"FINISHED": 9, "FAILED": 6}
     assert parent.data.metrics["task_svhn"] == pytest.approx(0.53)
     assert "warning" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "tried"), [("finetune", "3 of 19 tasks, 2 settings."), ("linear", "3 of 19 tasks.")]
+)
+def test_only_fine_tuning_is_said_to_try_settings(prepared: list[str], tmp_path: Path, method: str, tried: str) -> None:
+    config = schema.load(VtabConfig, None, [*prepared, f"method={method}", "protocol.lr=[0.1,0.01]"])
+    sweep = open_sweep(config, tmp_path)
+    assert tried in sweep_page._facts(sweep, vtab._header(sweep, {}, {}), 6, "").description
 
 
 def cell_of(number: int, accuracy: float = 0.5) -> NestedRun:

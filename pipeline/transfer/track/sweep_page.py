@@ -208,9 +208,10 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
     settings |= {name: getattr(config, name) for name in ("method", "precision", "micro_batch", "seeds")}
     searched = [f"{facts.name}: {facts.notes['copies_in_pretraining_data']}" for facts in datasets if facts.notes]
     found = any(count is not None for count in (header["contamination"] or {}).values())
+    num_settings = f", {counted(len(settings_of(config.protocol)), 'setting')}" * (config.method == "finetune")
     description = [
         f"**VTAB-1k of `{Path(config.weights).name}`** (`{sweep.sha256[:16]}`) by protocol {protocol['name']}, {config.method}: "
-        f"{counted(num_cells, 'cell')} on {len(sweep.datasets)} of {counted(len(TASKS), 'task')}, {len(settings_of(config.protocol))} settings.",
+        f"{counted(num_cells, 'cell')} on {len(sweep.datasets)} of {counted(len(TASKS), 'task')}{num_settings}.",
         "Each cell is a run below this one: parameters `task`, `lr`, ..., metrics `eval/val_top1` (search) and `eval/test_top1`.",
         "Copies of test images in the pre-training data: " + (", ".join(searched) if found else "not searched") + ".",
     ]
