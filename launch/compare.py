@@ -8,7 +8,7 @@ differ. Runs are read from their folders, or from MLflow alone.
   python launch/compare.py runs=[runs/vit,mlflow:0f5c...] mlflow=http://mlflow:5000
   python launch/compare.py runs=[runs/vit,runs/resnet] score=true        # precision, recall, F1 of each class
 
-Writes report.md, report.html (self-contained), figures (.png), table.csv and pairs.csv.
+Writes report.md, report.html (self-contained), figures (.png), table.csv, pairs.csv and, with score=true, per_class.csv.
 """
 
 import sys

@@ -30,7 +30,6 @@ class Axis:
     """What runs can be compared against. per_step: its amount in one step of a run, 0 if unknown."""
 
     name: str
-    unit: str
     per_step: Callable[[RunRecord], float]
 
     def amounts(self, record: RunRecord, steps: np.ndarray) -> np.ndarray:
@@ -40,9 +39,9 @@ class Axis:
         return steps * self.per_step(record)
 
 
-STEPS = Axis("step", "", lambda record: 1.0)
-IMAGES = Axis("images seen", "", lambda record: float(record.images_per_step))
-FLOPS = Axis("training FLOPs", "FLOP", lambda record: record.images_per_step * record.flops_per_image)
+STEPS = Axis("step", lambda record: 1.0)
+IMAGES = Axis("images seen", lambda record: float(record.images_per_step))
+FLOPS = Axis("training FLOPs", lambda record: record.images_per_step * record.flops_per_image)
 AXES = (STEPS, IMAGES, FLOPS)
 
 
@@ -78,10 +77,8 @@ def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float
 
 
 def in_units(amount: float, axis: Axis) -> str:
-    """An amount in words, such as "1,200 steps", "50,688 images" or "1.936 TFLOP"."""
-    if axis is FLOPS:
-        return EngFormatter(axis.unit, places=3)(amount)
-    return f"{amount:,.0f} {'steps' if axis is STEPS else 'images'}"
+    """An amount of IMAGES or FLOPS in words, such as "50,688 images" or "1.936 TFLOP"."""
+    return EngFormatter("FLOP", places=3)(amount) if axis is FLOPS else f"{amount:,.0f} images"
 
 
 # ---------------------------------------------------------------------- figures

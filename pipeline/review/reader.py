@@ -6,8 +6,8 @@ makes the record from either, and both give the same record.
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,6 @@ from pipeline.monitor.page_folder import PAGE, End, PageFolder, SavedFacts, pars
 from pipeline.monitor.run_page import (
     METRICS_TAG,
     SCORE,
-    DatasetFacts,
     RunFacts,
     StoredRun,
     hide_passwords,
@@ -39,7 +38,7 @@ from pipeline.monitor.run_page import (
 )
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.outputs import kind_of
-from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, StoredFiles, as_count, as_number
+from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, as_count, as_number
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OBJECTIVES
@@ -119,6 +118,28 @@ class FolderFiles:
         return str(in_page if os.path.exists(in_page) else self.path / name)
 
 
+@dataclass(frozen=True)
+class StoredFiles:
+    """The artifacts of an MLflow run. store: a `ReadingStore`."""
+
+    store: Any
+    run_id: str
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.store.list_files(self.run_id))
+
+    def read(self, name: str) -> bytes | None:
+        there = name in self._names or "/" in name
+        return self.store.read_file(self.run_id, name) if there else None
+
+    def figures(self) -> list[str]:
+        return [name for name in sorted(self.store.list_files(self.run_id, "figures")) if name.endswith(".png")]
+
+    def where(self, name: str) -> str:
+        return f"{name} of MLflow run {self.run_id}"
+
+
 def _inside(folder: Path, name: str) -> Path | None:
     """The path of a file of a run folder; None if it is none that may be read, or is missing."""
     try:
@@ -174,12 +195,16 @@ def from_folder(folder: Path) -> RunRecord:
         )
     if facts is not None:
         tags = facts.all_tags() | tags
-    return _record(
-        files, folder.resolve().name, str(folder), facts, tags, facts.parameters if facts else {}, metrics,
-        datasets=facts.datasets if facts else (), ignored=ignored, parents=facts.parents if facts else {},
-        origin=facts.origin if facts else origin_in(tags), folder=folder, run_id=run_id_of(folder), status=word,
-        outcome=tags.get("outcome", outcome or word), num_damaged=num_damaged, declared=facts.metrics if facts else {},
+    record = RunRecord(
+        folder.resolve().name, "", str(folder), files, folder, run_id_of(folder), word, tags.get("outcome", outcome or word), metrics=metrics,
+        tags=tags, origin=origin_in(tags), num_damaged=num_damaged, ignored=tuple(ignored),
     )  # fmt: skip
+    if facts is not None:
+        record = replace(
+            record, parameters=_as_text(facts.parameters), datasets=facts.datasets, parents=facts.parents, origin=facts.origin,
+            declared=facts.metrics,
+        )  # fmt: skip
+    return _completed(record, facts)
 
 
 def _metrics_of(folder: Path, declared: Mapping[str, Metric]) -> tuple[dict[str, Series], int, list[str]]:
@@ -237,20 +262,22 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     word = _STATUS.get(stored.status, stored.status.lower())
     outcome = tags.get("outcome", word)
     parents = {name.removesuffix("_run_id"): text for name, text in tags.items() if name.endswith("_run_id")}
-    return _record(
-        files, stored.name, f"mlflow:{stored.run_id}", None, tags, stored.parameters, metrics, datasets=stored.datasets,
-        ignored=impossible, parents=parents, origin=origin_in(tags), run_id=stored.run_id, outcome=outcome,
-        status="diverged" if outcome.startswith("diverged") else word, declared=declared,
-    )  # fmt: skip
+    return _completed(RunRecord(
+        stored.name, "", f"mlflow:{stored.run_id}", files, run_id=stored.run_id,
+        status="diverged" if outcome.startswith("diverged") else word, outcome=outcome, parameters=_as_text(stored.parameters),
+        metrics=metrics, tags=tags, datasets=tuple(stored.datasets), parents=parents, origin=origin_in(tags), ignored=tuple(impossible),
+        declared=declared,
+    ))  # fmt: skip
 
 
 # ---------------------------------------------------------------------- from both
-def _record(
-    files: RunFiles, name: str, address: str, facts: RunFacts | None, tags: Mapping[str, str], parameters: Mapping[str, Any],
-    metrics: dict[str, Series], *, datasets: Sequence[DatasetFacts], ignored: Sequence[str], **known: Any,
-) -> RunRecord:  # fmt: skip
-    """The record, with what follows from files, tags and parameters."""
-    parameters = {key: str(value) for key, value in parameters.items()}
+def _as_text(parameters: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in parameters.items()}
+
+
+def _completed(record: RunRecord, facts: RunFacts | None = None) -> RunRecord:
+    """The record with what follows from its files, tags and parameters."""
+    files, tags, parameters = record.files, record.tags, record.parameters
     results = _results(files)
     starts, num_cut = parse_starts(files.read("starts.jsonl") or b"")
     config = _config(files)
@@ -265,14 +292,13 @@ def _record(
     kinds = [kind for name, kind in _KIND_BY_RESULT.items() if name in results]
     kind = kinds[0] if kinds else "finetune" if settings.get("init.weights") else "pretrain"
     planned = facts.steps if facts and facts.steps else as_count(parameters.get("steps"))
-    return RunRecord(
-        facts.name if facts else config.name if config else str(results.get("name") or name),
-        tags.get("kind", kind), address, files, settings=settings, has_all_settings=config is not None,
-        parameters=parameters, metrics=metrics, tags=dict(tags), datasets=tuple(datasets), steps=planned,
+    return replace(
+        record, name=facts.name if facts else config.name if config else str(results.get("name") or record.name),
+        kind=tags.get("kind", kind), settings=settings, has_all_settings=config is not None, steps=planned,
         images_per_step=as_count(settings.get("train.global_batch")),
         flops_per_image=_flops_per_image(settings, facts, parameters, flops),
         starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,
-        ignored=(*[f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored"] * bool(num_cut), *ignored), **known,
+        ignored=(*[f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored"] * bool(num_cut), *record.ignored),
     )  # fmt: skip
 
 

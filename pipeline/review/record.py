@@ -161,28 +161,6 @@ class RunFiles(Protocol):
 
 
 @dataclass(frozen=True)
-class StoredFiles:
-    """The artifacts of an MLflow run. store: a `ReadingStore`."""
-
-    store: Any
-    run_id: str
-
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(self.store.list_files(self.run_id))
-
-    def read(self, name: str) -> bytes | None:
-        there = name in self._names or "/" in name
-        return self.store.read_file(self.run_id, name) if there else None
-
-    def figures(self) -> list[str]:
-        return [name for name in sorted(self.store.list_files(self.run_id, "figures")) if name.endswith(".png")]
-
-    def where(self, name: str) -> str:
-        return f"{name} of MLflow run {self.run_id}"
-
-
-@dataclass(frozen=True)
 class RunRecord:
     """What is known of one run.
 
@@ -190,8 +168,8 @@ class RunRecord:
     the run's config is at hand (has_all_settings), else those that differ from the defaults; `model.*` is the architecture as
     built. parameters: what follows from the settings, as text. parents: relation -> MLflow run ID. origin: the weights that the
     run began with, as they were then; None for new ones, and for runs of earlier versions. steps: planned ones, 0 if
-    unknown. images_per_step, flops_per_image: 0 if unknown. starts: None for each of which nothing is known. results: of a grid or
-    a sweep. num_damaged: lines of metrics.jsonl that could not be read. ignored: what else of its files was not read, and why, in
+    unknown. images_per_step, flops_per_image: 0 if unknown. starts: None for each of which nothing is known. results: of a grid,
+    a study or a sweep. num_damaged: lines of metrics.jsonl that could not be read. ignored: what else of its files was not read, and why, in
     phrases. declared: what the run says of its metrics.
     """
 

@@ -11,11 +11,12 @@ from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.atomic import write_files
-from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.bucket import to_path
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import PREDICTED_SPEED, TEACHER_TAG, ModelFacts
+from pipeline.process.committed import checkpoints_of
 from pipeline.process.outputs import try_output
 from pipeline.review import lineage
 from pipeline.review.budgets import FLOPS, in_units
@@ -375,10 +376,7 @@ def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[tuple[ModelFa
     states, _ = read_states(record.folder / STATE_FILE)
     sent = {sha256: model.model_id for state in states.values() for sha256, model in state.models.items()}
     try:
-        elsewhere = record.settings.get("checkpoint.folder")
-        folder: AnyPath = (
-            to_path(str(elsewhere)) / record.name if elsewhere else record.folder.resolve() / "checkpoints"
-        )
+        folder = to_path(str(checkpoints_of(record.folder.resolve())))
         found = [
             (model, f"models:/{sent[model.sha256]}" if model.sha256 in sent else "")
             for model in logged_models(Checkpoints(folder), ended=True)

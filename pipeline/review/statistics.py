@@ -1,7 +1,7 @@
 """Whether two scores differ by more than noise: differences with 95 % intervals, p-values, and a correction for many pairs.
 
-Three kinds of noise: which images are in the test set (two proportions), the same for the same images (McNemar, bootstrap), and
-the seed of training (Student's t over seeds). The first two say nothing about the seed, the last nothing about other test images:
+Two kinds of noise: which images are in the test set (two proportions; McNemar or bootstrap for the same images), and the seed of
+training (Student's t over seeds, or over the differences of the same seeds). The tests of the one say nothing about the other:
 `tests/measure/measure_intervals.py`.
 """
 
