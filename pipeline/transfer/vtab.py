@@ -105,9 +105,7 @@ def run(
 
 
 def output(config: VtabConfig) -> Path:
-    """The folder of a sweep's results. Raises UserError for a URL, and for a path that is a file."""
-    if "://" in config.out:
-        raise UserError(f"out = {config.out}: the results are small files in a folder. Choose one on a disk.")
+    """The folder of a sweep's results. Raises UserError for a path that is a file."""
     name = f"{config.protocol.name}-{config.method}"
     return output_folder(config.out, config.weights, "vtab", name, holds="VTAB-1k sweep")
 

@@ -230,16 +230,15 @@ def _cells_of(
     found = []
     for label, length in lengths or [("", str(first.train.length))]:
         name = "-".join([stem, *([label] if len(lengths) > 1 else []), f"seed{seed}"])
-        overrides = [*common, f"name={name}", f"train.length={length}"]
-        run, trunk, trunk_steps = make_child(name, config.run, overrides), None, 0
+        named, trunk, trunk_steps = [*common, f"name={name}"], None, 0
+        run = make_child(name, config.run, [*named, f"train.length={length}"])
         try:
             plan = _plan(run.config, data.epoch_samples)
             if extra:
                 plan = replace(plan, steps=plan.steps + round(extra / (flops * batch)))
-                overrides[-1] = f"train.length={plan.steps} steps"
-                run = make_child(name, config.run, overrides)
+                run = make_child(name, config.run, [*named, f"train.length={plan.steps} steps"])
             if config.cooldown:
-                run, trunk, trunk_steps = _with_trunk(config, name, stem, seed, overrides, plan.steps)
+                run, trunk, trunk_steps = _with_trunk(config, name, stem, seed, named, plan.steps)
                 _plan(run.config, data.epoch_samples)
         except UserError as error:
             raise UserError(f"cell {name}: {error}") from None
