@@ -139,13 +139,15 @@ def draw_curves(
     records: Records, title: str, values: Mapping[str, Series | None], seeds: Sequence[Sequence[str]], percent: bool = False,
     smooth: bool = False,
 ) -> bytes | None:  # fmt: skip
-    """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if no run has it.
+    """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if no run has it, or none after step 0.
 
     values: the metric of each run. seeds: groups of runs that differ in their seed only, which share a colour and a line of the
     legend. percent: the values are shares. smooth: draw running means of long series.
     """
     chosen = {name: series for name in records if (series := values[name]) is not None and len(series)}
-    if not chosen:
+    if not any(
+        series.steps[-1] > 0 for series in chosen.values()
+    ):  # Weights that were evaluated by themselves have no steps.
         return None
     groups = [[name for name in group if name in chosen] for group in seeds]
     groups = [group for group in groups if group]

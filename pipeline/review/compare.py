@@ -160,10 +160,11 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
     if same:
         yield Paragraph(f"The same for all: {'; '.join(f'{column} {rows[0][column]}' for column in same)}.")
     header = [column for column in rows[0] if column not in same]
+    of_miou = " (of its mIoU, a bootstrap's)" * any(record.pixel_counts is not None for record in records.values())
     yield Table(header, [[row[column] for column in header] for row in rows])
     yield Paragraph(
-        "Brackets are 95 % intervals: Wilson's over the images of one run, which says nothing of other seeds; Student's t over seeds, which "
-        "says nothing of other images. Compute is the time of training steps times the number of ranks."
+        f"Brackets are 95 % intervals: Wilson's over the images of one run{of_miou}, which says nothing of other seeds; Student's t over seeds, "
+        "which says nothing of other images. Compute is the time of training steps times the number of ranks."
         + " The best score is chosen on the images that score it, so it is a little too good."
         * any(row["best score"] not in ("the last", "–") for row in rows)
     )
@@ -360,7 +361,9 @@ def _settings(records: Records) -> Iterator[Block]:
     rows = differences(settings_of(with_settings)) if with_settings else []
     if len(with_settings) > 1:
         yield _difference_table("setting", list(with_settings), rows) if rows else Paragraph("None but their names.")
-    partly = [name for name, record in with_settings.items() if not record.has_all_settings]
+    partly = [
+        name for name, record in with_settings.items() if not record.has_all_settings and record.kind != "evaluation"
+    ]
     if partly:
         yield Paragraph(f"Of {listed(partly, MAX_NAMED)} only the settings that differ from the defaults are known.")
     if without := [name for name in records if name not in with_settings]:

@@ -284,7 +284,9 @@ def _completed(record: RunRecord, facts: RunFacts | None = None) -> RunRecord:
     if config is not None:
         settings = schema.flatten(schema.to_dict(config))
     else:
-        settings = {key: value for key, value in parameters.items() if "." in key}
+        # A run of training has beside them what follows from its settings; an evaluation has nothing else.
+        is_evaluation = tags.get("kind") == "evaluation"
+        settings = {key: value for key, value in parameters.items() if "." in key or is_evaluation}
     built, flops = _model(files)
     if built:
         settings = {key: value for key, value in settings.items() if not key.startswith("model.")} | built

@@ -190,7 +190,8 @@ def _scores(record: RunRecord) -> Iterator[Block]:
     if rows := list(_score_rows(record)):
         yield Heading("Scores")
         yield Table(("score", "last", "at step", "best", "at step", "images"), rows)
-        brackets = "Brackets are 95 % intervals (Wilson's): the noise of these test images, not that of another seed. "
+        whose = "Wilson's" if record.pixel_counts is None else "of a bootstrap over the images"
+        brackets = f"Brackets are 95 % intervals ({whose}): the noise of these test images, not that of another seed. "
         yield Paragraph(
             brackets * any("[" in row[1] for row in rows)
             + "The best of several evaluations is chosen on the images that score it, so it is a little too good."
@@ -222,7 +223,7 @@ def _score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
 
 # ---------------------------------------------------------------------- curves and figures
 def _curves(record: RunRecord) -> Iterator[Block]:
-    if content := draw_run(record):
+    if record.last_step and (content := draw_run(record)):  # An evaluation has one point, at step 0.
         yield Heading("Curves")
         yield PngImage("curves.png", "Losses, held-out accuracy, learning rate and speed over the steps", content)
 

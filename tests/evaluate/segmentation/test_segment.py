@@ -18,6 +18,7 @@ from pipeline.evaluate.segmentation import apply, linear, run
 from pipeline.evaluate.segmentation.counts import parse_counts
 from pipeline.evaluate.segmentation.pairs import open_pairs
 from pipeline.review import compare, statistics
+from pipeline.review.budgets import curves
 from pipeline.review.reader import RunReader
 from pipeline.settings import schema
 from pipeline.settings.commands.segment import SegmentConfig
@@ -75,7 +76,11 @@ def test_from_images_to_mlflow(
     # Another layer, scored on the same masks, is compared image by image.
     other = run.run(command(weights, places, tmp_path / "other", f"mlflow={uri}", "num_drawn=0", "steps=1"))
     runs = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
-    (group,) = compare.groups_of(compare.named([RunReader(uri).read(f"mlflow:{each.info.run_id}") for each in runs]))
+    records = compare.named([RunReader(uri).read(f"mlflow:{each.info.run_id}") for each in runs])
+    (group,) = compare.groups_of(records)
+    assert not curves(records), "each has one point at step 0"
+    rows = {name: set(values) for name, *values in compare.differences(compare.settings_of(records))}
+    assert rows["length"] == {"1 steps of 4", "60 steps of 4"}
     (pair,) = group.pairs
     assert pair.difference.method == statistics.BOOTSTRAP
     assert pair.difference.value == scores["miou"] - other["miou"]
