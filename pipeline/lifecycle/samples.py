@@ -107,7 +107,7 @@ def _settings(path: Path, state: State | None) -> RunConfig:
                 for part in sections:
                     section = section.setdefault(part, {})
                 section[field] = value
-        return schema.build(RunConfig, tree, str(path))
+        return schema.build_saved(RunConfig, tree, str(path))
     if path.is_dir():
         try:
             return read_settings(path)

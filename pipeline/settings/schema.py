@@ -134,11 +134,19 @@ def build(cls: type[T], tree: Any, where: str, section: str = "") -> T:
     return _SettingsConverter(where).convert(tree, cls, section)
 
 
+def build_saved(cls: type[T], tree: Any, where: str) -> T:
+    """As `build`, of settings that a run saved: it may have had some that no longer exist, which are ignored."""
+    converter = _SettingsConverter(where)
+    converter.ignores_unknown = True
+    return converter.convert(tree, cls, "")
+
+
 class _SettingsConverter(Converter):
     """Converts YAML values to settings; some text is a number to the user (1e-3), and a single value is a list of one."""
 
     missing = "is not set ({doc}). Set it: {name}=..."
     shown = staticmethod(as_typed)
+    ignores_unknown = False
 
     def convert(self, value: Any, kind: Any, name: str, rule: Any = None) -> Any:
         if type(kind) is type:  # Most are: what follows takes several times as long.
@@ -171,7 +179,7 @@ class _SettingsConverter(Converter):
             raise UserError(f"{self.where}: {name or 'the file'} must be a mapping of settings, not {shown}.")
         prefix, hints = f"{name}." if name else "", json_record.type_hints(kind)
         for key in tree:
-            if key not in hints:
+            if key not in hints and not self.ignores_unknown:
                 guess = _did_you_mean(kind, prefix, str(key))
                 raise UserError(f"{self.where}: unknown setting {prefix}{as_typed(key)}.{guess}")
         # `out=$OUT` with a variable that is not set is no choice of the current folder.
