@@ -79,7 +79,7 @@ def splitmix(*parts: Integer) -> np.ndarray:
 
 
 def torch_seed(seed: Integer, purpose: Purpose, *parts: Integer) -> int:
-    """A seed of 63 bits for `torch.manual_seed`."""
+    """A seed of 63 bits, as `torch.manual_seed` takes it."""
     return int(bits(seed, purpose, *parts) >> 1)
 
 

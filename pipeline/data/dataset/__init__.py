@@ -1,4 +1,4 @@
 """Data sets: manifest, splits, memory-mapped index, exclusion lists, subsets.
 
-Imports storage/ and, of the settings, only quantities. Used by most rooms.
+Imports storage/, base/ and, of the settings, only quantities. Used by most rooms.
 """

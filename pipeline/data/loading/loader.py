@@ -35,7 +35,7 @@ class Batch:
     """views: uint8 (V, B, H, W, 3) for each group of V views. labels: int64 (B, M), -1 where a sample has fewer than M.
 
     M is 0 when no sample of the split has a label. valid: bool (B,), False for an unreadable image, whose views are all zeros.
-    rows, epochs: int64 (B,).
+    rows, epochs: int64 (B,), as of `Order.rows`.
     """
 
     views: tuple[Tensor, ...]

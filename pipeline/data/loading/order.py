@@ -61,7 +61,10 @@ class Order(ABC):
 
     @abstractmethod
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, how often each was used before), int64 each, of the samples at these positions, counted from the start of training."""
+        """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training.
+
+        epochs: how often each sample was used before, which is its epoch unless classes are balanced.
+        """
 
     @abstractmethod
     def epochs(self, positions: np.ndarray) -> np.ndarray:
@@ -72,7 +75,7 @@ class Order(ABC):
         """(epoch, position) of each use of a row before position `end`, ascending."""
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, epochs), int64 (global_batch / world_size,) each, of one rank's part of batch `step` (from 0)."""
+        """`rows` of one rank's part of batch `step` (from 0): int64 (global_batch / world_size,) each."""
         rows, epochs = self.slices(range(step, step + 1), rank, world_size)
         return rows[0], epochs[0]
 
@@ -124,10 +127,6 @@ class SampleOrder(Order):
         return np.asarray(positions, np.int64) // self.num_samples
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training.
-
-        epochs: the number of the epoch, which is how often the sample was used before; with a balance, the latter.
-        """
         epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), self.num_samples)
         rows = np.empty_like(within)
         uses = epochs if self.balance is None else np.empty_like(epochs)

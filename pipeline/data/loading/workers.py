@@ -37,9 +37,9 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Samples of a batch, all or some. rows, epochs: int64 (N,). views: uint8 (V, N, H, W, 3) of each group. labels: int64 (N, M).
+    """Samples of a batch, all or some. rows, epochs: int64 (N,), as of `Order.rows`. views: uint8 (V, N, H, W, 3) of each group.
 
-    valid: bool (N,). The last three are written by `fill`.
+    labels: int64 (N, M). valid: bool (N,). The last three are written by `fill`.
     """
 
     rows: np.ndarray

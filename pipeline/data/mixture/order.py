@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.base import random_numbers
-from pipeline.base.random_numbers import Purpose
+from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.order import Order, order_of_split
 from pipeline.data.mixture.phases import Phase
@@ -44,7 +43,6 @@ class MixtureOrder(Order):
             self.taken[number + 1] = self.taken[number] + self.shares[number].first(length)
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, epochs), int64 each, of the samples at these positions. epochs: of the set that a sample comes from."""
         sets, places = self.locate(positions)
         rows, epochs = np.empty_like(places), np.empty_like(places)
         for number, order in enumerate(self.orders):
@@ -108,7 +106,7 @@ def train_order(split: Split, data: DataConfig, seed: int, global_batch: int) ->
 
 def seed_of_set(seed: int, number: int) -> int:
     """The seed of the order of a set, which is the run's for set 0: it is in the order that it has alone."""
-    return int(random_numbers.bits(seed, _SEED_OF_SET, number) >> 1) if number else seed
+    return torch_seed(seed, _SEED_OF_SET, number) if number else seed
 
 
 def samples_a_round(shares: Sequence[Shares], number: int, data: DataConfig, global_batch: int) -> int:

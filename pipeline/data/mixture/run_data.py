@@ -27,9 +27,9 @@ _USUAL_SPLIT = "val"
 class RunData:
     """The data of a run.
 
-    own: data.path. dataset: it, too, but in a mixture whose labels are learnt, with the classes of all sets, its own first. split: to
-    train on. evaluated: the splits that are, each with its data set, as `DataConfig.evaluated` names them. eval_split: data.eval_split, "" without one. epoch_samples: samples of training in which the training split of
-    data.path is used once, by its first share.
+    own: the data set data.path. dataset: the same one; in a mixture it has the classes of all sets whose labels are read, its own first.
+    split: what is trained on. evaluated: name, as in `DataConfig.evaluated`, -> (data set, split). eval_split: see `held_out_split`.
+    epoch_samples: samples of training in an epoch: so many use the training split of data.path once, at its first share.
     """
 
     own: Dataset

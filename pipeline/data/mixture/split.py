@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,10 @@ from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.phases import Mixture
 from pipeline.data.mixture.shares import shares_of
+
+
+def _ask_the_parts(split: Split) -> NoReturn:
+    raise AssertionError("a mixture has this of each part only: see `parts` and `part_of`")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,10 @@ class MixedSplit(Split):
     label_maps: tuple[np.ndarray | None, ...]
     first_rows: list[int]
     lines: tuple[str, ...]
+
+    # Inherited, they would silently be those of the first part.
+    place_of = hash_of = label_offsets = label_values = property(_ask_the_parts)
+    only = relabelled = without_labels = property(_ask_the_parts)
 
     @property
     def parts(self) -> tuple[Split, ...]:

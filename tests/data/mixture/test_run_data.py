@@ -83,6 +83,9 @@ def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
         part, own = split.part_of(row)
         assert batch.labels[i].tolist() == part.labels_of(own).tolist()
         assert batch.valid[i]
+    for name in ("place_of", "hash_of", "label_offsets", "label_values", "only", "relabelled", "without_labels"):
+        with pytest.raises(AssertionError, match="of each part only"):
+            getattr(split, name)
 
 
 def test_classes_are_joined_by_name_or_map(sets: Path, tmp_path: Path) -> None:
