@@ -14,8 +14,6 @@ import numpy as np
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _64_BITS = 2**64 - 1
-# Hashes computed at a time, so that they stay in the processor's cache.
-_BLOCK = 2**15
 _ROUNDS = [(np.uint64(30), np.uint64(_MIX_1)), (np.uint64(27), np.uint64(_MIX_2)), (np.uint64(31), np.uint64(1))]
 
 Integer = int | np.integer | np.ndarray
@@ -109,32 +107,4 @@ def _mixed(state: int, part: int) -> int:
 
 def permutation(length: int, seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:
     """A random permutation of range(length), int64: places sorted by their hash, equal hashes by place."""
-    return _stable_argsort(bits_of_places(length, seed, purpose, *parts))
-
-
-def bits_of_places(length: int, seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:
-    """`bits(seed, purpose, *parts, np.arange(length))`, faster for many."""
-    hashes = np.empty(length, np.uint64)
-    for first in range(0, length, _BLOCK):
-        hashes[first : first + _BLOCK] = bits(seed, purpose, *parts, np.arange(first, min(first + _BLOCK, length)))
-    return hashes
-
-
-def _stable_argsort(hashes: np.ndarray) -> np.ndarray:
-    """np.argsort(hashes, kind="stable") of uint64, 4 times faster: NumPy vectorises the sorting of values, not of indices.
-
-    The index is therefore packed into the low bits of the sorted values; ties of the upper bits are resolved by full hash.
-    """
-    num_bits = np.uint64(max(len(hashes) - 1, 0).bit_length())
-    places = np.arange(len(hashes), dtype=np.uint64)
-    packed = hashes >> num_bits
-    packed <<= num_bits
-    packed |= places
-    packed.sort()
-    order = (packed & (np.uint64(2) ** num_bits - np.uint64(1))).view(np.int64)
-    packed >>= num_bits
-    same = packed[1:] == packed[:-1]
-    if same.any():
-        tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
-        order[tied] = order[tied][np.argsort(hashes[order[tied]], kind="stable")]
-    return order
+    return np.argsort(bits(seed, purpose, *parts, np.arange(length)), kind="stable")

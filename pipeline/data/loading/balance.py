@@ -79,7 +79,7 @@ class ClassBalance:
         self.sizes = sizes[self.classes + 1]
         self.wholes, self._fractions = _exact_places(self.sizes, power)
         self._offset = random_numbers.bits(seed, _ROUNDING)
-        self._by_class = _sorted_by(labels + 1, random_numbers.bits_of_places(len(labels), seed, _ORDER))
+        self._by_class = _sorted_by(labels + 1, random_numbers.bits(seed, _ORDER, np.arange(len(labels))))
 
     @property
     def num_samples(self) -> int:

@@ -211,23 +211,6 @@ def test_random_bits_are_splitmix64() -> None:
     )
 
 
-@pytest.mark.parametrize("num_bits", [0, 1, 3, 8, 64])
-def test_permutations_sort_equal_hashes_by_place(num_bits: int) -> None:
-    """As NumPy's stable sort, also where hashes agree in the high bits, in the low bits, or in all."""
-    for length in (0, 1, 2, 3, 64, 65, 5000):
-        hashes = random_numbers.splitmix(length, np.arange(length))
-        for of in (
-            hashes,
-            hashes >> np.uint64(64 - num_bits) if num_bits else hashes * 0,
-            hashes | np.uint64(2**63 - 1),
-        ):
-            np.testing.assert_array_equal(random_numbers._stable_argsort(of), np.argsort(of, kind="stable"))
-    assert (
-        random_numbers.permutation(5000, 7, 1).tolist()
-        == np.argsort(random_numbers.bits(7, 1, np.arange(5000)), kind="stable").tolist()
-    )
-
-
 def test_parts_are_not_interchangeable() -> None:
     seen = {
         int(random_numbers.splitmix(*parts))
