@@ -30,7 +30,7 @@ from pipeline.base.files import as_csv
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
 from pipeline.data.dataset import exclusion, manifest, mapped_index
-from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, Dataset, Shard, open_dataset
+from pipeline.data.dataset.manifest import INFO, ROWS, SAMPLES, SAMPLES_FILE, Dataset, Shard, open_dataset
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
@@ -159,12 +159,12 @@ def _open_samples(dataset: Dataset, shards: list[Shard]) -> tuple[pq.ParquetFile
     """Returns (samples.parquet, (shards,) number of its rows of each shard). Raises _UnusableError."""
     try:
         file = open_parquet(dataset.path / SAMPLES_FILE)
-        wanted = {*dataset.rows_schema.names, "split", "shard"}
+        wanted = set(SAMPLES.names)
         if missing := wanted - set(file.schema_arrow.names):
             raise _UnusableError(f"has no column {', '.join(sorted(missing))}")
         of_shard = file.read(columns=["shard"]).column("shard").to_numpy()
         # Reading every page detects damage.
-        for _ in file.iter_batches(_BATCH, columns=dataset.rows_schema.names):
+        for _ in file.iter_batches(_BATCH, columns=ROWS.names):
             pass
     except (pa.ArrowException, OSError) as error:
         raise _UnusableError(f"cannot be read ({_one_line(error)})") from None
@@ -185,9 +185,8 @@ def _open_samples(dataset: Dataset, shards: list[Shard]) -> tuple[pq.ParquetFile
 
 def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys") -> Iterator[VerifyJob]:
     again = _listed(dataset)
-    schema = dataset.rows_schema
-    batches = tables.samples.iter_batches(_BATCH, columns=schema.names) if tables.samples else iter(())
-    waiting = schema.empty_table()
+    batches = tables.samples.iter_batches(_BATCH, columns=ROWS.names) if tables.samples else iter(())
+    waiting = ROWS.empty_table()
     first_row, split = 0, None
     for shard, count in zip(tables.shards, tables.counts.tolist(), strict=True):
         first_row, split = (first_row if shard.split == split else 0), shard.split
@@ -195,7 +194,7 @@ def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys")
         if tables.samples:
             while len(waiting) < count:
                 batch = pa.Table.from_batches([next(batches)])
-                waiting = pa.concat_tables([waiting, batch.select(schema.names).cast(schema)])
+                waiting = pa.concat_tables([waiting, batch.select(ROWS.names).cast(ROWS)])
             rows, waiting = waiting.slice(0, count).to_pydict(), waiting.slice(count)
             if not dataset.info["source"].get("indexed"):  # Indexed tars may repeat keys, see `index.py`.
                 keys.add(shard.split, rows["key"])

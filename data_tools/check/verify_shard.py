@@ -203,13 +203,9 @@ def _check_rows(
     in_tar = _samples(file, members, findings)
     # A label that cannot be read does not exclude its image.
     is_intact = is_intact and all(kind != "unreadable" for kind, *_ in findings.rows)
-    names = ("key", "offset", "size", "labels", "ext", "width", "height")
+    names = ("key", "offset", "size", "labels", "ext", "width", "height", "xxh128")
     columns = [job.rows[name] for name in names]
-    # Data sets of the first format have sha256.
-    column, hash_of = ("xxh128", content_hash) if "xxh128" in job.rows else ("sha256", _sha256)
-    for number, (key, offset, length, of_row, *properties, digest) in enumerate(
-        zip(*columns, job.rows[column], strict=True)
-    ):
+    for number, (key, offset, length, of_row, *properties, digest) in enumerate(zip(*columns, strict=True)):
         row = job.first_row + number
         if wrong := [label for label in of_row if not 0 <= label < job.num_classes]:
             findings.add("label range", f"label {wrong[0]} of {counted(job.num_classes, 'class')}", row, key)
@@ -226,8 +222,8 @@ def _check_rows(
         except OSError as error:
             findings.add("lost", str(error), row, key)
             continue
-        if hash_of(data) != digest:
-            findings.add("content", f"its {column} is not the manifest's", row, key)
+        if content_hash(data) != digest:
+            findings.add("content", "its xxh128 is not the manifest's", row, key)
             continue
         name, _, _, num_bytes, *_ = members.get(offset, Member("", False, offset, -1))
         if split_name(name)[0] != key or num_bytes != length:
@@ -244,10 +240,6 @@ def _check_rows(
                 said = "{} {} x {}"
                 findings.add("properties", f"{said.format(*is_now)}, not {said.format(*properties)}", row, key)
     return decoded
-
-
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
 
 
 def _samples(file: BinaryIO, members: dict[int, Member], findings: _Findings) -> dict[int, TarSample]:

@@ -33,8 +33,7 @@ _NO_HASH = bytes(HASH_BYTES)
 class ThumbnailJob:
     """A shard to read. tar: its path. out: path of the thumbnails. offsets, sizes: (n,) int64.
 
-    first_row: row of the shard's first sample in its split. hashes: (n,) V16, of the images by the manifest, zeros where it has
-    none; None for a manifest of the first format.
+    first_row: row of the shard's first sample in its split. hashes: (n,) V16, of the images by the manifest, zeros where it has none.
     """
 
     tar: str
@@ -42,14 +41,14 @@ class ThumbnailJob:
     first_row: int
     offsets: np.ndarray
     sizes: np.ndarray
-    hashes: np.ndarray | None = None
+    hashes: np.ndarray
 
 
 def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob]:
     """Yields one job per shard of a split. Excluded samples are included."""
     table = pa.concat_tables(dataset.table(split, verify=False).read(["offset", "size", "xxh128"]))
     offsets, sizes = (table[name].to_numpy() for name in ("offset", "size"))
-    hashes = hash_column(table["xxh128"]) if "xxh128" in table.column_names else None
+    hashes = hash_column(table["xxh128"])
     first_row = 0
     for shard in dataset.shards():
         if shard.split != split:
@@ -64,7 +63,7 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob
             first_row=first_row,
             offsets=offsets[first_row:end],
             sizes=sizes[first_row:end],
-            hashes=None if hashes is None else hashes[first_row:end],
+            hashes=hashes[first_row:end],
         )
         first_row = end
 
@@ -85,7 +84,7 @@ def make_thumbnails(job: ThumbnailJob) -> None:
                 data = _read(file, job.tar, offset, size)
                 digest = content_hash(data)
                 hashes[i] = np.frombuffer(digest, np.uint8)
-                if job.hashes is not None and job.hashes[i].tobytes() not in (digest, _NO_HASH):
+                if job.hashes[i].tobytes() not in (digest, _NO_HASH):
                     states[i] = CHANGED
                     continue
                 try:

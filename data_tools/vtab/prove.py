@@ -112,11 +112,10 @@ def _rows(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, bytes
     """Returns (key -> label, key -> hash of the image); empty for a missing split. Several labels remain a list."""
     found, hashes = {}, {}
     if split in dataset.splits:
-        column = dataset.rows_schema.names[-1]
-        for table in dataset.table(split, verify=False).read(["key", "labels", column]):
+        for table in dataset.table(split, verify=False).read(["key", "labels", "xxh128"]):
             for row in table.to_pylist():
                 found[row["key"]] = row["labels"][0] if len(row["labels"]) == 1 else row["labels"]
-                hashes[row["key"]] = row[column]
+                hashes[row["key"]] = row["xxh128"]
     return found, hashes
 
 

@@ -86,26 +86,6 @@ def rewrite_rows(dataset: Dataset, change: Callable[[list[dict]], None]) -> None
     (dataset.path / "dataset.json").write_text(json.dumps(info))
 
 
-def test_a_data_set_of_the_first_format_is_checked_by_its_own_hashes(copy: Dataset) -> None:
-    path = copy.path / SAMPLES_FILE
-    digests = [
-        hashlib.sha256((copy.path / shard).read_bytes()[offset : offset + size]).digest()
-        for shard, offset, size in zip(*places(copy), strict=True)
-    ]
-    table = pq.read_table(path).drop_columns("xxh128")
-    pq.write_table(table.append_column("sha256", pa.array(digests, pa.binary(32))), path, row_group_size=150)
-    info = json.loads((copy.path / "dataset.json").read_text())
-    info["files"][SAMPLES_FILE] = hashlib.sha256(path.read_bytes()).hexdigest()
-    info.pop("checksum", None)
-    (copy.path / "dataset.json").write_text(json.dumps({**info, "format": "vit-dataset/1"}))
-    report = check(copy.path)
-    assert report["is_whole"]
-    assert report["decoded"] == 187
-    rewrite_rows(copy, lambda rows: rows[11].update(sha256=b"\0" * 32))
-    assert kinds(check(copy.path)) == {"content": 1}
-    assert listed(copy) == [("train", 11)]
-
-
 def places(dataset: Dataset) -> tuple[list[str], list[int], list[int]]:
     """Shard, offset and size of every sample."""
     names = [shard.name for shard in dataset.shards()]

@@ -32,11 +32,10 @@ from pipeline.data.storage.content import HASH_BYTES
 INDEX_FOLDER = "index"
 COLUMNS = {"offsets": "<i8", "sizes": "<i8", "label_starts": "<i8", "labels": "<i4", "hashes": f"V{HASH_BYTES}"}
 _FORMAT, _INFO = "vit-index/2", "index.json"
-_HASHES = "xxh128"
-_PARQUET_COLUMNS = ["offset", "size", "labels", _HASHES]
+_PARQUET_COLUMNS = ["offset", "size", "labels", "xxh128"]
 _NO_HASH = bytes(HASH_BYTES)
 
-# Reads these columns of a split's rows in samples.parquet, part by part; without `xxh128` if the file lacks it.
+# Reads these columns of a split's rows in samples.parquet, part by part.
 Read = Callable[[list[str]], Iterable[pa.Table]]
 
 
@@ -242,8 +241,7 @@ def _derive(read: Read, append: Callable[[str, np.ndarray], None]) -> tuple[int,
             append(column, part.to_numpy().astype(COLUMNS[column], copy=False))
         max_label = max(max_label, values["labels"].to_numpy().max(initial=-1))
         append("label_starts", ends.astype(COLUMNS["label_starts"], copy=False))
-        if _HASHES in table.column_names:
-            append("hashes", hash_column(table[_HASHES]))
+        append("hashes", hash_column(table["xxh128"]))
     return max_labels, int(max_label)
 
 

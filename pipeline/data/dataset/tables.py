@@ -28,8 +28,6 @@ from pipeline.data.storage.checksum_cache import checksum_of
 from pipeline.data.storage.parquet import open_parquet
 
 FORMAT = "vit-dataset/2"
-# The first format differs in one column of ROWS, where the hash of an image was `sha256`. It can still be read.
-_FIRST_FORMAT = "vit-dataset/1"
 INFO, SAMPLES_FILE, SHARDS_FILE = "dataset.json", "samples.parquet", "shards.parquet"
 CHECKSUM = "checksum"
 REMEDY = "Copy it again, or run the same launch/shard.py again to re-make it."
@@ -49,7 +47,6 @@ ROWS = pa.schema(
         ("xxh128", pa.binary(16)),
     ]
 )
-_FIRST_ROWS = pa.schema([*list(ROWS)[:-1], ("sha256", pa.binary(32))])
 # shard: row number in shards.parquet.
 SAMPLES = pa.schema([*ROWS, ("split", _NAME), ("shard", pa.int32())])
 SHARDS = pa.schema(
@@ -124,11 +121,6 @@ class ManifestTables:
     def fingerprint(self) -> str:
         """16 hex characters that identify the content: the same bytes and classes, wherever and whenever written."""
         return self.info["fingerprint"]
-
-    @property
-    def rows_schema(self) -> pa.Schema:
-        """Columns of its samples, without split and shard; the last is the hash of the image's bytes."""
-        return _FIRST_ROWS if self.info["format"] == _FIRST_FORMAT else ROWS
 
     @property
     def splits(self) -> list[str]:
@@ -206,9 +198,12 @@ def parse_info(text: bytes, where: str) -> dict[str, Any]:
         info = json_record.parse(text, Any, where)
     except UserError as error:
         raise UserError(f"{error} {remedy}") from None
-    if not isinstance(info, dict) or info.get("format") not in (FORMAT, _FIRST_FORMAT):
+    if not isinstance(info, dict) or info.get("format") != FORMAT:
         found = info.get("format") if isinstance(info, dict) else info
-        raise UserError(f"{where} has format {json_record.quoted(found)}, but this code reads {FORMAT!r}.")
+        raise UserError(
+            f"{where} has format {json_record.quoted(found)}, but this code reads {FORMAT!r}. Make the data set again, or use the "
+            "version of this code that made it."
+        )
     record = json_record.convert(info, _ManifestInfo, where)
     if record.checksum not in (None, info_checksum(info)):
         raise UserError(

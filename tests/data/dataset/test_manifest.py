@@ -87,7 +87,10 @@ def test_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
             lambda path: (path / "dataset.json").write_text("{"),
             r"dataset.json is not valid JSON .*: the file is damaged\. Copy dataset.json again",
         ),
-        (lambda path: (path / "dataset.json").write_text(json.dumps({"format": "x/9"})), r"has format 'x/9'"),
+        (
+            lambda path: (path / "dataset.json").write_text(json.dumps({"format": "x/9"})),
+            r"has format 'x/9', but .* Make the data set again",
+        ),
     ],
 )
 def test_damage_is_told_in_one_line(damage, said: str, tmp_path: Path) -> None:

@@ -1,19 +1,16 @@
 """Batches: the same for any number of threads; a bad sample is counted and changes no other; too many stop the run."""
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cv2
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, Dataset, Split, file_sha256, open_dataset
+from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.data.loading import augment
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Batch, Loader, normalise
@@ -175,21 +172,6 @@ def test_a_left_out_sample_does_not_move_the_hashes(dataset: Dataset) -> None:
     split = dataset.split("train").only(np.delete(np.arange(COUNT), [0, 3, 20]))
     reader = ShardReader(split)
     assert [reader.read(row) for row in range(len(split))]
-
-
-def test_images_of_data_sets_of_the_first_format_are_not_compared(dataset: Dataset) -> None:
-    """They have SHA-256, which would take a tenth of the decoding time."""
-    path = dataset.path / SAMPLES_FILE
-    table = pq.read_table(path).drop_columns("xxh128")
-    pq.write_table(table.append_column("sha256", pa.array([b"0" * 32] * COUNT, pa.binary(32))), path)
-    info = json.loads((dataset.path / INFO).read_text())
-    info["files"][SAMPLES_FILE] = file_sha256(path)
-    info.pop("checksum", None)
-    (dataset.path / INFO).write_text(json.dumps({**info, "format": "vit-dataset/1"}))
-    split = open_dataset(dataset.path).split("train")
-    assert split.hash_of(3) is None
-    _, loader = load(split)
-    assert not loader.bad
 
 
 def test_a_shard_that_was_cut_after_the_start(dataset: Dataset) -> None:

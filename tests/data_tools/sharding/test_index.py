@@ -123,7 +123,7 @@ def test_a_tar_that_the_machine_fails_to_read_is_read_again(tmp_path: Path, monk
     monkeypatch.setattr("data_tools.sharding.index._hash", stale)
     with pytest.raises(LostError, match=r"a.tar cannot be read: Stale file handle"):
         index_tar(job)
-    shard_job = ThumbnailJob(str(tar), str(tmp_path / "a.npz"), 0, np.array([0]), np.array([9]))
+    shard_job = ThumbnailJob(str(tar), str(tmp_path / "a.npz"), 0, np.array([0]), np.array([9]), np.zeros(1, "V16"))
     monkeypatch.setattr("data_tools.dedup.thumbnails._read", stale)
     with pytest.raises(LostError, match=r"a.tar cannot be read: Stale file handle"):
         make_thumbnails(shard_job)
