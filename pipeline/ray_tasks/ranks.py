@@ -48,6 +48,7 @@ def run_ranks(
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     num_ranks, share = ranks_that_fit(nodes, num_ranks, cpus)
@@ -62,6 +63,14 @@ def run_ranks(
                     raise limit
         return _get_from_rank(references)
 
+    def poll() -> list[tuple[list[str], int | None]]:
+        return _get_from_rank([actor.poll.remote() for actor in actors])
+
+    def terminate() -> None:
+        for actor in actors:
+            actor.terminate.remote()
+
+    actors: list[Any] = []
     group = placement_group([share] * num_ranks, strategy="PACK")
     try:
         needed = amounts({name: num_ranks * amount for name, amount in share.items()})
@@ -72,59 +81,37 @@ def run_ranks(
             f"this began, these were: {left}. End other jobs, use fewer --ranks, or wait longer."
         )
         get([group.ready()], f"{needed}, of which other jobs hold some (free: {left})", busy)
-        script = {} if command[0].startswith("-") else {command[0]: command[0]}
-        return _run_in_group(
-            group, list(command), num_ranks, share, cpus, get, say, stopping, {**script, **(inputs or {})}
-        )
-    finally:
-        remove_placement_group(group)
-
-
-def _run_in_group(
-    group: Any, command: list[str], num_ranks: int, share: dict[str, float], cpus: int, get: Callable[..., Any],
-    say: Callable[[str], None], stopping: Callable[[], bool], inputs: Mapping[str, str],
-) -> int:  # fmt: skip
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    # Each rank sees all GPUs of its host and uses that of its LOCAL_RANK: NCCL's peer-to-peer copies need both GPUs visible.
-    visible = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
-    actors = [
-        ray.remote(_RankActor)
-        .options(
-            num_cpus=share["CPU"],
-            num_gpus=share.get("GPU", 0),
-            max_concurrency=2,
-            runtime_env=visible,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-        )
-        .remote()
-        for number in range(num_ranks)
-    ]
-
-    def poll() -> list[tuple[list[str], int | None]]:
-        return _get_from_rank([actor.poll.remote() for actor in actors])
-
-    def terminate() -> None:
-        for actor in actors:
-            actor.terminate.remote()
-
-    try:
+        # Each rank sees all GPUs of its host and uses that of its LOCAL_RANK: NCCL's peer-to-peer copies need both GPUs visible.
+        visible = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+        actors = [
+            ray.remote(_RankActor)
+            .options(
+                num_cpus=share["CPU"],
+                num_gpus=share.get("GPU", 0),
+                max_concurrency=2,
+                runtime_env=visible,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+            )
+            .remote()
+            for number in range(num_ranks)
+        ]
         late = UserError("Ray did not start the processes of the ranks. See its logs (ray logs) for the cause.")
         places = get([actor.place.remote() for actor in actors], "Ray to start a process for each rank", late)
-        for place, missing in zip(
-            places, _get_from_rank([actor.missing.remote([*inputs]) for actor in actors]), strict=True
-        ):
+        script = {} if command[0].startswith("-") else {command[0]: command[0]}
+        read = {**script, **(inputs or {})}
+        absent = _get_from_rank([actor.missing.remote([*read]) for actor in actors])
+        for place, missing in zip(places, absent, strict=True):
             if missing:
-                raise _missing_input(inputs[missing[0]], missing[0], place.address)
+                raise _missing_input(read[missing[0]], missing[0], place.address)
         port = _get_from_rank(actors[0].free_port.remote())
         for rank, (actor, variables) in enumerate(zip(actors, rank_environments(places, port, cpus), strict=True)):
             say(f"rank {rank} on {places[rank].address}, {variables['LOCAL_RANK']} of {variables['LOCAL_SIZE']} there")
-            _get_from_rank(actor.start.remote(command, variables))
+            _get_from_rank(actor.start.remote(list(command), variables))
         return wait_for_ranks(num_ranks, poll, terminate, say, stopping)
     finally:
         for actor in actors:
             ray.kill(actor)
+        remove_placement_group(group)
 
 
 def _missing_input(named: str, path: str, address: str) -> UserError:

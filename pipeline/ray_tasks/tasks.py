@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -50,11 +50,10 @@ def run_here(
     jobs: Iterable[A],
     on_retry: Callable[[str], None],
     on_failure: Callable[[int, str], None],
-    pauses: Sequence[float] = RETRY_PAUSES,
 ) -> Iterator[tuple[int, R]]:
     """A `RunJobs` in this process: one job after the other. A job that raises LostError is tried again, as on a cluster."""
     for index, job in enumerate(jobs):
-        for pause in (*pauses, None):
+        for pause in (*RETRY_PAUSES, None):
             try:
                 yield index, function(job)
                 break
@@ -78,14 +77,12 @@ def run_tasks(
     limit: int,
     num_cpus: int = 1,
     num_gpus: float = 0.0,
-    pauses: Sequence[float] = RETRY_PAUSES,
 ) -> Generator[tuple[int, R]]:
     """Run function(argument) for each argument on the cluster, with `limit` a `RunJobs`; yields (index of the argument, result) as tasks finish.
 
     limit: most tasks in flight; arguments are taken one by one as tasks finish. num_cpus, num_gpus: resources of a task.
-    pauses: seconds before each retry. A task whose worker or node dies, or that raises LostError, is retried that many
-    times, and on_retry is called with the reason. Any other exception of a task is raised here, and the tasks in flight are
-    cancelled.
+    A task whose worker or node dies, or that raises LostError, is retried after each of RETRY_PAUSES, and on_retry is called with
+    the reason. Any other exception of a task is raised here, and the tasks in flight are cancelled.
     on_failure: if given, it is called with index and error of a task that fails, and the others continue. A task that raises
     anything but a UserError is then retried, too.
     Without it, tasks are taken to be of similar size, and it is said when they seem to stand still, as where a server of files does not
@@ -106,7 +103,7 @@ def run_tasks(
 
     def start_more() -> None:
         for index, argument in itertools.islice(remaining, limit - len(in_flight)):
-            task = _RunningTask(index, ray.put(argument), pauses)
+            task = _RunningTask(index, ray.put(argument))
             in_flight[remote.remote(task.argument, 0.0)] = task
 
     longest = 0.0
@@ -130,16 +127,15 @@ def run_tasks(
             try:
                 result = _result(reference)
             except Exception as error:
-                try:
-                    pause = task.pause_after(error, retry_any=on_failure is not None)
-                except Exception as last:
-                    if on_failure is None:
-                        raise
-                    on_failure(task.index, _in_one_line(last))
+                pause = task.retry_pause(error, retry_any=on_failure is not None)
+                if pause is not None:
+                    on_retry(_in_one_line(error))
+                    in_flight[remote.remote(task.argument, pause)] = task
+                elif on_failure is None:
+                    raise _final_error(error) from None
+                else:
+                    on_failure(task.index, _in_one_line(_final_error(error)))
                     start_more()
-                    continue
-                on_retry(_in_one_line(error))
-                in_flight[remote.remote(task.argument, pause)] = task
                 continue
             longest = max(longest, time.monotonic() - task.begin)
             start_more()
@@ -157,29 +153,26 @@ class _RunningTask:
 
     index: int
     argument: Any
-    pauses: Sequence[float]
-    num_retries: int = 0
+    pauses: Iterator[float] = field(default_factory=lambda: iter(RETRY_PAUSES))
     begin: float = field(default_factory=time.monotonic)
 
-    def pause_after(self, error: Exception, retry_any: bool) -> float:
-        """Seconds to wait before the task is retried after this error.
+    def retry_pause(self, error: Exception, retry_any: bool) -> float | None:
+        """Seconds to wait before the task is retried after this error; None if it is not.
 
-        Raises the error if it is no reason to retry; raises it, or a UserError, if there were too many retries.
         retry_any: retry after all errors but UserError, not after LostError alone.
         """
-        is_lost = isinstance(error, LostError)
-        if not is_lost and (isinstance(error, UserError) or not retry_any):
-            raise error
-        if self.num_retries < len(self.pauses):
-            self.num_retries += 1
-            return self.pauses[self.num_retries - 1]
-        if not is_lost:
-            raise error
-        full = full_disk()
-        advice = f"Here {full}" if full else "If memory ran out, use fewer tasks at a time (num_tasks=...)"
-        raise UserError(
-            f"Ray gave up on a task after {counted(self.num_retries, 'retry')}: {error} {advice}; run the same command again to continue."
-        )
+        is_retried = isinstance(error, LostError) or (retry_any and not isinstance(error, UserError))
+        return next(self.pauses, None) if is_retried else None
+
+
+def _final_error(error: Exception) -> Exception:
+    """What is said of a task that is not retried, or not again."""
+    if not isinstance(error, LostError):
+        return error
+    advice = f"Here {full}" if (full := full_disk()) else "If memory ran out, use fewer tasks at a time (num_tasks=...)"
+    return UserError(
+        f"Ray gave up on a task after {counted(len(RETRY_PAUSES), 'retry')}: {error} {advice}; run the same command again to continue."
+    )
 
 
 def _cancel(references: list[Any]) -> None:

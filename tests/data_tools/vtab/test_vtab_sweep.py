@@ -210,7 +210,9 @@ def test_a_job_with_killed_workers_and_a_killed_driver_changes_no_byte(
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
 
 
-def test_a_task_that_fails_is_told_and_the_others_go_on(ray_cluster: int) -> None:
+def test_a_task_that_fails_is_told_and_the_others_go_on(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_tasks.tasks, "RETRY_PAUSES", [0.0] * 3)
+
     def work(number: int) -> int:
         if number == 1:
             raise UserError("repair it")
@@ -222,7 +224,7 @@ def test_a_task_that_fails_is_told_and_the_others_go_on(ray_cluster: int) -> Non
 
     retried: list[str] = []
     failed: dict[int, str] = {}
-    found = dict(ray_tasks.run_tasks(work, range(6), retried.append, failed.__setitem__, limit=2, pauses=[0.0] * 3))
+    found = dict(ray_tasks.run_tasks(work, range(6), retried.append, failed.__setitem__, limit=2))
     assert found == {0: 0, 4: 4, 5: 5}
     assert failed[1] == "repair it"
     assert failed[2] == "RuntimeError: out of memory"

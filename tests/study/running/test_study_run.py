@@ -22,7 +22,7 @@ from tiny_vtab import run_here as run_vtab_here
 
 from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
-from pipeline.ray_tasks import LostError, run_here
+from pipeline.ray_tasks import LostError, run_here, tasks
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.commands.transfer import VtabConfig
@@ -91,7 +91,9 @@ def make(base: Path, name: str, question: str, *settings: str) -> StudyConfig:
 
 
 def no_pause(*arguments: Any) -> Any:
-    return run_here(*arguments, pauses=(0.0,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "RETRY_PAUSES", (0.0,))
+        yield from run_here(*arguments)
 
 
 def same_tensors(first: Path, second: Path) -> bool:
@@ -309,7 +311,8 @@ def test_hours_leave_out_what_does_not_fit(
         driver.run(config, run_here)
 
 
-def test_lost_jobs_are_tried_as_often_as_there_are_pauses() -> None:
+def test_lost_jobs_are_tried_as_often_as_there_are_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "RETRY_PAUSES", (0.0, 0.0))
     tried: list[int] = []
 
     def lost(job: Any) -> dict[str, str]:
@@ -317,7 +320,7 @@ def test_lost_jobs_are_tried_as_often_as_there_are_pauses() -> None:
         raise LostError("gone")
 
     retried, failed = list[str](), list[tuple[int, str]]()
-    assert list(run_here(lost, [7], retried.append, lambda *what: failed.append(what), (0.0, 0.0))) == []
+    assert list(run_here(lost, [7], retried.append, lambda *what: failed.append(what))) == []
     assert (tried, retried, failed) == ([7, 7, 7], ["gone", "gone"], [(0, "gone")])
 
 
