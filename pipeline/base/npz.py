@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import open_regular
 from pipeline.base.json_record import quoted
-from pipeline.base.words import counted, on_one_line
+from pipeline.base.words import counted, on_one_line, printable
 
 _MAX_REASON = 300
 
@@ -47,8 +47,7 @@ def read_arrays(
         reason = on_one_line(error)[:_MAX_REASON] or type(error).__name__
         if "allow_pickle" in reason or "pickled" in reason:
             reason = "it holds Python objects, which are never loaded because that can run code"
-        printable = "".join(letter if letter.isprintable() else "?" for letter in reason)
-        raise UserError(f"{where}: not a readable .npz ({printable}).") from error
+        raise UserError(f"{where}: not a readable .npz ({printable(reason)}).") from error
 
 
 def check_sizes(archive: zipfile.ZipFile) -> None:

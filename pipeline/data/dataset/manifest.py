@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
-from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, cache_folder, open_index
+from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, open_index
 from pipeline.data.dataset.split import Split
 from pipeline.data.dataset.tables import (
     CHECKSUM,
@@ -46,6 +46,7 @@ from pipeline.data.dataset.tables import (
 from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
+from pipeline.data.storage.checksum_cache import cache_home
 from pipeline.data.storage.retry import Retry
 from pipeline.settings.quantities import Limit
 
@@ -124,7 +125,7 @@ class Dataset(ManifestTables):
     def index_places(self) -> list[Path]:
         """Folders where an index may be, in the order of preference."""
         beside = [self.path / INDEX_FOLDER] if isinstance(self.path, Path) else []
-        return [*beside, cache_folder()]
+        return [*beside, cache_home() / INDEX_FOLDER]
 
 
 def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset:

@@ -26,7 +26,7 @@ import xxhash
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.locks import locked
-from pipeline.data.storage.checksum_cache import cache_home, checksum_of
+from pipeline.data.storage.checksum_cache import checksum_of
 from pipeline.data.storage.content import HASH_BYTES
 
 INDEX_FOLDER = "index"
@@ -69,20 +69,18 @@ class ManifestIndex:
 
 
 @dataclass(frozen=True)
-class _IndexFormat:
-    format: str
-
-
-@dataclass(frozen=True)
 class IndexInfo:
-    """The content of index.json. lengths: of the columns. xxh128: hex, of their files. check: checksum of the other fields."""
+    """The content of index.json. lengths: of the columns. xxh128: hex, of their files. check: checksum of the other fields.
+
+    Other formats may have other fields.
+    """
 
     format: str
-    lengths: dict[str, int]
-    max_labels: int
-    max_label: int
-    xxh128: dict[str, str]
-    check: str
+    lengths: dict[str, int] = field(default_factory=dict)
+    max_labels: int = 0
+    max_label: int = -1
+    xxh128: dict[str, str] = field(default_factory=dict)
+    check: str = ""
 
 
 def open_index(name: str, places: Sequence[Path], read: Read) -> ManifestIndex:
@@ -125,11 +123,6 @@ def damage(place: Path, name: str, read: Read) -> str | None:
     return None
 
 
-def cache_folder() -> Path:
-    """The folder for indexes that cannot be stored with their data."""
-    return cache_home() / "index"
-
-
 class _DamagedError(ValueError):
     """An index that exists but is not as it was written."""
 
@@ -154,9 +147,9 @@ def _map(folder: Path, remember: bool = True) -> ManifestIndex | None:
     remember: skip files that were verified before and have not been written since.
     """
     try:
-        if json_record.read(folder / _INFO, _IndexFormat).format != _FORMAT:  # Other formats have other fields.
-            return None
         info = json_record.read(folder / _INFO, IndexInfo)
+        if info.format != _FORMAT:
+            return None
         if info.check != _check(dataclasses.asdict(info)):
             raise _DamagedError(f"{_INFO} does not match its checksum")
         columns: dict[str, Any] = {column: _map_column(folder / column, info, remember) for column in COLUMNS}

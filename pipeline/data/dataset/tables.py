@@ -22,7 +22,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.words import counted, on_one_line
 from pipeline.data.dataset.split import SampleTable
-from pipeline.data.storage.bucket import AnyPath, locate, open_file
+from pipeline.data.storage.bucket import AnyPath, locate
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.checksum_cache import checksum_of
 from pipeline.data.storage.parquet import open_parquet
@@ -242,8 +242,7 @@ def fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
 
 def file_sha256(path: AnyPath) -> str:
     """Hex SHA-256 of a file."""
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    return checksum_of(path, "", remember=False)
 
 
 @contextlib.contextmanager
