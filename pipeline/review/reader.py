@@ -19,12 +19,11 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import path_inside, read_bytes
 from pipeline.base.json_record import Count, Share
 from pipeline.base.metric import Metric, from_tag, metric_of
-from pipeline.base.tracking_uri import sqlite_file
 from pipeline.base.words import counted, on_one_line
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
-from pipeline.monitor.mlflow.refusals import one_line
+from pipeline.monitor.mlflow.reading import ReadingStore, open_existing
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PAGE, End, PageFolder, SavedFacts, parse_starts
 from pipeline.monitor.run_page import (
@@ -36,7 +35,6 @@ from pipeline.monitor.run_page import (
     origin_in,
     plain_name,
 )
-from pipeline.monitor.tracking import default_uri
 from pipeline.process.outputs import kind_of
 from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, as_count, as_number
 from pipeline.settings import schema
@@ -237,7 +235,7 @@ def _all_series(
 
 
 # ---------------------------------------------------------------------- from MLflow
-def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
+def from_mlflow(store: ReadingStore, run_id: str, with_points: bool = True) -> RunRecord:
     """The record of an MLflow run. store: a `ReadingStore`. Raises UserError for a run that does not exist.
 
     with_points: read all points of the metrics; otherwise each metric has its last value only, at step 0, which is one request.
@@ -387,7 +385,7 @@ class RunReader:
 
     @cached_property
     def store(self) -> Any:
-        return open_store(self.uri)
+        return open_existing(ReadingStore, self.uri, Path("runs"), setting="mlflow=... or ")
 
     def read(self, address: str) -> RunRecord:
         """Raises UserError in one line for an address that is no run, and for a damaged run."""
@@ -407,21 +405,3 @@ def run_id_in(address: str) -> str | None:
         if address.startswith(prefix):
             return address.removeprefix(prefix).strip("/")
     return address if len(address) == 32 and set(address) <= set("0123456789abcdef") else None
-
-
-def open_store(uri: str) -> Any:
-    """The MLflow store at `uri`, else at MLFLOW_TRACKING_URI, else the default database.
-
-    Raises UserError for a database that does not exist, which MLflow would otherwise create, and one that cannot be opened.
-    """
-    from pipeline.monitor.mlflow.reading import ReadingStore  # Late: the import takes seconds, and folders need none.
-
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(Path("runs"))
-    if (database := sqlite_file(uri)) and not database.is_file():
-        raise UserError(
-            f"{database} is not an MLflow database. Set mlflow=... or MLFLOW_TRACKING_URI to the runs' store."
-        )
-    try:
-        return ReadingStore(uri)
-    except Exception as error:  # Whatever MLflow and its database drivers raise.
-        raise UserError(f"MLflow at {hide_passwords(uri)} cannot be opened: {one_line(error)}") from None

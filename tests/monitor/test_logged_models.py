@@ -18,6 +18,7 @@ from tracked_steps import warnings_in
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
+from pipeline.estimate import forecast
 from pipeline.monitor.mlflow.mirror import RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
 from pipeline.monitor.mlflow.reading import ReadingStore
@@ -30,7 +31,10 @@ from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.committed import Checksum
 from pipeline.review.reader import RunReader, from_mlflow
 from pipeline.review.report import weights_of
+from pipeline.settings import schema
+from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import TrackConfig
+from pipeline.train import setup
 
 FAST = SenderTimeouts(poll=0.05, retry=(0.05,), finish=300)
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "val", 90, 3, "evaluation")
@@ -97,6 +101,28 @@ def test_a_kept_checkpoint_is_a_logged_model_with_its_scores_which_load_by_its_u
     loaded, trained = models.load(path).state_dict(), models.load(found[1].path).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())
     assert weights_path(f"runs:/{run.info.run_id}", default_uri(tmp_path)) == found[1].path
+
+
+def test_weights_are_looked_up_where_the_runs_of_a_folder_are_tracked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run in another folder than runs/ was told that there is no runs/mlflow.db, though its own database had them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shared = tmp_path / "shared"
+    found = checkpoint(shared, "a", 10)
+    shutil.move(tmp_path / "mlflow.db", shared)
+    tracked(shared, "a", [found], {10: 0.25})
+    (model,) = logged(shared)
+    needed = ["name=b", "data.path=d", "train.length=1 steps", f"out={shared}", f"init.weights={model.model_uri}"]
+    config, console = schema.load(PlanConfig, None, needed), SimpleNamespace(say=print)
+    assert setup._find_weights(config, console).path == f"{found.path}/model.safetensors"
+    assert forecast._model(config, 3, ["a", "b", "c"]).depth == 1
+    with pytest.raises(UserError, match=r"there is no MLflow database .*/other/mlflow\.db"):
+        weights_path(model.model_uri, out="other")
+    shutil.move(shared, tmp_path / "runs")
+    shutil.copytree(tmp_path / "runs" / "a", shared / "a")
+    assert weights_path(model.model_uri, out="other") == found.path  # Which has no database yet.
 
 
 def test_a_checkpoint_that_was_removed_or_trained_again_is_no_model_any_more(tmp_path: Path) -> None:
@@ -295,8 +321,8 @@ def test_other_weights_ask_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert weights_path("runs/a") == "runs/a"
     for uri in ("", "sqlite:///typo.db"):  # The database would be created there.
-        with pytest.raises(UserError, match="models:/a@best: set MLFLOW_TRACKING_URI"):
-            weights_path("models:/a@best", uri)
+        with pytest.raises(UserError, match=r"models:/a@best: there is no .*\.db: set MLFLOW_TRACKING_URI"):
+            weights_path("models:/a@best", uri, out="elsewhere")
     assert os.listdir(tmp_path) == ["mlflow.db"]  # The fixture's; nothing was asked or written.
 
 

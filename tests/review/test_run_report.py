@@ -20,7 +20,7 @@ from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, WeightsOrig
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.committed import checkpoints_of
 from pipeline.review import lineage, report
-from pipeline.review.reader import RunReader, _flops_per_image, from_folder, from_mlflow, open_store
+from pipeline.review.reader import RunReader, _flops_per_image, from_folder, from_mlflow
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import RunReportConfig
 
@@ -272,7 +272,7 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, address: str) -> 
 def test_a_long_password_of_a_store_that_cannot_be_opened_is_not_shown() -> None:
     """MLflow repeats the address in its error; what was cut in the middle of the password no longer looked like one."""
     with pytest.raises(UserError, match=r"postgresq://ann:\*\*\*@host/db cannot be opened: ") as refused:
-        open_store(f"postgresq://ann:{'secret' * 50}@host/db")
+        RunReader(f"postgresq://ann:{'secret' * 50}@host/db").read("mlflow:0")
     assert "secret" not in str(refused.value)
 
 

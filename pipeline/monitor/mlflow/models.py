@@ -18,7 +18,6 @@ _VERSIONS = "mlflow.modelVersions"
 WEIGHTS = "model.safetensors"
 # Tags of a logged model that its page shows as parameters as well, which it lists in full.
 _SHOWN = ("run", "path", "sha256")
-_WHERE = "MLFLOW_TRACKING_URI names the server; without it, runs/mlflow.db of this folder is read."
 
 
 def _how_to_load(uri: str, step: int, kind: str, tags: dict[str, str]) -> str:
@@ -131,7 +130,7 @@ class ModelStore(MlflowStore):
             model = self.client.get_logged_model(self._model_id(uri))
         except MlflowException as error:
             raise UserError(
-                f"{uri} is not found in MLflow at {hide_passwords(self.uri)} ({one_line(error)}). {_WHERE}"
+                f"{uri} is not found in MLflow at {hide_passwords(self.uri)} ({one_line(error)}). MLFLOW_TRACKING_URI names the server."
             ) from None
         return model.model_id, {**model.params, **model.tags}
 

@@ -1,4 +1,4 @@
-"""Requests that read runs back."""
+"""Opens a store that exists, and requests that read runs back."""
 
 import itertools
 import math
@@ -7,13 +7,17 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
+from pipeline.base.tracking_uri import sqlite_file
 from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import StoredRun, hide_passwords, restored_value, stored_dataset
+from pipeline.monitor.tracking import default_uri
+
+S = TypeVar("S", bound=MlflowStore)
 
 # Rows of the table of metrics that are held in memory at once while a run is read.
 _ROWS_AT_ONCE = 50_000
@@ -108,3 +112,19 @@ class ReadingStore(MlflowStore):
             raise UserError(
                 f"MLflow at {hide_passwords(self.uri)} did not answer ({one_line(error)}). Try again when it does."
             ) from None
+
+
+def open_existing(kind: type[S], uri: str, runs: Path, beginning: str = "", setting: str = "") -> S:
+    """The MLflow store at `uri`, else at MLFLOW_TRACKING_URI, else the database of the runs in the folder `runs`.
+
+    beginning: of messages. setting: that gives the URI, for messages. Raises UserError for a database that does not exist, which
+    MLflow would otherwise create, and for a store that cannot be opened.
+    """
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(runs)
+    if (database := sqlite_file(uri)) and not database.is_file():
+        way_out = f"set {setting}MLFLOW_TRACKING_URI to the store of the runs."
+        raise UserError(f"{beginning}there is no MLflow database {database}: {way_out}")
+    try:
+        return kind(uri)
+    except Exception as error:  # Whatever MLflow and its database drivers raise.
+        raise UserError(f"{beginning}MLflow at {hide_passwords(uri)} cannot be opened: {one_line(error)}") from None

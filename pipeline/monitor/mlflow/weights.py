@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.base.errors import UserError
-from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.data.storage.checksum_cache import cache_home
 from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
+from pipeline.monitor.mlflow.reading import open_existing
 from pipeline.monitor.mlflow.refusals import one_line
-from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.committed import read_checksums
 
 C = TypeVar("C", bound=Any)  # Settings with a field `weights`.
-
-_DEFAULT_STORE = Path("runs/mlflow.db")
 
 
 def is_uri(weights: str) -> bool:
@@ -33,22 +30,20 @@ def is_uri(weights: str) -> bool:
     return weights.startswith(("models:/", "runs:/"))
 
 
-def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], object] = print) -> str:
+def weights_path(
+    weights: str, tracking_uri: str = "", say: Callable[[str], object] = print, out: str | Path = "runs"
+) -> str:
     """The path of weights that MLflow names; any other path as it is.
 
-    tracking_uri: by default MLFLOW_TRACKING_URI, else runs/mlflow.db. The checkpoint is used where the run wrote it, if it
-    has the hash that MLflow shows; else the weights that were uploaded (track.upload_weights) are downloaded to the cache,
-    once. say: called with a line that names what was found. Raises UserError if there are none.
+    tracking_uri: by default MLFLOW_TRACKING_URI, else mlflow.db in the folder of runs `out`, or without that file, in runs/. The
+    checkpoint is used where the run wrote it, if it has the hash that MLflow shows; else the weights that were uploaded
+    (track.upload_weights) are downloaded to the cache, once. say: called with a line that names what was found. Raises UserError
+    if there are none.
     """
     if not is_uri(weights):
         return weights
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or sqlite_uri(_DEFAULT_STORE)
-    if (database := sqlite_file(uri)) and not database.is_file():  # MLflow would create it.
-        raise UserError(f"{weights}: set MLFLOW_TRACKING_URI to the MLflow server's; there is no {database}.")
-    try:
-        store = ModelStore(uri)
-    except Exception as error:  # Whatever MLflow and its database drivers raise.
-        raise UserError(f"{weights}: MLflow at {hide_passwords(uri)} cannot be opened: {one_line(error)}") from None
+    runs = next((folder for folder in (Path(out), Path("runs")) if (folder / "mlflow.db").is_file()), Path(out))
+    store = open_existing(ModelStore, tracking_uri, runs, f"{weights}: ")
     model_id, tags = store.find_model(weights)
     path, sha256 = tags.get("path", ""), tags.get("sha256", "")
     if not path or not sha256:

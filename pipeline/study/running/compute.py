@@ -24,7 +24,7 @@ def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> floa
     found = {}
     for model in config.models:
         if model.weights:
-            runs = compute_of_runs(Path(weights_path(model.weights, uri)))
+            runs = compute_of_runs(Path(weights_path(model.weights, uri, out=config.out)))
             found[model.name] = compute = sum(runs)
             before = " by runs that began with weights whose own pre-training is not known" * (not runs[-1])
             notes.append(
