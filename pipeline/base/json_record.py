@@ -139,7 +139,6 @@ class Converter:
     where: name of the source in errors. A field's metadata may hold a "rule" for its value or its items: `Limits`.
     """
 
-    missing = "is missing."  # What an error says about a field without a value, from its name and metadata.
     shown = staticmethod(lambda value: quoted(value))  # A value in an error.
 
     def __init__(self, where: str) -> None:
@@ -177,8 +176,12 @@ class Converter:
             if field.name in tree:
                 values[field.name] = self.convert(tree[field.name], hints[field.name], inner, rule)
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise UserError(f"{self.where}: {inner} {self.missing.format(name=inner, **field.metadata)}")
+                raise UserError(f"{self.where}: {inner} {self.missing(inner, field)}")
         return kind(**values)
+
+    def missing(self, name: str, field: dataclasses.Field[Any]) -> str:
+        """What an error says about a field without a value. name: with dots."""
+        return "is missing."
 
     def single(self, value: Any, kind: Any, name: str, rule: Any) -> Any:
         """Returns a value that is neither converted by its items nor by its fields. Raises UserError."""

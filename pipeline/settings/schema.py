@@ -144,7 +144,6 @@ def build_saved(cls: type[T], tree: Any, where: str) -> T:
 class _SettingsConverter(Converter):
     """Converts YAML values to settings; some text is a number to the user (1e-3), and a single value is a list of one."""
 
-    missing = "is not set ({doc}). Set it: {name}=..."
     shown = staticmethod(as_typed)
     ignores_unknown = False
 
@@ -187,6 +186,11 @@ class _SettingsConverter(Converter):
         required = {field.name for field in fields if field.default is field.default_factory is REQUIRED}
         tree = {key: value for key, value in tree.items() if value != "" or key not in required}
         return super().record({**dict.fromkeys(_sections(kind)), **tree}, kind, name)
+
+    def missing(self, name: str, field: dataclasses.Field[Any]) -> str:
+        # No override names a field of an entry of a list.
+        way_out = f"Write it into that entry: {{{field.name}: ...}}" if "[" in name else f"Set it: {name}=..."
+        return f"is not set ({field.metadata['doc']}). {way_out}"
 
     def scalar(self, value: Any, kind: Any, rule: Any) -> Any:
         origin = typing.get_origin(kind)

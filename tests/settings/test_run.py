@@ -492,6 +492,14 @@ def test_a_required_setting_that_is_empty_is_not_set(tmp_path: Path) -> None:
         schema.load(RunConfig, write(tmp_path, "name: a\ndata: {path: d}\ntrain: {length: ''}"))
 
 
+def test_an_entry_of_a_list_that_lacks_a_setting_is_told_where_to_write_it() -> None:
+    """It said "Set it: data.mix[0].weight=...", which no command line accepts."""
+    with pytest.raises(
+        UserError, match=r"data\.mix\[0\]\.weight is not set \(.*\)\. Write it into that entry: {weight: \.\.\.}"
+    ):
+        schema.load(RunConfig, None, ["data.mix=[{path: b}]"])
+
+
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.yaml: no such config file"):
         schema.load(RunConfig, tmp_path / "nowhere.yaml")
