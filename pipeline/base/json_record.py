@@ -153,8 +153,6 @@ class Converter:
         if origin is Annotated:
             limits = next((mark for mark in arguments[1:] if isinstance(mark, Limits)), None)
             return self.convert(value, arguments[0], name, limits)
-        if is_record(kind) and isinstance(value, dict):
-            return self.record(value, kind, name)
         if origin in (typing.Union, types.UnionType):
             return self._union(value, kind, name, rule)
         if origin is list and isinstance(value, list):

@@ -168,8 +168,6 @@ class _SettingsConverter(Converter):
                     f"{self.where}: {name} = {quoted(value)} must have different values: one is there twice."
                 )
             return items
-        if is_record(kind):
-            return self.record({} if value is None and name else value, kind, name)
         return self.single(value, kind, name, rule) if origin is dict else super().convert(value, kind, name, rule)
 
     def record(self, tree: Any, kind: Any, name: str) -> Any:

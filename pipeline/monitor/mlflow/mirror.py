@@ -147,15 +147,15 @@ class RunMirror:
         return next((facts for facts in self.facts.datasets if facts.context == "evaluation"), None)
 
     def _create(self, store: ModelStore, experiment_id: str, run_id: str, model: ModelFacts) -> SentModel:
-        files: list[Path] = []
+        file: Path | None = None
         if self.config.upload_weights and "://" not in model.path:
             with contextlib.suppress(FileNotFoundError):  # Of a checkpoint that was just removed.
-                files = [path_inside(Path(model.path), WEIGHTS)]
+                file = path_inside(Path(model.path), WEIGHTS)
         tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
         name = f"{_NOT_IN_MODEL_NAMES.sub('_', self.facts.name)}-step-{model.step:08d}"
         kind = self.facts.tags.get("model", "")
         model_id = store.create_model(experiment_id, run_id, name, model.step, kind, tags)
-        for file in files:
+        if file:
             self.refusals.allows(
                 store, run_id, str(file), partial(store.client.log_model_artifact, model_id, str(file))
             )
