@@ -422,11 +422,11 @@ def test_a_run_that_replaces_another_gets_its_description(tmp_path: Path) -> Non
     store = MlflowStore(default_uri(tmp_path))
     first = store.create_run(store.experiment_id("vit", None), "run", {})
     store.set_tags(first, {NOTE: "What it is."})
-    second = store.create_copy(first, "run_folder")
+    second = store.create_copy(first)
     store.set_tags(second, {NOTE: "What it is, started twice."})
     assert store.client.get_run(second).data.tags[NOTE] == "What it is, started twice."
     store.client.set_tag(second, NOTE, "Mine.")
-    third = store.create_copy(second, "run_folder")
+    third = store.create_copy(second)
     store.set_tags(third, {NOTE: "What it is, started three times."})
     assert store.client.get_run(third).data.tags[NOTE] == "Mine."
 
@@ -438,11 +438,11 @@ def test_a_run_that_was_to_replace_another_when_its_sender_was_killed_is_used(tm
     first = store.create_run(store.experiment_id("vit", None), "run", tags)
     store.log_parameters(first, {"seed": 1})
     other = store.create_run(store.experiment_id("vit", None), "run", {"run_folder": "another"})
-    made = store.create_copy(first, "run_folder")
+    made = store.create_copy(first)
     assert made not in (first, other)
-    assert store.create_copy(first, "run_folder") == made
+    assert store.create_copy(first) == made
     store.log_parameters(made, {"seed": 1})
-    assert store.create_copy(made, "run_folder") not in (first, other, made)
+    assert store.create_copy(made) not in (first, other, made)
 
 
 def test_a_description_lists_as_many_runs_as_it_may_hold() -> None:

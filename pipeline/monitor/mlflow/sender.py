@@ -146,7 +146,7 @@ class MlflowSender:
 
     @property
     def run_id(self) -> str:
-        """ID of the MLflow run. Raises KeyError before it is known."""
+        """ID of the MLflow run, once it is connected."""
         run_id = self._states[self.shown_uri].run_id
         assert run_id is not None
         return run_id
@@ -362,7 +362,7 @@ class MlflowSender:
         experiment_id = store.experiment_id(self.experiment, self.artifacts)
         if state.run_id and store.is_active(state.run_id):  # Its experiment was deleted, and was restored just now.
             return
-        found = store.find_run(experiment_id, FOLDER_TAG, self.tags[FOLDER_TAG])
+        found = store.find_run(experiment_id, self.tags[FOLDER_TAG])
         # A new folder may have the path and the inode number of one that was removed. A run that is empty is that of a start which
         # was killed before it could write mlflow.json.
         if found and (self._had_metrics or not any(found[1:])):
@@ -394,7 +394,7 @@ class MlflowSender:
         assert state.run_id is not None
         if store.delete_points_after(state.run_id, step) or not store.has_points_after(state.run_id, step):
             return
-        old, new = state.run_id, store.create_copy(state.run_id, FOLDER_TAG)
+        old, new = state.run_id, store.create_copy(state.run_id)
         warn(
             f"MLflow at {self.shown_uri} has points of steps after {step:,}, which run again, and a server cannot delete points: run "
             f"{new} replaces {old}, which is deleted (`mlflow gc` removes it for good)."

@@ -1,4 +1,4 @@
-"""Requests to an MLflow server or database. The only file that imports mlflow, and only when it is used: that takes seconds."""
+"""Requests to an MLflow server or database. mlflow is imported only when it is used, because that takes seconds."""
 
 import hashlib
 import json
@@ -15,6 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import create
 from pipeline.base.tracking_uri import sqlite_file
 from pipeline.monitor.metrics_file import Record
+from pipeline.monitor.mlflow.state import FOLDER_TAG
 from pipeline.monitor.mlflow.view import VIEW_KEY, VIEW_TAG, is_earlier
 from pipeline.monitor.run_page import (
     EXPERIMENT_TAGS,
@@ -122,10 +123,10 @@ class MlflowStore:
             if not is_done():
                 raise
 
-    def find_run(self, experiment_id: str, tag: str, value: str) -> tuple[str, bool, bool] | None:
-        """Returns (ID, whether it has parameters, whether it has metrics) of the newest run with a tag; None if there is none."""
-        order = ["attributes.start_time DESC"]
-        found = self.client.search_runs([experiment_id], f"tags.{tag} = '{value}'", order_by=order, max_results=1)
+    def find_run(self, experiment_id: str, folder: str) -> tuple[str, bool, bool] | None:
+        """Returns (ID, whether it has parameters, whether it has metrics) of the newest run with the tag of a folder, or None."""
+        of_folder, order = f"tags.{FOLDER_TAG} = '{folder}'", ["attributes.start_time DESC"]
+        found = self.client.search_runs([experiment_id], of_folder, order_by=order, max_results=1)
         return (found[0].info.run_id, bool(found[0].data.params), bool(found[0].data.metrics)) if found else None
 
     def create_run(self, experiment_id: str, name: str, tags: dict[str, str], started: int | None = None) -> str:
@@ -133,17 +134,16 @@ class MlflowStore:
         tags = {tag: text for tag, text in tags.items() if tag != NOTE}  # `set_tags` sets it.
         return self.client.create_run(experiment_id, start_time=started, run_name=name, tags=tags).info.run_id
 
-    def create_copy(self, run_id: str, tag: str) -> str:
+    def create_copy(self, run_id: str) -> str:
         """Create an empty run with the experiment, name and tags of another, also with a description that someone has edited.
 
-        That of a killed sender is used again: another run with the same value of `tag`, without parameters and metrics.
+        That of a killed sender is used again: another run of the same folder, without parameters and metrics.
         """
         run = self.client.get_run(run_id)
-        if tag in run.data.tags:
-            alike = self.client.search_runs([run.info.experiment_id], f"tags.{tag} = '{run.data.tags[tag]}'")
-            for found in alike:
-                if found.info.run_id != run_id and not found.data.params and not found.data.metrics:
-                    return found.info.run_id
+        of_folder = f"tags.{FOLDER_TAG} = '{run.data.tags.get(FOLDER_TAG, '')}'"
+        for found in self.client.search_runs([run.info.experiment_id], of_folder):
+            if found.info.run_id != run_id and not found.data.params and not found.data.metrics:
+                return found.info.run_id
         tags = {name: text for name, text in run.data.tags.items() if name != "mlflow.runName"}
         copied = self.client.create_run(run.info.experiment_id, run.info.start_time, tags, run.info.run_name)
         return copied.info.run_id
