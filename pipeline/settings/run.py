@@ -1,7 +1,7 @@
 """The settings of a run, whose sections are in run_sections.py and run_execution.py, and the checks that cross several of them.
 
 `--help` of launch/pretrain.py prints every field; `configs/` holds the shipped files. Checks that need the data set or the
-number of ranks are in `pipeline/estimate/plan.py`, those of an objective with the objective.
+number of ranks are in `pipeline/estimate/plan.py`, those of an objective in objective_checks.py and with the objective.
 """
 
 import math

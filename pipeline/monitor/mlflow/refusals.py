@@ -70,11 +70,11 @@ class Refusals:
         try:
             request()
         except Exception as error:
-            # What somebody has deleted, as a version of a registered model, is not made again. A deleted run refuses everything, which
-            # is no refusal of this.
-            # An older server has no logged models; a server without the request for metrics is none of MLflow.
+            # What somebody has deleted, as a version of a registered model, is not made again. An older server has no logged models; a
+            # server without the request for metrics is none of MLflow.
             missing = {"RESOURCE_DOES_NOT_EXIST", *(["ENDPOINT_NOT_FOUND"] if optional else [])}
             is_missing = getattr(error, "error_code", "") in missing
+            # A deleted run refuses everything, which is no refusal of this.
             if not (is_refusal(error) or is_missing) or not store.is_active(run_id):
                 raise
             return one_line(error)
