@@ -5,7 +5,6 @@ number of ranks are in `pipeline/estimate/plan.py`, those of an objective in obj
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,11 +40,6 @@ from pipeline.settings.run_sections import (
 from pipeline.settings.schema import setting
 from pipeline.settings.shared import result_name
 
-# Settings of each training crop; they are ignored with another one.
-CROP_SETTINGS = {
-    **dict.fromkeys(("area_min", "area_max", "aspect_min", "aspect_max"), ("inception", "random_resized")),
-    **dict.fromkeys(("resize_to", "padding"), ("resize_crop", "resize_small_crop")),
-}
 _FREEZE_ALL_BLOCKS = ("backbone", "encoder")  # values of train.freeze
 
 
@@ -110,8 +104,6 @@ class RunConfig:
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
         check_augment(self.augment, "augment.", "model.image_size", self.model.image_size)
-        for line in of_another_crop(self.augment, "augment."):
-            raise UserError(line)
         self._check_model_source()
         self._check_training()
         self._check_probes()
@@ -134,7 +126,7 @@ class RunConfig:
             raise UserError(
                 f"train.lora_rank = {self.train.lora_rank} needs train.freeze=backbone: LoRA is for weights that are not trained themselves."
             )
-        # Of LoRA without a rank: the run would train the head alone.
+        # Of LoRA without a rank: the run would train the head alone. And of label smoothing, which other losses leave out.
         refuse_without_effect(self.train, prefix="train.")
         if self.init.weights is None:
             assert self.model.name is not None, "refused above"
@@ -194,11 +186,6 @@ class RunConfig:
                 f"Use data.streams={math.gcd(batch, streams)}."
             )
         self.schedule.check("schedule.")
-        if self.train.label_smoothing and self.train.loss != "softmax":
-            raise UserError(
-                f"train.label_smoothing = {self.train.label_smoothing} needs train.loss=softmax, and train.loss = "
-                f"{self.train.loss}."
-            )
 
     def _check_probes(self) -> None:
         if self.probe.every.amount:
@@ -263,16 +250,3 @@ def check_augment(augment: AugmentConfig, prefix: str, size_name: str, image_siz
         raise UserError(
             f"{prefix}padding = {augment.padding} is a reflection, so it must be below the side of the image."
         )
-
-
-def of_another_crop(augment: AugmentConfig, prefix: str) -> Iterator[str]:
-    """A line for each setting that belongs to another crop than the one chosen. prefix: of the settings' names."""
-    for name, crops in CROP_SETTINGS.items():
-        value, default = getattr(augment, name), getattr(AugmentConfig(), name)
-        if value != default and augment.crop not in crops:
-            yield (
-                f"{prefix}{name} = {value} belongs to {prefix}crop = {' or '.join(crops)} and has no effect with {augment.crop}. "
-                f"Leave it at {default}."
-            )
-    if augment.eval_resize and augment.eval_crop == "resize":
-        yield f"{prefix}eval_resize has no effect with {prefix}eval_crop = resize. Leave it at 0."

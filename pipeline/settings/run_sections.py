@@ -32,6 +32,8 @@ OF_WHOLE_BATCH = frozenset({"lejepa"})
 # What the others do with labels. "scored": only held-out images need some. Here, because data sets are opened before torch is imported.
 Labels = Literal["learned", "scored", "unread"]
 LABELS: dict[str, Labels] = {"softmax": "learned", "sigmoid": "learned", "distill_classes": "scored"}
+# What settings need of training crops that choose a box of the image, and of those that resize it first.
+_BOX, _RESIZE = "crop=inception,random_resized", "crop=resize_crop,resize_small_crop"
 
 
 def _with_options(cls: type[T]) -> type[T]:
@@ -59,9 +61,7 @@ class ModelConfig:
         "Architecture: a size (Ti, S, M, B, L, So400m, H, g, G, e) and a patch side, as ViT-L/16; or Axial-ViT-B/16, R50+ViT-B/16, "
         "BiT-R50x1. Leave it out with init.weights.",
     )
-    image_size: ImageSize = setting(
-        ImageSize(224, 224), "Input size in pixels: the side of a square, or height x width."
-    )
+    image_size: ImageSize = setting(ImageSize(224, 224), "Input size in pixels: side of a square, or height x width.")
 
     def for_weights(self) -> dict[str, Any]:
         """The settings that a run may change for init.weights, but for the image size: they act in training only."""
@@ -88,7 +88,6 @@ class MixedSet:
         min=0,
         max=10**12,
     )
-
     eval_split: str = setting(
         "",
         "Splits of this set to evaluate on beside data.eval_split, with commas between; their metrics begin with the folder's name.",
@@ -97,9 +96,8 @@ class MixedSet:
     @property
     def evaluated(self) -> dict[str, str]:
         """Beginning of the names of metrics -> split of this set to evaluate on."""
-        path = (
-            self.path.partition("?")[0] if "://" in self.path else self.path
-        )  # Options of a URL may have slashes, too.
+        # Options of a URL may have slashes, too.
+        path = self.path.partition("?")[0] if "://" in self.path else self.path
         folder = re.sub(r"[^\w.-]", "_", path.rstrip("/").rpartition("/")[2])
         return {f"{folder}_{name}": name for name in _named(self.eval_split)}
 
@@ -227,20 +225,20 @@ class AugmentConfig:
     crop: Literal["inception", "random_resized", "resize_crop", "resize_small_crop", "none"] = setting(
         "inception",
         "Training crop: random area and aspect ratio, as TensorFlow (inception) or torchvision's RandomResizedCrop, with a "
-        "log-uniform aspect (random_resized); random crop after resizing the whole image "
-        "(resize_crop) or its short side (resize_small_crop) to augment.resize_to; or only a resize (none).",
+        "log-uniform aspect (random_resized); random crop after resizing the whole image (resize_crop) or its short side (resize_small_crop) to augment.resize_to; or only a resize (none).",
     )
-    area_min: float = setting(0.05, "inception, random_resized: smallest share of the image's area.", above=0, max=1)
-    area_max: float = setting(1.0, "inception, random_resized: largest share of the image's area.", above=0, max=1)
-    aspect_min: float = setting(3 / 4, "inception, random_resized: smallest width / height.", above=0)
-    aspect_max: float = setting(4 / 3, "inception, random_resized: largest width / height.", above=0)
+    area_min: float = setting(0.05, "inception, random_resized: smallest part of the area.", above=0, max=1, needs=_BOX)
+    area_max: float = setting(1.0, "inception, random_resized: largest part of the area.", above=0, max=1, needs=_BOX)
+    aspect_min: float = setting(3 / 4, "inception, random_resized: smallest width / height.", above=0, needs=_BOX)
+    aspect_max: float = setting(4 / 3, "inception, random_resized: largest width / height.", above=0, needs=_BOX)
     resize_to: int = pixels(
-        0, "resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of model.image_size (448 for 384)."
+        0, "resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of image_size (448 for 384).", needs=_RESIZE
     )
     padding: int = pixels(
         0,
         "resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4 in DeiT III's "
         "simple crop and for CIFAR-10, with resize_to=model.image_size.",
+        needs=_RESIZE,
     )
     flip: bool = setting(True, "Flip horizontally with probability 0.5.")
     resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] = setting(
@@ -288,11 +286,13 @@ class AugmentConfig:
     mixup: float = share(0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.")
     cutmix: float = share(
         0.0,
-        "CutMix: swap a box between pairs, its area from Beta(cutmix, cutmix); if mixup is set too, each step uses one of "
-        "the two.",
+        "CutMix: swap a box between pairs, its area from Beta(cutmix, cutmix); if mixup is set too, each step uses one of the two.",
     )
     eval_resize: int = pixels(
-        0, "Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224).", ignores_section=True
+        0,
+        "Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224).",
+        ignores_section=True,
+        needs="eval_crop=center,resize_center",
     )
     eval_crop: Literal["center", "resize", "resize_center"] = setting(
         "center",
@@ -351,7 +351,7 @@ class TrainConfig:
         needs="lora_rank",
         on_change="run",
     )
-    label_smoothing: float = share(0.0, "Softmax only: share of the target spread over all classes.")
+    label_smoothing: float = share(0.0, "Softmax: share of the target spread over all classes.", needs="loss=softmax")
     log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
     max_skipped_steps: int = setting(
         20,

@@ -10,7 +10,7 @@ from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
 from pipeline.settings import effect
 from pipeline.settings.quantities import MAX_TASKS, Length
-from pipeline.settings.run import CROP_SETTINGS, check_augment, of_another_crop
+from pipeline.settings.run import check_augment
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
 from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.shared import batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels, seeds
@@ -162,8 +162,8 @@ class VtabConfig:
 
     def without_effect(self) -> list[str]:
         """A line for each reason for which settings have no effect."""
-        protocol, crops = self.protocol, CROP_SETTINGS["resize_to"]
-        lines = [*effect.without_effect(self), *of_another_crop(protocol.augment, "protocol.augment.")]
+        protocol, crops = self.protocol, ("resize_crop", "resize_small_crop")
+        lines = effect.without_effect(self)
         is_used = self.method == "finetune" and protocol.augment.crop in crops
         if protocol.small_image_size and protocol.small_resize_to and not is_used:
             lines.append(
