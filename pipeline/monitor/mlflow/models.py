@@ -130,7 +130,8 @@ class ModelStore(MlflowStore):
             model = self.client.get_logged_model(self._model_id(uri))
         except MlflowException as error:
             raise UserError(
-                f"{uri} is not found in MLflow at {hide_passwords(self.uri)} ({one_line(error)}). MLFLOW_TRACKING_URI names the server."
+                f"{uri} is not found in MLflow at {hide_passwords(self.uri)} ({one_line(error)}). track.uri of a run, else "
+                "MLFLOW_TRACKING_URI names the server."
             ) from None
         return model.model_id, {**model.params, **model.tags}
 
