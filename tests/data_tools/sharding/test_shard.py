@@ -381,15 +381,6 @@ def test_a_dead_worker_or_machine_costs_its_task_which_is_run_again(ray_cluster:
     assert "1.jpg cannot be read: Input/output error." in told
 
 
-def test_a_task_that_kills_every_worker_is_given_up(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_tasks.tasks, "RETRY_PAUSES", [0.0] * 3)
-    told: list[str] = []
-    tasks = ray_tasks.run_tasks(lambda _: os.kill(os.getpid(), signal.SIGKILL), [0], told.append, limit=1)
-    with pytest.raises(UserError, match=r"gave up on a task after 3 retries: .*died.*use fewer tasks at a time"):
-        list(tasks)
-    assert len(told) == 3
-
-
 def test_sharding_from_bucket_to_bucket_gives_the_same_bytes(
     dataset: Dataset, pictures: dict, tmp_path: Path, s3: tuple[S3, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
