@@ -338,38 +338,6 @@ def deepspeed() -> list[str]:
     return [sys.executable, str(program), "--num_gpus", "2", "--master_port", str(free_port())]
 
 
-@pytest.mark.slow
-def test_the_end_of_the_deepspeed_command_stops_its_ranks(data: Path, tmp_path: Path) -> None:
-    """SIGTERM to the outer process, as from `kill` or a queue, ends it alone; the ranks notice, and lose nothing."""
-    overrides = [*settings(data, tmp_path, "left", *LONG), "train.length=1000000 steps", "evaluate.every=100%"]
-    folder = tmp_path / "left"
-    output = tmp_path / "output.txt"  # Not a pipe: once it is full, the ranks would stand still.
-    with open(output, "w") as file:
-        runner = subprocess.Popen(
-            [*deepspeed(), "launch/pretrain.py", *overrides], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
-            env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": without_mlflow(tmp_path)},
-        )  # fmt: skip
-    family: list[psutil.Process] = []
-    try:
-        until(lambda: (folder / "metrics.jsonl").exists() and 3 in metrics(folder))
-        family = psutil.Process(runner.pid).children(recursive=True)
-        assert len(family) == 3, "the launcher and two ranks"
-        runner.terminate()
-        assert runner.wait(300) == -signal.SIGTERM
-        assert not psutil.wait_procs(family, timeout=SECONDS)[1]
-    finally:
-        for process in [*family, *([psutil.Process(runner.pid)] if runner.poll() is None else [])]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    status = read_status(folder)
-    assert status
-    assert (status.status, status.code, status.step) == ("stopped", RESUME, max(metrics(folder)))
-    assert status.reason == f"the end of its launcher (deepspeed, process {runner.pid})"
-    said = output.read_text()
-    assert f"at step {status.step:,}, which is committed: the same command resumes it" in said
-    assert "Traceback" not in said
-
-
 def test_kills_under_the_real_launcher_and_the_supervisor(
     forge: Forge, data: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""A rank notices the end of its launcher, and takes nothing else for that. Launchers are scripts of the same names."""
+"""A rank notices the end of its launcher, and takes nothing else for that. All launchers but one are scripts of the same names."""
 
 import contextlib
 import os
@@ -11,8 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 from polling import until
+from ranks import ROOT, without_mlflow
 
-ROOT = Path(__file__).resolve().parents[2]
+from pipeline.process.launcher import free_port
+
 # Starts the rest of its command line as a child; like the launchers, it passes on nothing.
 _PARENT = "import subprocess, sys\nsubprocess.Popen(sys.argv[1:]).wait()\n"
 _RANK = """
@@ -51,6 +53,11 @@ class Family:
             "SUPERVISOR": f"{sys.executable} {folder}/supervise.py",
             "RANK": f"{sys.executable} {folder}/rank.py {ROOT} {folder}",
         }
+        # The command itself, which finds the real package.
+        self.names["DEEPSPEED"] = (
+            f"env DS_ACCELERATOR=cpu PYTHONPATH={without_mlflow(folder)} {sys.executable} {Path(sys.executable).parent}/deepspeed"
+            f" --num_gpus 1 --master_port {free_port()} --no_python --no_local_rank"
+        )
         # A process whose name is sshd, with a session for each command, as sshd has.
         os.symlink("/bin/bash", folder / "sshd")
         self.names["SSHD"] = f"{folder}/sshd"
@@ -128,6 +135,7 @@ RUNNER, LAUNCHER = (PYTHON, "deepspeed"), (PYTHON, "-u", "-m", "deepspeed.launch
         ("RUNNER LAUNCHER RANK", "deepspeed", RUNNER, signal.SIGKILL),
         ("RUNNER LAUNCHER RANK", "deepspeed", LAUNCHER, signal.SIGKILL),
         ("SUPERVISOR RUNNER LAUNCHER bash -c 'RANK; true'", "deepspeed", RUNNER, signal.SIGTERM),
+        pytest.param("DEEPSPEED RANK", "deepspeed", RUNNER, signal.SIGTERM, marks=pytest.mark.slow),
         ("LAUNCHER RANK", "deepspeed.launcher.launch", LAUNCHER, signal.SIGKILL),
         ("TORCHRUN RANK", "torchrun", (PYTHON, "torchrun"), signal.SIGKILL),
         ("SSHD -c 'setsid bash -c \"LAUNCHER RANK; true\"; true'", "the", ("sshd",), signal.SIGKILL),
@@ -139,7 +147,10 @@ def test_the_end_of_a_launcher_is_noticed(
     shell = family.start(line)
     assert family.found() == name
     family.stays()
-    family.process(*victim).send_signal(number)
+    process = family.process(*victim)
+    if name in victim:
+        assert (family.folder / "found").read_text() == f"{name} {process.pid}"
+    process.send_signal(number)
     family.wait_for("gone")
     shell.wait()
 

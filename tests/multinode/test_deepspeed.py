@@ -2,8 +2,8 @@
 
 import contextlib
 import json
+import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,6 @@ import psutil
 import pytest
 import yaml
 from cluster import CPU_RANKS, PATH, copy_repository, start_sshd, wait_for, write_ssh
-from forked import Forge
 from hosts import Host
 from polling import until
 from ranks import ROOT, metrics, settings, without_mlflow
@@ -121,11 +120,11 @@ def start_run(
     return site.start(*before, *launch, "launch/pretrain.py", *run, log=log), out / name, run
 
 
-@pytest.mark.parametrize(("victim", "number"), [("bin/deepspeed ", signal.SIGKILL), ("ssh -o", signal.SIGKILL)])
+@pytest.mark.parametrize("victim", ["bin/deepspeed ", "ssh -o"])
 def test_ranks_on_all_hosts_stop_when_their_launcher_is_gone(
-    site: Site, dataset: Path, tmp_path: Path, victim: str, number: signal.Signals
+    site: Site, dataset: Path, tmp_path: Path, victim: str
 ) -> None:
-    name, log = f"{''.join(filter(str.isalpha, victim))}{number:d}", tmp_path / "log.txt"
+    name, log = f"without{''.join(filter(str.isalpha, victim))}", tmp_path / "log.txt"
     slots = {"node1": 1, "node2": 1}  # A rank and the launcher of a host are a process each that imports DeepSpeed.
     process, folder, _ = start_run(site, dataset, name, "train.length=1000000 steps", log=log, slots=slots)
 
@@ -146,22 +145,21 @@ def test_ranks_on_all_hosts_stop_when_their_launcher_is_gone(
 
     wait_for(lambda: step() >= 5, process, log)
     assert len(ranks()) == sum(slots.values())
-    running(site.nodes[0], victim)[0].send_signal(number)
+    running(site.nodes[0], victim)[0].kill()
     until(lambda: not ranks())
     status = read_status(folder)
     assert status
     assert (status.status, status.code, status.step) == ("stopped", RESUME, max(metrics(folder))), log.read_text()
+    assert re.fullmatch(r"the end of its launcher \((pdsh|the ssh connection), process \d+\)", status.reason)
     process.wait()
 
 
-def test_a_host_dies_and_the_run_is_finished_on_the_others(
-    forge: Forge, site: Site, dataset: Path, tmp_path: Path
-) -> None:
-    home = site.folder.parent
-    log = home / "supervise.out"
+def test_a_host_dies_and_the_run_is_finished_on_the_others(site: Site, dataset: Path) -> None:
+    from test_train import plain_losses  # Needs torch, which a host without network namespaces is spared.
+
+    log = site.folder.parent / "supervise.out"
     supervise = (sys.executable, "launch/supervise.py", "pause_seconds=0", "host_failures=1", "--")
     process, folder, run = start_run(site, dataset, "three", f"train.length={STEPS} steps", log=log, before=supervise)
-    alone = forge.start(1, [*run, f"out={home / 'alone'}"])
 
     def step() -> int:
         status = read_status(folder) if folder.exists() else None
@@ -185,8 +183,7 @@ def test_a_host_dies_and_the_run_is_finished_on_the_others(
     said = (folder / "log.txt").read_text()
     assert "24 = 4 ranks x 1 x 6 samples" in said
     assert "24 = 3 ranks x 2 x 4 samples" in said
-    alone.finish()
-    found, expected = metrics(folder), metrics(home / "alone" / "three")
-    assert list(found) == list(expected) == list(range(1, STEPS + 1))
-    for number, loss in expected.items():  # Other samples, or another order, are off by ten percent.
-        assert found[number] == pytest.approx(loss, rel=2e-3), number
+    found = metrics(folder)
+    assert list(found) == list(range(1, STEPS + 1))
+    # Other samples, or another order, are off by ten percent.
+    assert list(found.values()) == pytest.approx(plain_losses(run, STEPS), rel=2e-3)
