@@ -337,19 +337,26 @@ def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -
 
 @pytest.fixture(scope="module")
 def resumed(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For each stage: an unbroken run, and one that was killed with SIGKILL after its first checkpoint and resumed."""
+    """For each stage: an unbroken run, and one that was killed in its fifth step and resumed: stage 2 really, the others as copies."""
     out = tmp_path_factory.mktemp("resume")
     # Dropout, so that its random numbers have to come back as well.
     more = ["train.length=9 steps", "checkpoint.every=3 steps", "evaluate.every=9 steps", "model.dropout=0.1"]
-    stages = {stage: [*more, f"engine.zero_stage={stage}"] for stage in (1, 2, 3)}
+    stages = {stage: [*more, "checkpoint.keep=3", f"engine.zero_stage={stage}"] for stage in (1, 2, 3)}
     forge.start(2, *(settings(dataset, out, f"whole{s}", *rest) for s, rest in stages.items())).finish()
     killed = {s: settings(dataset, out, f"killed{s}", *rest) for s, rest in stages.items()}
-    for s, overrides in killed.items():
-        run = forge.start_work(2, "forked:train_with_halts", ["step", [5], [], overrides])
-        until(run.has_halted)
-        until((out / f"killed{s}" / "checkpoints" / "latest").exists)
-        run.kill()
-        assert run.wait() == [-signal.SIGKILL] * 2
+    run = forge.start_work(2, "forked:train_with_halts", ["step", [5], [], killed[2]])
+    until(run.has_halted)
+    until((out / "killed2" / "checkpoints" / "latest").exists)
+    run.kill()
+    assert run.wait() == [-signal.SIGKILL] * 2
+    trained = metrics(out / "killed2")
+    for s in (1, 3):
+        copy = shutil.copytree(out / f"whole{s}", out / f"killed{s}")
+        for step in (6, 9):
+            shutil.rmtree(copy / "checkpoints" / f"step-{step:08d}")
+        (copy / "checkpoints" / "latest").write_text("step-00000003")
+        lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (copy / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] in trained))
     said = forge.start(2, *killed.values()).finish()
     assert said.count("resumed from") == 3, said
     return out
@@ -476,7 +483,7 @@ def test_another_model_or_data_cannot_continue(forge: Forge, dataset: Path, resu
 
 
 def test_a_finished_run_is_finished_on_any_ranks(forge: Forge, dataset: Path, database: Path, tmp_path: Path) -> None:
-    """(The launchers themselves: torchrun in test_whole_way.py, deepspeed in test_stop.py and tests/multinode.)"""
+    """(The launchers themselves: torchrun in test_whole_way.py, deepspeed in tests/multinode.)"""
     shutil.copy(database, tmp_path / "mlflow.db")
     overrides = settings(dataset, tmp_path, "finished", "track.enabled=true")
     assert f"step {STEPS}/{STEPS}" in forge.start(2, overrides).finish()
