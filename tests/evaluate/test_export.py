@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from model_parts import ALL_PARTS
+from model_parts import ALL_PARTS, randomised
 
 from pipeline.base.errors import UserError
 from pipeline.evaluate import export
@@ -26,22 +26,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def random_weights(path, name="ViT-mu/4", size=16, classes=5, **changes):
-    model = create(name, size, classes, **changes).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    model = randomised(create(name, size, classes, **changes))
     save(model, path, {"classes": [f"class{i}" for i in range(classes)], "preprocessing": {"eval_crop": "resize"}})
     return model
 
 
 def random_mae(path, normalise, pixels):
     settings = MaeSettings(decoder_width=16, decoder_depth=2, decoder_heads=2, normalise=normalise, pixels=pixels)
-    model = Mae(create("ViT-mu/8", 32, 0, positions="sincos2d_mae", gelu="erf"), settings).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    model = randomised(Mae(create("ViT-mu/8", 32, 0, positions="sincos2d_mae", gelu="erf"), settings))
     tensors = {stored_name(name): tensor for name, tensor in model.state_dict().items()}
     write_safetensors(tensors, path, safetensors_metadata(model.backbone.config, model.extra()))
     return model

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from model_parts import randomised
 from torch import Tensor
 
 from pipeline import model as models
@@ -38,11 +39,7 @@ KINDS = {
 
 def vit(name: str = "ViT-mu/4", size: tuple[int, int] = (SIDE, SIDE), **changes: object) -> VisionTransformer:
     """A small model with random weights, so that attention differs between tokens."""
-    model = models.create(name, size, 5, **{**SMALL, **changes}).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model = randomised(models.create(name, size, 5, **{**SMALL, **changes}), 0.3)
     assert isinstance(model, VisionTransformer)
     return model
 

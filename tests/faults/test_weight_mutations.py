@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from model_parts import randomised
 
 from pipeline.base.errors import UserError
 from pipeline.model import create, read_weights, save, save_safetensors, to_huggingface, to_npz, to_timm
@@ -25,12 +26,7 @@ ODD = [
 
 
 def tiny():
-    model = create("ViT-mu/4", 8, len(CLASSES), gelu="erf")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return randomised(create("ViT-mu/4", 8, len(CLASSES), gelu="erf"), 0.1)
 
 
 def outcome(path):

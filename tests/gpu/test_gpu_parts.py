@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_parts import ALL_PARTS, CHANGES
+from model_parts import ALL_PARTS, CHANGES, randomised
 
 from pipeline import model as models
 from pipeline.checkpoint.saver import Saver
@@ -47,12 +47,7 @@ COMPILED = {
 def model(request: pytest.FixtureRequest) -> models.Model:
     """A model with random values everywhere: heads and biases begin as zeros."""
     name, size, changes = KINDS[request.param]
-    made = models.create(name, size, 10, **changes)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    return made
+    return randomised(models.create(name, size, 10, **changes), 0.02, seed=0).train()
 
 
 def step(model: models.Model, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,4 +1,10 @@
-"""All parts of later ViTs at once, for tests of what knows each part."""
+"""All parts of later ViTs at once, for tests of what knows each part; and models with random values everywhere."""
+
+from typing import TypeVar
+
+import torch
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 ALL_PARTS = {
     "positions": "none", "rope_base": 100.0, "registers": 2, "layer_scale": 0.5, "swiglu": True, "qkv_bias": "qv", "out_bias": False,
@@ -12,3 +18,12 @@ def overrides(**more: object) -> list[str]:
     """All parts, as settings of a run."""
     found = ALL_PARTS | CHANGES | more
     return [f"model.{name}={str(value).lower()}" for name, value in found.items()]
+
+
+def randomised(model: M, scale: float = 0.2, seed: int = 1) -> M:
+    """The model, in evaluation mode, with noise added to every parameter: heads and biases begin as zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    return model.eval()

@@ -1,4 +1,4 @@
-"""Reference code that shares nothing with the package: random official weights, and the paper's equations in numpy."""
+"""Reference code that shares nothing with the package: random official weights, the paper's equations in numpy, transformers."""
 
 from math import erf
 
@@ -117,6 +117,15 @@ def random_arrays_fixture():
 @pytest.fixture(name="equations", scope="session")
 def equations_fixture():
     return equations
+
+
+@pytest.fixture(scope="session")
+def transformers():
+    import transformers  # here, because it takes seconds
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
 
 
 @pytest.fixture(scope="session")

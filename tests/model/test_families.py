@@ -15,15 +15,6 @@ from pipeline.model.position import sincos2d
 from pipeline.objectives.mae import Mae, MaeSettings
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    import transformers  # here, because it takes seconds
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_features_are_transformers(tmp_path, transformers, name):
     family = FAMILIES[name]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from model_parts import randomised
 
 from pipeline.base.errors import UserError
 from pipeline.model import create, load, read_weights, save, to_npz
@@ -131,12 +132,7 @@ def test_bfloat16_is_read(tmp_path, random_arrays):
 
 
 def random_model(name, size=16, classes=5, **changes):
-    model = create(name, size, classes, **changes).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return randomised(create(name, size, classes, **changes))
 
 
 SMALL = {"depth": 2, "width": 24, "num_heads": 3, "mlp_width": 40}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from model_parts import ALL_PARTS, CHANGES
+from model_parts import ALL_PARTS, CHANGES, randomised
 
 from pipeline.base.errors import UserError
 from pipeline.model import ViTConfig, build, configure, create, load, num_parameters, save
@@ -46,14 +46,6 @@ NAMES = [
 IN_ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # parts of one of our parameters
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    import transformers  # here, because it takes seconds
-
-    transformers.utils.logging.set_verbosity_error()
-    return transformers
-
-
 def our_state(tensors, like):
     """A state dict of transformers under our names, in our shapes."""
     found = {}
@@ -68,14 +60,6 @@ def our_state(tensors, like):
             found[name] = torch.cat([found[name], tensor]) if name in found else tensor
     found.setdefault("patch_embedding.bias", torch.zeros(16))
     return {name: tensor.reshape(like[name].shape) for name, tensor in found.items()}
-
-
-def randomised(model):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 def images(*size, count=2):

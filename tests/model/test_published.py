@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from model_parts import randomised
 
 from pipeline.base.errors import UserError
 from pipeline.model import configure, load, read_weights
@@ -16,22 +17,10 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    import transformers  # here, because it takes seconds
-
-    transformers.utils.logging.set_verbosity_error()
-    return transformers
-
-
 def random_model(transformers, name, config):
     """(model, its tensors under the names of its files)."""
     cls = getattr(transformers, name)
-    model = cls(cls.config_class(**config)).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    model = randomised(cls(cls.config_class(**config)))
     return model, {key.removeprefix("model."): tensor for key, tensor in model.state_dict().items()}
 
 

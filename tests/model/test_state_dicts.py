@@ -9,6 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from model_parts import randomised
 from PIL import Image
 
 from pipeline.base.errors import UserError
@@ -34,15 +35,6 @@ TIMM_CONFIG = {
         "interpolation": "bicubic",
     },
 }
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    import transformers  # here, because it takes seconds
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
 
 
 def folder(path, tensors, config=None, processor=None, name="model.safetensors"):
@@ -253,12 +245,7 @@ def notes_of(path):
 
 
 def random_model(name="ViT-mu/4", size=16, classes=5, **changes):
-    model = create(name, size, classes, **changes).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return randomised(create(name, size, classes, **changes))
 
 
 def same(model, other):
@@ -462,14 +449,6 @@ def test_weights_of_a_file_server_that_fails_are_not_called_damaged(tmp_path, mo
 
 
 # ---------------------------------------------------------------------- Hugging Face
-
-
-def randomised(model):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 def hf_config(transformers, kind="ViT", **changes):

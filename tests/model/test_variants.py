@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from model_parts import randomised
 
 from pipeline.base.errors import UserError
 from pipeline.model import build, config_from_dict, configure, create, load, save
@@ -20,14 +21,6 @@ SIZE = (8, 12)  # 2 x 3 patches of 4
 def tiny(name="ViT-mu/4", **changes):
     settings = {"width": 24, "depth": 3, "mlp_width": 40, "num_heads": 3}
     return create(name, SIZE, 5, **settings | changes)
-
-
-def fill_randomly(model, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 def random_images(count=2, size=SIZE, seed=2):
@@ -49,7 +42,7 @@ def added(model):
 @torch.no_grad()
 @pytest.mark.parametrize("pool", ["token", "gap"])
 def test_learned_positions_once_in_every_block_or_shared(pool):
-    stem, shared, blocks = (fill_randomly(tiny(positions_at=at, pool=pool)) for at in ("stem", "shared", "blocks"))
+    stem, shared, blocks = (randomised(tiny(positions_at=at, pool=pool)) for at in ("stem", "shared", "blocks"))
     num_tokens = 6 + (pool == "token")
     assert stem.positions.shape == shared.positions.shape == (1, num_tokens, 24)
     assert blocks.positions.shape == (3, num_tokens, 24)
@@ -66,7 +59,7 @@ def test_learned_positions_once_in_every_block_or_shared(pool):
 @pytest.mark.parametrize(("pool", "at"), [("token", "stem"), ("gap", "stem"), ("token", "blocks")])
 def test_2d_positions_are_one_vector_of_the_column_and_one_of_the_row(pool, at):
     """ViT paper, D.4: an X and a Y embedding of size D/2 each, concatenated."""
-    model = fill_randomly(tiny(positions="learned2d", positions_at=at, pool=pool))
+    model = randomised(tiny(positions="learned2d", positions_at=at, pool=pool))
     assert model.positions.shape == (3 if at == "blocks" else 1, 2 + 3, 12)
     for table, found in zip(model.positions, added(model), strict=False):
         rows, columns = table[:2], table[2:]
@@ -96,7 +89,7 @@ def test_sine_cosine_positions_are_big_visions():
 def test_relative_attention_adds_a_key_for_each_offset_to_the_logits():
     """ViT paper, D.4, one token, one key and one head at a time."""
     attention = tiny(positions="relative").blocks[0].attention
-    fill_randomly(attention)
+    randomised(attention)
     table = attention.relative.table
     assert table.shape == (2 * 7 - 1, 8)
     x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0))
@@ -111,7 +104,7 @@ def test_relative_attention_adds_a_key_for_each_offset_to_the_logits():
 
 @torch.no_grad()
 def test_pooling_heads():
-    gap, attention = (fill_randomly(tiny(pool=pool, representation=True)) for pool in ("gap", "map"))
+    gap, attention = (randomised(tiny(pool=pool, representation=True)) for pool in ("gap", "map"))
     tokens = gap.encode(gap.embed(random_images()))
     assert tokens.shape == (2, 6, 24)
     torch.testing.assert_close(gap.features(random_images()), torch.tanh(gap.representation(tokens.mean(1))))
@@ -132,7 +125,7 @@ def test_pooling_heads():
 
 @torch.no_grad()
 def test_overlapping_patches():
-    model = fill_randomly(tiny(patch_stride=2))
+    model = randomised(tiny(patch_stride=2))
     assert model.config.grid == (3, 5)
     images = random_images()
     kernel = model.patch_embedding.weight.view(24, -1)
@@ -143,7 +136,7 @@ def test_overlapping_patches():
 
 @torch.no_grad()
 def test_axial_attention_sees_its_row_then_its_column():
-    model = fill_randomly(tiny("Axial-ViT-mu/4"))
+    model = randomised(tiny("Axial-ViT-mu/4"))
     assert len(model.blocks) == 6
     tokens = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(0))
 
@@ -217,8 +210,7 @@ PLACES = [
     ("none", "stem"),
 ]
 EVERY = {
-    **{f"ViT-{size}/16": {} for size in ("Ti", "S", "M", "B", "L", "H")},
-    **{f"ViT-{size}/14": {"image_size": (28, 42)} for size in ("g", "G")},
+    "ViT-g/14": {"image_size": (28, 42)},
     # With and without a class token, which has positions of its own; the pool itself knows none.
     **{f"{positions}, {at}, {pool}": {"name": "ViT-B/16", "positions": positions, "positions_at": at, "pool": pool}
        for (positions, at), pool in product(PLACES, ("token", "gap"))},
@@ -240,8 +232,7 @@ EVERY = {
     "R50+ViT-L/16": {"stem": (2,), "patch_size": 2},
     "R50+ViT-L/32": {"stem": (1, 1), "positions": "relative", "image_size": (16, 24)},
     **{f"BiT-R{name}": {"units": units, "width": 32}
-       for name, units in (("50x1", (1, 2)), ("50x3", (1,)), ("101x1", (1,)), ("101x3", (2,)), ("152x2", (1,)),
-                           ("152x4", (1,)), ("200x3", (1, 1)))},
+       for name, units in (("50x1", (1, 2)), ("101x3", (2,)), ("152x4", (1,)), ("200x3", (1, 1)))},
 }  # fmt: skip
 
 
@@ -315,7 +306,7 @@ def test_every_model_is_fine_tuned_at_another_size(case, tmp_path):
 
 @torch.no_grad()
 def test_2d_positions_are_resampled_line_by_line(tmp_path):
-    model = fill_randomly(tiny(positions="learned2d", positions_at="blocks"))
+    model = randomised(tiny(positions="learned2d", positions_at="blocks"))
     save(model, tmp_path / "model.pt")
     positions = load(tmp_path / "model.pt", image_size=(12, 12)).positions
     rows = model.positions[:, :2]
@@ -328,7 +319,7 @@ def test_2d_positions_are_resampled_line_by_line(tmp_path):
 def test_activation_checkpointing_changes_no_gradient(case):
     images, gradients = random_images(4, (32, 48)), []
     for switch in (False, True):
-        model = fill_randomly(small(case)).train()
+        model = randomised(small(case)).train()
         model.activation_checkpointing = switch
         torch.manual_seed(0)
         model(images).square().sum().backward()

@@ -4,6 +4,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from model_parts import randomised
 
 from pipeline.base.errors import UserError
 from pipeline.model import VisionTransformer, config_from_dict, configure, create, to_npz
@@ -15,14 +16,6 @@ def tiny(**changes):
     return create("ViT-mu/4", **settings | changes)
 
 
-def fill_randomly(model, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
-
-
 def random_images(*shape, seed=2):
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
@@ -30,7 +23,7 @@ def random_images(*shape, seed=2):
 @pytest.mark.parametrize("gelu", ["tanh", "erf"])
 @pytest.mark.parametrize("representation", [True, False])
 def test_forward_is_the_equations_of_the_paper(equations, gelu, representation):
-    model = fill_randomly(tiny(gelu=gelu, representation=representation))
+    model = randomised(tiny(gelu=gelu, representation=representation))
     images = random_images(3, 3, 8, 12)
     expected = equations(to_npz(model), images.permute(0, 2, 3, 1).double().numpy(), gelu)
     with torch.no_grad():
@@ -38,20 +31,20 @@ def test_forward_is_the_equations_of_the_paper(equations, gelu, representation):
 
 
 def test_the_two_gelus_differ_by_more_than_the_tolerance_of_the_test_above(equations):
-    model = fill_randomly(tiny())
+    model = randomised(tiny())
     images = random_images(3, 8, 12, 3).double().numpy()
     tanh, erf = (equations(to_npz(model), images, gelu) for gelu in ("tanh", "erf"))
     assert np.abs(tanh - erf).max() > 1e-4
 
 
 def test_features_are_what_the_head_reads():
-    model = fill_randomly(tiny(representation=True))
+    model = randomised(tiny(representation=True))
     images = random_images(2, 3, 8, 12)
     features = model.features(images)
     assert features.shape == (2, 24)
     assert features.abs().max() < 1
     assert torch.equal(model.head(features), model(images))
-    headless = fill_randomly(tiny(num_classes=0))
+    headless = randomised(tiny(num_classes=0))
     assert torch.equal(headless(images), headless.features(images))
     assert headless(images).shape == (2, 24)
 
@@ -59,7 +52,7 @@ def test_features_are_what_the_head_reads():
 def test_activation_checkpointing_runs_each_block_again_and_changes_no_gradient():
     images, gradients = random_images(2, 3, 8, 12), []
     for switch in (False, True):
-        model = fill_randomly(tiny(dropout=0.1)).train()
+        model = randomised(tiny(dropout=0.1)).train()
         model.activation_checkpointing = switch
         runs = []
         model.blocks[1].register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
