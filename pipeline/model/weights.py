@@ -101,7 +101,8 @@ def read_weights(path: StrPath, say: Say = _silent) -> Content:
         notes = [*weights.notes, *_check_extra(weights.extra, weights.config)]
     for note in notes:
         say(note)
-    return weights.config, weights.state, {name: value for name, value in weights.extra.items() if name != DECODER}
+    extra = {name: value for name, value in _known(weights.extra).items() if name != DECODER}
+    return weights.config, weights.state, extra
 
 
 def checkpoint_note(extra: Mapping[str, Any]) -> str:
@@ -181,6 +182,12 @@ def _without_masking(weights: Weights, config: ViTConfig) -> Weights:
         {name: value for name, value in weights.extra.items() if name not in ("classes", "class_names", "loss")},
         [f"pre-trained by masked patch prediction ({config.masked}): its mask token and its head are left out"],
     )
+
+
+def _known(fields: dict[str, Any]) -> dict[str, Any]:
+    """Without fields that are None, for unknown, here and in the dicts of the fields: JSON of other writers has null."""
+    known = {name: value for name, value in fields.items() if value is not None}
+    return {name: _known(value) if isinstance(value, dict) else value for name, value in known.items()}
 
 
 def _check_extra(extra: dict[str, Any], config: Config) -> list[str]:

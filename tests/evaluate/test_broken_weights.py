@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.evaluate.export import run
+from pipeline.evaluate.loaded_model import load_model
 from pipeline.model import create, save, save_safetensors
 from pipeline.model.weights import METADATA
+from pipeline.settings.commands.weights import ExportConfig, FeaturesConfig
 from tests.evaluate.conftest import MakeDataset
 
 ROOT = Path(__file__).parents[2]
@@ -76,3 +79,18 @@ def test_broken_weights_are_one_line(
     assert len(said) == 1, said
     assert message in said[0]
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("preprocessing", [
+    {"eval_resize": None, "image_size": 8}, {"eval_resize": 9, "image_size": None}, {"eval_crop": None, "resize_filter": None}, None,
+])  # fmt: skip
+def test_preprocessing_that_the_weights_do_not_know_is_the_default(tmp_path: Path, preprocessing: dict | None) -> None:
+    """Null in the file of another writer: it ended in a TypeError, or a refusal of `eval_crop = None`."""
+    save_safetensors(
+        create("ViT-mu/4", 8, 3), tmp_path / "a.safetensors", {"preprocessing": preprocessing, "loss": None}
+    )
+    loaded = load_model(FeaturesConfig(weights=str(tmp_path / "a.safetensors"), images=["a"], out="a"))
+    expected = 9 if (preprocessing or {}).get("eval_resize") else 0
+    assert (loaded.view.eval_crop, loaded.view.eval_resize, loaded.view.resize_filter) == ("center", expected, "linear")
+    assert loaded.loss_kind == "softmax"
+    run(ExportConfig(weights=str(tmp_path / "a.safetensors"), format="timm", out=str(tmp_path / "timm")))
