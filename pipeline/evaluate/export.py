@@ -63,6 +63,9 @@ def run(config: ExportConfig) -> LogitDifference:
             config.tolerance,
         )
 
+    view = extra.get("preprocessing", {})
+    if config.format in _FOLDERS and (note := written_filter(view)):
+        print(f"{config.format}: {note}")
     if config.format in export_mae.FORMATS:
         return _export_mae(config, path, extra)
 
@@ -78,11 +81,8 @@ def run(config: ExportConfig) -> LogitDifference:
     del content  # whose tensors the model has copied
     for note in models.resizing_notes(trained, model.config):
         print(note)
-    if config.format in _FOLDERS:
-        view = extra.get("preprocessing", {})
-        crop = written_crop(view, model.config.image_size) if config.format == "huggingface" else ""
-        for note in filter(None, (written_filter(view), crop)):
-            print(f"{config.format}: {note}")
+    if config.format == "huggingface" and (note := written_crop(view, model.config.image_size)):
+        print(f"huggingface: {note}")
     if config.format not in _AS_IT_IS and isinstance(model.config, ViTConfig) and "sincos2d" in model.config.positions:
         size = "{} x {}".format(*model.config.image_size)
         print(

@@ -112,6 +112,7 @@ def test_mae_with_its_decoder(tmp_path, form, normalise, pixels, capsys):
     assert difference.largest <= 1e-5 * difference.scale
     assert difference.scale > 0.1
     said = capsys.readouterr().out
+    assert ("huggingface_mae: it resizes images by Pillow's bilinear filter" in said) == (form == "huggingface_mae")
     if form == "huggingface_mae":
         losses = re.search(r"transformers \S+: loss (\S+), ours (\S+)", said)
         assert float(losses[1]) == pytest.approx(float(losses[2]), rel=1e-5)
