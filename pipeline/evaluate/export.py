@@ -77,10 +77,9 @@ def run(config: ExportConfig) -> LogitDifference:
         representation=None if config.head or not isinstance(trained, ViTConfig) else False,
         kernel=config.kernel,
         content=content,
+        say=print,
     ).eval()
     del content  # whose tensors the model has copied
-    for note in models.resizing_notes(trained, model.config):
-        print(note)
     if config.format == "huggingface" and (note := written_crop(view, model.config.image_size)):
         print(f"huggingface: {note}")
     if config.format not in _AS_IT_IS and isinstance(model.config, ViTConfig) and "sincos2d" in model.config.positions:

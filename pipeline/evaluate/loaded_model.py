@@ -24,7 +24,7 @@ from pipeline.data.loading.loader import normalise
 from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.model import Model, ViTConfig
+from pipeline.model import Model
 from pipeline.model.files import FILES
 from pipeline.process.committed import NAME as CHECKPOINT
 from pipeline.process.distributed import Ranks, use_exact_arithmetic
@@ -90,18 +90,14 @@ def load_model(config: WeightsConfig, loss: TrainedLoss = "auto") -> LoadedModel
         keep_freed_memory()
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     # Read once: a run in training changes its `latest`, and the metadata must belong to these weights.
-    trained, state, extra = models.read_weights(config.weights, say=print)
+    content = models.read_weights(config.weights, say=print)
+    trained, _, extra = content
     if note := models.checkpoint_note(extra):
         print(note)
     image_size = ImageSize.parse(config.image_size or trained.image_size)
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if loss == "auto" else loss
-    model = models.build(models.resized(trained, image_size, config.kernel))
-    if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig):
-        state = models.resample_state(state, trained, model.config)
-    for note in models.resizing_notes(trained, model.config):
-        print(note)
-    model.load_state_dict(state)
+    model = models.load(config.weights, image_size, kernel=config.kernel, content=content, say=print)
     return LoadedModel(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
 
 

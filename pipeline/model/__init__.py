@@ -20,7 +20,7 @@ from pipeline.model.convert.official import to_npz
 from pipeline.model.convert.timm_format import to_timm
 from pipeline.model.flops import attention_macs, forward_macs, num_parameters, training_flops_per_image
 from pipeline.model.masked import MaskedViT
-from pipeline.model.position import resample_positions, resample_state, resized, resizing_notes
+from pipeline.model.position import resample_positions, resample_state, resizing_notes
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 from pipeline.model.weights import (

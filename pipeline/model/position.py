@@ -10,7 +10,6 @@ each block has a table of its own. Other letters as in vit.py; h x w patches.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import Config, Kernel, ViTConfig
-from pipeline.architecture.variants import ImageSize, as_pair
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 
@@ -93,18 +91,6 @@ class RelativePositions(nn.Module):
         indices = torch.arange(q.shape[2], device=q.device)
         keys = self.table[indices[:, None] - indices + q.shape[2] - 1]  # (N, N, D/H)
         return torch.einsum("bhqd,qkd->bhqk", q, keys) / math.sqrt(q.shape[3])
-
-
-def resized(config: Config, image_size: ImageSize, kernel: Kernel | None = None) -> Config:
-    """The configuration at another image size. kernel: None keeps the configuration's own.
-
-    Raises UserError for a kernel of a ResNet, which has no positions.
-    """
-    if kernel is None:
-        return replace(config, image_size=as_pair(image_size))
-    if not isinstance(config, ViTConfig):
-        raise UserError(f"kernel = {kernel} resamples positions, and a ResNet has none. Leave it out.")
-    return replace(config, image_size=as_pair(image_size), kernel=kernel)
 
 
 def resample_state(state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig) -> dict[str, Tensor]:

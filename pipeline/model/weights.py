@@ -299,6 +299,8 @@ def adapted(
         raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
     given = {"gelu": gelu, **training, "kernel": kernel}
     if not isinstance(config, ViTConfig):
+        if kernel is not None:
+            raise UserError(f"kernel = {kernel} resamples positions, and a ResNet has none. Leave it out.")
         neutral = {name: getattr(ViTConfig, name) for name in training}
         given |= {
             "representation": representation or None,
@@ -306,10 +308,8 @@ def adapted(
             "attentive_pool": attentive_pool or None,
         }
         if other := [name for name, value in given.items() if value not in (None, neutral.get(name))]:
-            raise UserError(
-                f"{path}: is a ResNet, which has no {', '.join(other)}. Leave it out; "
-                "model.dropout=0 overrides the dropout of a config file."
-            )
+            remedy = "; model.dropout=0 overrides the dropout of a config file" * ("dropout" in other)
+            raise UserError(f"{path}: is a ResNet, which has no {', '.join(other)}. Leave it out{remedy}.")
         return config
     if representation is None:
         representation = config.representation and (keep_head or num_classes == 0)

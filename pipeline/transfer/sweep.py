@@ -281,7 +281,7 @@ def _check_weights(sweep: Sweep) -> Kernel | None:
         )
     for size in dict.fromkeys(view_of(protocol, task)[0] for task in sweep.tasks):
         try:
-            resized = models.resized(weights, size, config.kernel)
+            resized = models.adapted(weights, config.weights, size, kernel=config.kernel)
             if isinstance(weights, models.ViTConfig) and isinstance(resized, models.ViTConfig):
                 models.resample_state(state, weights, resized)
                 sweep.notes.extend(models.resizing_notes(weights, resized))

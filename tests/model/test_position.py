@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import torch
 from scipy.ndimage import zoom
 
 from pipeline.base.errors import UserError
-from pipeline.model import build, create, resample_positions, resample_state, resized
+from pipeline.model import build, create, resample_positions, resample_state
 
 
 def table(rows, dtype=torch.float64, width=6):
@@ -116,7 +117,7 @@ def test_a_view_of_another_size_is_read_as_by_the_model_loaded_at_that_size(posi
     model = create("ViT-mu/4", (16, 24), 0, positions=positions, positions_at="blocks" if pool == "gap" and positions != "sincos2d" else "stem",
                    pool=pool, kernel=kernel).eval()  # fmt: skip
     images = torch.rand(2, 3, 12, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    config = resized(model.config, (12, 8))
+    config = replace(model.config, image_size=(12, 8))
     there = build(config).eval()
     there.load_state_dict(resample_state(model.state_dict(), model.config, config))
     with torch.no_grad():
