@@ -216,7 +216,7 @@ def _model(config: PlanConfig, num_classes: int, names: Sequence[str]) -> Config
         found = objectives.new_backbone(replace(config, model=named), num_classes, covered=False)
     else:
         try:
-            found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=config.out))[0]
+            found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=config.out)).config
         except UserError as error:
             raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
     return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes))

@@ -22,9 +22,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import hidden_folder, remove_unfinished, sync_folder, sync_tree
 from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
-from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, files
+from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
 from pipeline.model.convert.preprocessing import eval_resize, written_crop, written_filter
 from pipeline.monitor.mlflow.weights import with_local_weights
+from pipeline.objectives.mae import Mae
 from pipeline.settings.commands.weights import ExportConfig
 
 NUM_IMAGES = 4
@@ -51,23 +52,19 @@ def run(config: ExportConfig) -> LogitDifference:
     config = with_local_weights(config)
     path = files.find_file(Path(config.weights))  # once, because a run in training changes its `latest`
     content = models.read_weights(path, say=print)
-    trained, extra = content[0], content[2]
+    trained, extra = content.config, content.extra
     if note := models.checkpoint_note(extra):
         print(note)
     print(_describe(trained))
-    if source := _source_side(path, trained):
-        _compare(
-            f"{source[0]}, the program of these weights,",
-            models.load(path, content=content).eval(),
-            source[1],
-            config.tolerance,
-        )
+    if source := _source_side(path, content):
+        own = models.load(path, content=content).eval()
+        _compare(f"{source[0]}, the program of these weights,", own, source[1], config.tolerance)
 
     view = extra.get("preprocessing", {})
     if config.format in _FOLDERS and (note := written_filter(view)):
         print(f"{config.format}: {note}")
     if config.format in export_mae.FORMATS:
-        return _export_mae(config, path, extra)
+        return _export_mae(config, path, content)
 
     # ------------------------------------------------------------------ the model to write
     model = models.load(
@@ -111,10 +108,12 @@ def run(config: ExportConfig) -> LogitDifference:
     return difference
 
 
-def _export_mae(config: ExportConfig, path: Path, extra: dict[str, Any]) -> LogitDifference:
-    model = export_mae.read(path)
+def _export_mae(config: ExportConfig, path: Path, content: Weights) -> LogitDifference:
+    model = Mae.from_weights(content, print)
+    if model is None:
+        raise UserError(f"{path}: holds no decoder of MAE, as a run with train.loss=mae does. Use another format.")
     with _unfinished(Path(config.out), config.format) as unfinished:
-        export_mae.write(model, config.format, unfinished, extra.get("preprocessing", {}))
+        export_mae.write(model, config.format, unfinished, content.extra.get("preprocessing", {}))
         name, *found = export_mae.compare(model, config.format, unfinished)
         difference = LogitDifference(*found)
         _accept(name, difference, "predicted pixels", config.tolerance)
@@ -230,7 +229,7 @@ def _unfinished(out: Path, form: str) -> Iterator[Path]:
 # ---------------------------------------------------------------------- other programs
 
 
-def _source_side(path: Path, config: Config) -> tuple[str, Forward] | None:
+def _source_side(path: Path, content: Weights) -> tuple[str, Forward] | None:
     """(name, forward) of the program that weights with a config.json come from, with its normalisation; None if unavailable."""
     config_files = files.config_files(path)
     if "model_type" in config_files.config:
@@ -239,11 +238,11 @@ def _source_side(path: Path, config: Config) -> tuple[str, Forward] | None:
         form = "timm"
     else:
         return None
-    name, forward = _other_side(form, path.parent, config)
+    name, forward = _other_side(form, path.parent, content.config)
     if forward is None:
         print(f"{name} is not installed: the input is not compared with it")
         return None
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in models.read_normalisation(path))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (content.mean, content.std))
     return name, lambda x: forward((x * 0.5 + 0.5 - mean) / std)
 
 

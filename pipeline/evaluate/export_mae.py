@@ -9,22 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.base.errors import UserError
-from pipeline.model import VisionTransformer, ViTConfig, files
+from pipeline.model import VisionTransformer, ViTConfig, files, read_weights
 from pipeline.model.convert.mae import to_facebook, to_huggingface
 from pipeline.objectives import mae
 from pipeline.objectives.mae import Mae, as_places
 
 FORMATS = ("mae", "huggingface_mae")
 NUM_IMAGES = 4
-
-
-def read(path: Path) -> Mae:
-    """The model of weights with its decoder. Raises UserError if they hold none."""
-    found = Mae.from_weights(path, print)
-    if found is None:
-        raise UserError(f"{path}: holds no decoder of MAE, as a run with train.loss=mae does. Use another format.")
-    return found
 
 
 def write(model: Mae, form: str, path: Path, view: dict[str, Any]) -> None:
@@ -65,9 +56,8 @@ def compare(model: Mae, form: str, path: Path) -> tuple[str, float, float]:
         print(f"transformers {library.__version__}: loss {float(found.loss):.6g}, ours {float(own):.6g}")
         return f"transformers {library.__version__}", _largest(found.logits - ours), _largest(ours)
     facts = model.facts
-    again = Mae.from_weights(
-        files.find_file(path), lambda line: None, num_heads=facts.num_heads, normalise=facts.normalise
-    )
+    known = {"num_heads": facts.num_heads, "normalise": facts.normalise}
+    again = Mae.from_weights(read_weights(path), lambda line: None, **known)
     assert again is not None, "its decoder was just written"
     predicted = again.predict(images, kept, places)
     if not facts.normalise:  # Of a .pth, they are pixels as ImageNet's mean and deviation make them.

@@ -79,8 +79,11 @@ class LoadedModel:
         return probabilities_of(self.logits(pixels), self.loss_kind)
 
 
-def load_model(config: WeightsConfig, loss: TrainedLoss = "auto") -> LoadedModel:
-    """Load `config.weights`. loss: what they were trained with. Raises UserError for weights that cannot be read, or not so."""
+def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: models.Weights | None = None) -> LoadedModel:
+    """Load `config.weights`. loss: what they were trained with. content: of these weights, if it was read.
+
+    Raises UserError for weights that cannot be read, or not so.
+    """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError("device = cuda, but torch sees no GPU here. Use device=cpu.")
@@ -90,11 +93,11 @@ def load_model(config: WeightsConfig, loss: TrainedLoss = "auto") -> LoadedModel
         keep_freed_memory()
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     # Read once: a run in training changes its `latest`, and the metadata must belong to these weights.
-    content = models.read_weights(config.weights, say=print)
-    trained, _, extra = content
+    content = content or models.read_weights(config.weights, say=print)
+    extra = content.extra
     if note := models.checkpoint_note(extra):
         print(note)
-    image_size = ImageSize.parse(config.image_size or trained.image_size)
+    image_size = ImageSize.parse(config.image_size or content.config.image_size)
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if loss == "auto" else loss
     model = models.load(config.weights, image_size, kernel=config.kernel, content=content, say=print)

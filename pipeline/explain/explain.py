@@ -34,7 +34,7 @@ from pipeline.explain.components import patch_components
 from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.explain.reconstruction import reconstruct
-from pipeline.model import VisionTransformer, ViTConfig
+from pipeline.model import VisionTransformer, ViTConfig, read_weights
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
@@ -68,10 +68,12 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     config = with_local_weights(config)
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
     origin = find_origin(file, config.weights) if config.mlflow else None
-    loaded = load_model(replace(config, weights=str(file)), config.loss)
+    content = read_weights(file, print)
+    loaded = load_model(replace(config, weights=str(file)), config.loss, content)
     mae = None
     if config.images and (not config.draw or "reconstruction" in config.draw):
-        mae = Mae.from_weights(file, print, normalise=config.normalise)
+        mae = Mae.from_weights(content, print, normalise=config.normalise)
+    del content  # whose tensors the models have copied
     drawings = _choose_drawings(config, loaded, mae, skip)
     folder = output_folder(config.out, config.weights, "explain", holds="explanation")
     made_by = {name: loaded.extra.get(name) for name in ("run", "step")}

@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
 from pipeline.architecture.variants import ImageSize, config_from_dict, configure, overridden, parse_name
 from pipeline.model.build import Model, build
+from pipeline.model.convert.entries import DecoderFacts, Weights
 from pipeline.model.convert.huggingface_format import to_huggingface
 from pipeline.model.convert.official import to_npz
 from pipeline.model.convert.timm_format import to_timm
@@ -27,7 +28,6 @@ from pipeline.model.weights import (
     adapted,
     checkpoint_note,
     load,
-    read_normalisation,
     read_weights,
     safetensors_metadata,
     save,

@@ -22,8 +22,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
-from pipeline.model.convert.entries import Weights, check_tensors
-from pipeline.model.convert.mae import DECODER, DecoderFacts
+from pipeline.model.convert.entries import DecoderFacts, Weights, check_tensors
+from pipeline.model.convert.mae import DECODER
 from pipeline.model.convert.official import read_npz
 from pipeline.model.convert.preprocessing import SavedPreprocessing
 from pipeline.model.convert.state_dicts import from_state_dict
@@ -36,7 +36,6 @@ METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
 ADDITION = "objective."
 
 Say = Callable[[str], object]
-Content = tuple[Config, dict[str, Tensor], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -87,22 +86,23 @@ def safetensors_metadata(config: Config, extra: Mapping[str, Any]) -> dict[str, 
     return {METADATA: json.dumps({"format": FORMAT, "model": config.to_dict(), "extra": extra})}
 
 
-def read_weights(path: StrPath, say: Say = _silent) -> Content:
-    """-> (configuration, fp32 CPU state dict, extra) of anything that `load` accepts.
+def read_weights(path: StrPath, say: Say = _silent) -> Weights:
+    """The content of anything that `load` accepts.
 
-    say: called with one line for each assumption, conversion and omission.
-    extra: for weights of other projects "classes" and "preprocessing", if their configuration files give them.
+    say: called with one line for each assumption, conversion and omission: the result's `notes`.
+    Its `extra` is, for weights of other projects, "classes" and "preprocessing", if their configuration files give them.
     Raises UserError, one line with the path and a remedy, for a damaged file, an unsupported model, class names that do not
     fit the head, and NaN or infinite weights.
     """
     path = files.find_file(Path(path))
     weights = _read(path)
     with files.naming(path):
-        notes = [*weights.notes, *_check_extra(weights.extra, weights.config)]
-    for note in notes:
+        found, notes = _check_extra(weights.extra, weights.config)
+    weights.notes.extend(notes)
+    for note in weights.notes:
         say(note)
     extra = {name: value for name, value in _known(weights.extra).items() if name != DECODER}
-    return weights.config, weights.state, extra
+    return weights._replace(extra=extra, decoder=found.decoder or DecoderFacts())
 
 
 def checkpoint_note(extra: Mapping[str, Any]) -> str:
@@ -111,19 +111,6 @@ def checkpoint_note(extra: Mapping[str, Any]) -> str:
     if type(step) is not int:
         return ""
     return f"weights of step {step:,}" + (f" of run {files.one_line(run)}" if run and isinstance(run, str) else "")
-
-
-def read_additions(path: StrPath) -> tuple[dict[str, Tensor], DecoderFacts]:
-    """Returns what a training objective added to the model in these weights, fp32, {} for nothing; and facts of MAE's decoder."""
-    weights = _read(files.find_file(Path(path)))
-    facts = json_record.convert(_as_json(weights.extra.get(DECODER, {})), DecoderFacts, f"extra.{DECODER}")
-    return dict(weights.added), facts
-
-
-def read_normalisation(path: StrPath) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (mean, deviation) of the images, with pixels in [0, 1], that these weights' own program reads."""
-    weights = _read(files.find_file(Path(path)))
-    return weights.mean, weights.std
 
 
 def _read(path: Path) -> Weights:
@@ -190,8 +177,8 @@ def _known(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: _known(value) if isinstance(value, dict) else value for name, value in known.items()}
 
 
-def _check_extra(extra: dict[str, Any], config: Config) -> list[str]:
-    """Raise UserError for fields that the commands could not use. Returns notes."""
+def _check_extra(extra: dict[str, Any], config: Config) -> tuple[_Extra, list[str]]:
+    """Returns (the fields that commands read, notes). Raises UserError for fields that they could not use."""
     found = json_record.convert(_as_json(extra), _Extra, "extra")
     if found.class_names is not None and len(found.class_names) != len(found.classes or ()):
         raise UserError(
@@ -199,7 +186,7 @@ def _check_extra(extra: dict[str, Any], config: Config) -> list[str]:
         )
     # Without a head, class names may remain from the head that was removed.
     if found.classes is None or not config.num_classes:
-        return []
+        return found, []
     if len(found.classes) != config.num_classes:
         raise UserError(
             f"its class names do not fit its head: {counted(len(found.classes), 'name')}, {counted(config.num_classes, 'class')}. "
@@ -208,10 +195,10 @@ def _check_extra(extra: dict[str, Any], config: Config) -> list[str]:
     # Not an error: the published names of ImageNet-1k contain "crane" twice.
     if repeated := len(found.classes) - len(set(found.classes)):
         first = next(name for name in found.classes if found.classes.count(name) > 1)
-        return [
+        return found, [
             f"{repeated} of {counted(len(found.classes), 'class name')} stand for more than one class, the first {first[:100]!r}"
         ]
-    return []
+    return found, []
 
 
 def load(
@@ -226,7 +213,7 @@ def load(
     kernel: Kernel | None = None,
     mean_pool: bool = False,
     attentive_pool: bool = False,
-    content: Content | None = None,
+    content: Weights | None = None,
     say: Say = _silent,
     **training: Any,
 ) -> Model:
@@ -253,7 +240,8 @@ def load(
     Returns a model with fp32 parameters on the CPU, in training mode.
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
     """
-    old, state, _ = content or read_weights(path, say)
+    weights = content or read_weights(path, say)
+    old, state = weights.config, weights.state
     pools = {"mean_pool": mean_pool, "attentive_pool": attentive_pool}
     options: dict[str, Any] = {"gelu": gelu, "representation": representation, "kernel": kernel, **pools, **training}
     config = adapted(old, path, image_size, num_classes, new_head=new_head, **options)

@@ -8,9 +8,8 @@ any number of ranks and after a restart.
 Shapes: B batch, N patches, K kept patches, D width of the backbone, E width of the decoder, P patch side in pixels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 import numpy as np
@@ -23,13 +22,12 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
-from pipeline.model import Model, ViTConfig, build, read_weights
-from pipeline.model.convert.mae import DECODER, DecoderFacts, decoder_depth, fold_pixels
+from pipeline.model import DecoderFacts, Model, ViTConfig, Weights, build
+from pipeline.model.convert.mae import DECODER, decoder_depth, fold_pixels
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD
 from pipeline.model.layers import Dense, run_block, take_tokens
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
-from pipeline.model.weights import read_additions
 from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
 from pipeline.settings.objective_checks import MASK_SHARE, check_encodes_kept, num_kept
 from pipeline.settings.run import RunConfig
@@ -143,12 +141,12 @@ class Mae(Objective):
         return DecoderFacts(self.num_heads, self.normalise, self.mean, self.std)
 
     @classmethod
-    def from_weights(cls, path: Path, say: Callable[[str], object], **known: Any) -> Self | None:
+    def from_weights(cls, weights: Weights, say: Callable[[str], object], **known: Any) -> Self | None:
         """The model and decoder in weights, in evaluation mode; None if they hold no decoder.
 
         say: called with a line for what is assumed of the decoder. known: fields of `DecoderFacts` that are not taken from the weights.
         """
-        additions, facts = read_additions(path)
+        additions, facts = weights.added, weights.decoder
         embed, usual = additions.get("decoder_embed.weight"), MaeSettings()
         if embed is None:
             return None
@@ -163,14 +161,13 @@ class Mae(Objective):
         depth = decoder_depth(additions)
         settings = MaeSettings(decoder_width=len(embed), decoder_depth=depth, decoder_heads=heads, normalise=normalise)
         settings.check()
-        config, state, _ = read_weights(path)
-        found = cls(build(config), settings)
+        found = cls(build(weights.config), settings)
         found.mean, found.std = facts.mean, facts.std
-        found.backbone.load_state_dict(state)
+        found.backbone.load_state_dict(weights.state)
         found.load_additions(additions, facts)
         return found.eval()
 
-    def load_additions(self, additions: dict[str, Tensor], facts: DecoderFacts) -> str:
+    def load_additions(self, additions: Mapping[str, Tensor], facts: DecoderFacts) -> str:
         """Copy the decoder of MAE's weights. Raises UserError if its size, or what it predicts, is not that of the settings."""
         if "decoder_embed.weight" not in additions:
             return "init.weights: holds no decoder of MAE, so the decoder starts new"

@@ -27,8 +27,7 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
-from pipeline.model import Config, Model, ViTConfig, configure, training_flops_per_image
-from pipeline.model.convert.mae import DecoderFacts
+from pipeline.model import Config, DecoderFacts, Model, ViTConfig, configure, training_flops_per_image
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
 from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
@@ -225,10 +224,10 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def extra(self) -> dict[str, Any]:
-        """Returns what a checkpoint's weights say of what is added to the backbone, plain data (`read_additions`)."""
+        """Returns what a checkpoint's weights say of what is added to the backbone, plain data."""
         return {}
 
-    def load_additions(self, additions: dict[str, Tensor], facts: DecoderFacts) -> str:
+    def load_additions(self, additions: Mapping[str, Tensor], facts: DecoderFacts) -> str:
         """Copy what init.weights hold beside a backbone, by name; returns a line about it. Only where `continues_additions`."""
         raise NotImplementedError
 

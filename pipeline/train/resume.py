@@ -204,7 +204,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
         num_classes = objectives.num_classes(config, dataset.num_classes)
         adaptation = objectives.adaptation(config, dataset.num_classes)
         content = models.read_weights(config.init.weights, console.say)
-        names = content[2].get("classes")
+        names = content.extra.get("classes")
         model = models.load(config.init.weights, seed=config.seed, content=content, say=console.say, **adaptation)
         del content  # whose tensors the model has copied
         if not num_classes and not of_objective.continues_additions:

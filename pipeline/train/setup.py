@@ -23,9 +23,8 @@ from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.lifecycle.stop import Stop
-from pipeline.model import Model
+from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
-from pipeline.model.weights import read_additions
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
@@ -167,8 +166,9 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
     objective = ranks.on_all(lambda: objectives.create(config, start.model))  # It may read weights.
     objective.num_steps = plan.steps
     if start.resumed is None and start.origin is not None and objective.continues_additions:
-        path = start.origin.path
-        context.console.say(ranks.on_all(lambda: objective.load_additions(*read_additions(path))))
+        weights = ranks.on_all(partial(read_weights, start.origin.path))
+        context.console.say(ranks.on_all(partial(objective.load_additions, weights.added, weights.decoder)))
+        del weights  # whose tensors the objective has copied
     fused = context.identity["fused_optimizer"]
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
     with room_for_training(config, plan, start.model.config, context.stop):

@@ -274,7 +274,7 @@ def _check_weights(sweep: Sweep) -> Kernel | None:
     Returns the kernel of the positions; None for a ResNet.
     """
     config, protocol = sweep.config, sweep.config.protocol
-    weights, state, _ = models.read_weights(config.weights)
+    weights, state = models.read_weights(config.weights)[:2]
     if config.method == "finetune" and protocol.dropout and isinstance(weights, models.ResNetConfig):
         raise UserError(
             f"protocol.dropout = {protocol.dropout}: {config.weights} is a ResNet, which has none. Use protocol.dropout=0."

@@ -200,7 +200,7 @@ def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
         return dict.fromkeys(sweep.datasets)
     place, named = location_and_split(pretrained_on)
     path = to_path(place) / DEDUP_REPORT
-    extra = models.read_weights(sweep.config.weights)[2]
+    extra = models.read_weights(sweep.config.weights).extra
     trained, split = extra.get("fingerprint"), extra.get("train_split")
     if named and split and named != split:
         raise UserError(f"pretrained_on = {pretrained_on}, but the weights were trained on its split {split}.")
@@ -277,7 +277,7 @@ def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None
 def _print_plan(sweep: Sweep) -> None:
     """Print the cells and the compute of each task."""
     protocol = sweep.config.protocol
-    trained, _, _ = models.read_weights(sweep.config.weights)
+    trained = models.read_weights(sweep.config.weights).config
     columns = "{:<12} {:>5} {:>7} {:>6} {:>5} {:>13} {:>11} {:>10}"
     print(columns.format("task", "side", "search", "final", "done", "trained on", "scored on", "PFLOP"))
     total_cells = total_done = 0

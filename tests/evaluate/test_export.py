@@ -17,7 +17,7 @@ from model_parts import ALL_PARTS, randomised
 from pipeline.base.errors import UserError
 from pipeline.evaluate import export
 from pipeline.model import create, files, load, read_weights, resample_positions, safetensors_metadata, save
-from pipeline.model.files import find_file, write_safetensors
+from pipeline.model.files import write_safetensors
 from pipeline.objectives.mae import Mae, MaeSettings
 from pipeline.objectives.objective import stored_name
 from pipeline.settings.commands.weights import ExportConfig
@@ -122,7 +122,7 @@ def test_mae_with_its_decoder(tmp_path, form, normalise, pixels, capsys):
         tensors = torch.load(out, weights_only=True)["model"]
         assert {"mask_token", "decoder_pos_embed", "decoder_blocks.1.attn.qkv.weight", "pos_embed"} <= set(tensors)
         assert f"decoder_num_heads=2, norm_pix_loss={normalise}" in said
-    again = Mae.from_weights(find_file(out), print, num_heads=2, normalise=normalise)
+    again = Mae.from_weights(read_weights(out), print, num_heads=2, normalise=normalise)
     assert again.facts == (
         model.facts if form == "huggingface_mae" else replace(model.facts, mean=again.mean, std=again.std)
     )

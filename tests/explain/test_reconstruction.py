@@ -11,6 +11,7 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.explain import explain
 from pipeline.explain.reconstruction import reconstruct
+from pipeline.model import read_weights
 from pipeline.model.files import write_safetensors
 from pipeline.objectives.mae import Mae, MaeSettings, patches_of
 from pipeline.objectives.objective import stored_name
@@ -87,7 +88,7 @@ def test_the_sheet_is_drawn_from_weights_and_runs(
     assert np.asarray(Image.open(tmp_path / "out" / "reconstruction.png").convert("RGB")).std() > 5
     assert explain.metrics(found)["reconstruction_loss"] == pytest.approx(np.mean(found["reconstruction_losses"]))
     models.save_safetensors(model.backbone, tmp_path / "lejepa.safetensors")
-    assert Mae.from_weights(tmp_path / "lejepa.safetensors", print) is None
+    assert Mae.from_weights(read_weights(tmp_path / "lejepa.safetensors"), print) is None
     save(model, tmp_path / "elsewhere.safetensors", {})
     draw(tmp_path / "elsewhere.safetensors", photos, tmp_path / "assumed")
     assert "a decoder of 16 heads, which predicts normalised pixels" in capsys.readouterr().out

@@ -407,7 +407,7 @@ def same(cut: Path, whole: Path) -> None:
     """The same losses, scores and weights to the bit."""
     for name in ("loss", "grad_norm", "val_loss", "val_top1"):
         assert metrics(cut, name) == metrics(whole, name), name
-    (_, a, _), (_, b, _) = models.read_weights(cut), models.read_weights(whole)
+    a, b = models.read_weights(cut).state, models.read_weights(whole).state
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name

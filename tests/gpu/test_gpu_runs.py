@@ -285,7 +285,7 @@ def test_a_run_that_is_killed_and_stopped_is_the_whole_one(start: Start, out: Pa
     values = steps_of(out / "unbroken")
     assert list(values) == list(range(1, LENGTH + 1))
     assert steps_of(out / "broken") == values, first.said()[-2000:] + second.said()[-2000:] + third[-2000:]
-    (_, a, _), (_, b, _) = models.read_weights(out / "broken"), models.read_weights(out / "unbroken")
+    a, b = (models.read_weights(out / name).state for name in ("broken", "unbroken"))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 

@@ -118,7 +118,7 @@ def test_assumptions_about_big_vision_files_are_reported(tmp_path, random_arrays
         "the class token has no position in the file: zeros",
     ]
     del arrays["params/img/pos_embedding"]
-    config, _, _ = read_weights(write(tmp_path, arrays), said.append)
+    config = read_weights(write(tmp_path, arrays), said.append).config
     assert (config.positions, config.image_size) == ("sincos2d", (224, 224))
     assert "sine-cosine" in said[-1]
 

@@ -305,6 +305,6 @@ def test_parts_that_the_names_of_timms_models_tell(tmp_path):
         "pos_embed": torch.arange(19.0)[None, :, None].repeat(1, 1, 32),
     }
     config = {"architecture": "vit_mu_patch8_32", "model_args": {"img_size": 32}}
-    _, state, _ = read_weights(write(tmp_path, with_registers, config))
+    state = read_weights(write(tmp_path, with_registers, config)).state
     assert state["registers"][0, :, 0].tolist() == [2, 3], "1, and the positions 1 and 2"
     assert state["positions"][0, :, 0].tolist() == [0, *range(3, 19)]

@@ -136,7 +136,7 @@ def test_transposed_tensors_of_timm_change_the_logits(tmp_path, timm_weights, ra
 
 def test_preprocessing_and_classes_of_timm_are_read(tmp_path, timm_weights):
     names = [f"n{i}" for i in range(16)]
-    _, _, extra = read_weights(folder(tmp_path, timm_weights, {**TIMM_CONFIG, "label_names": names}))
+    extra = read_weights(folder(tmp_path, timm_weights, {**TIMM_CONFIG, "label_names": names})).extra
     assert extra["classes"] == names
     assert extra["preprocessing"] == {
         "image_size": 16, "eval_crop": "center", "eval_resize": 17, "resize_filter": "bicubic"

@@ -14,11 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.architecture.config import ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
-from pipeline.model import build, configure, read_weights, rope
-from pipeline.model.convert.mae import DecoderFacts, read_decoder, split, write_decoder
+from pipeline.model import DecoderFacts, build, configure, read_weights, rope
+from pipeline.model.convert.mae import read_decoder, split, write_decoder
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.position import sincos2d
-from pipeline.model.weights import read_additions
 from pipeline.objectives import mae
 from pipeline.objectives.mae import Mae, MaeSettings, as_places
 from pipeline.settings import schema
@@ -194,8 +193,8 @@ def test_loss_and_reconstruction_are_those_of_transformers(tmp_path: Path, norma
         torch.nn.init.normal_(p, std=0.2)
     theirs.save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
-    config, state, _ = read_weights(tmp_path)
-    additions, facts = read_additions(tmp_path)
+    weights = read_weights(tmp_path)
+    config, state, additions, facts = weights.config, weights.state, weights.added, weights.decoder
     assert facts == DecoderFacts(4, normalise, (0.5,) * 3, (0.5,) * 3)
     if official:
         assert isinstance(config, ViTConfig)

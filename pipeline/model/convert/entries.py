@@ -8,8 +8,9 @@ entries of one name are the parts of one parameter, and several of one key those
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,25 @@ from torch import Tensor
 from pipeline.architecture.config import Config
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.model.convert.preprocessing import HALF
+from pipeline.base.json_record import Limits
+from pipeline.model.convert.preprocessing import HALF, PixelMean, PixelStd
 
 Tensors = Mapping[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class DecoderFacts:
+    """What the tensors of MAE's decoder do not tell; None if unknown.
+
+    normalise: whether it predicts pixels minus the mean of their patch, divided by its deviation. mean, std: of the images whose
+    pixels it predicts.
+    """
+
+    num_heads: Annotated[int, Limits(1, 2**12)] | None = None
+    normalise: bool | None = None
+    mean: tuple[PixelMean, PixelMean, PixelMean] = HALF
+    std: tuple[PixelStd, PixelStd, PixelStd] = HALF
 
 
 class Weights(NamedTuple):
@@ -33,6 +49,7 @@ class Weights(NamedTuple):
     mean: tuple[float, ...] = HALF  # of the images that the file's model reads, folded into the patch embedding here
     std: tuple[float, ...] = HALF
     added: Tensors = MappingProxyType({})  # by the objective that trained the model, of which it is no part; fp32
+    decoder: DecoderFacts = DecoderFacts()  # of MAE's, if `added` has one
 
 
 class Entry(NamedTuple):

@@ -6,7 +6,7 @@ The decoder's names here are those of `pipeline/objectives/mae.py`. The encoder 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,11 @@ from torch import Tensor
 from pipeline.architecture.config import ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import Limits
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import Entries, Weights
+from pipeline.model.convert.entries import DecoderFacts, Entries, Weights
 from pipeline.model.convert.names import HIDDEN_ACTS, NAMES, add_block, vit_entries
 from pipeline.model.convert.plain import as_plain
-from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json, PixelMean, PixelStd
+from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import VisionTransformer
 
@@ -29,20 +28,6 @@ _BLOCKS = {"timm": "decoder_blocks.", "huggingface": "decoder_encoder.layer."}
 # Key of `extra` for `DecoderFacts`.
 DECODER = "decoder"
 _OLDER = re.compile(r"^decoder_layers\.(\d+)\.(?=.*(?:layernorm|attention\.attention|attention\.output|dense))")
-
-
-@dataclass(frozen=True)
-class DecoderFacts:
-    """What a decoder's tensors do not tell; None if unknown.
-
-    normalise: whether it predicts pixels minus the mean of their patch, divided by its deviation. mean, std: of the images whose
-    pixels it predicts.
-    """
-
-    num_heads: Annotated[int, Limits(1, 2**12)] | None = None
-    normalise: bool | None = None
-    mean: tuple[PixelMean, PixelMean, PixelMean] = HALF
-    std: tuple[PixelStd, PixelStd, PixelStd] = HALF
 
 
 @dataclass(frozen=True)

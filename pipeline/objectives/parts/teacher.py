@@ -125,11 +125,11 @@ def _find_published(teacher: str) -> PublishedTeacher:
         )
     try:
         file = find_file(Path(teacher))
-        config, state, extra = read_weights(file)
+        weights = read_weights(file)
     except (OSError, UserError) as error:
         raise UserError(f"objective.teacher = {error}") from error
-    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
-    for name in sorted(state):
+    digest = hashlib.sha256(json.dumps(weights.config.to_dict(), sort_keys=True).encode())
+    for name, tensor in sorted(weights.state.items()):
         digest.update(name.encode())
-        digest.update(state[name].contiguous().numpy().data)
-    return PublishedTeacher(file, config, extra, digest.hexdigest())
+        digest.update(tensor.contiguous().numpy().data)
+    return PublishedTeacher(file, weights.config, weights.extra, digest.hexdigest())

@@ -263,7 +263,7 @@ def _starting_model(config: RunConfig, num_classes: int, out: str) -> models.Con
     """The backbone of a cell: a new one, or that of its weights with a new head. out: folder of runs and studies."""
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes)
-    found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=out))[0]
+    found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=out)).config
     return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes))
 
 
