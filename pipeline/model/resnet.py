@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import ResNetConfig
-from pipeline.model.layers import Dense, check_images, initialize_head, kernel_names, lecun_normal, run_block
+from pipeline.model.layers import Dense, check_images, initialize_head, lecun_normal, run_block
 
 GROUPS = 32
 STEM_WIDTH = 64  # channels of the root of a hybrid's stem
@@ -98,10 +98,6 @@ class ResNet(nn.Module):
         for unit in self.units:
             x = run_block(unit, x, self.activation_checkpointing)
         return F.relu(self.norm(x))
-
-    def weight_decay_mask(self) -> set[str]:
-        """Names of the parameters with weight decay: the kernels of the convolutions and the head."""
-        return kernel_names(self)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

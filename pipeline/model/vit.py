@@ -29,16 +29,7 @@ from torch import Tensor, nn
 
 from pipeline.architecture.config import ViTConfig
 from pipeline.model import position, rope
-from pipeline.model.layers import (
-    Dense,
-    attention,
-    check_images,
-    initialize_head,
-    kernel_names,
-    lecun_normal,
-    run_block,
-    take_tokens,
-)
+from pipeline.model.layers import Dense, attention, check_images, initialize_head, lecun_normal, run_block, take_tokens
 from pipeline.model.parts import SwiGlu, gelu, new_output, new_query_key_value
 from pipeline.model.resnet import HybridStem, SmallStem
 from pipeline.model.rope import Rotation
@@ -380,10 +371,6 @@ class VisionTransformer(nn.Module):
         tables = position.per_token(self.positions, self.config, grid)  # one, or one for each block
         # DeepSpeed leaves buffers, such as fixed positions, in float32.
         return x + tables[block % len(tables)].to(x.dtype)
-
-    def weight_decay_mask(self) -> set[str]:
-        """Names of the parameters with weight decay: the kernels of dense layers and convolutions."""
-        return kernel_names(self)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

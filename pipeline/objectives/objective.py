@@ -28,6 +28,7 @@ from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, DecoderFacts, Model, ViTConfig, configure, training_flops_per_image
+from pipeline.model.layers import kernel_names
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
 from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
@@ -305,7 +306,7 @@ class Objective(nn.Module):
         """Names of the parameters with weight decay: the backbone's, and matrices of what is added."""
         trained = dict(trained_parameters(self))
         added = {name for name, p in trained.items() if not name.startswith(BACKBONE) and p.ndim > 1}
-        return added | (trained.keys() & {f"{BACKBONE}{name}" for name in self.backbone.weight_decay_mask()})
+        return added | (trained.keys() & {f"{BACKBONE}{name}" for name in kernel_names(self.backbone)})
 
 
 def _trained(config: RunConfig, model: Config) -> int | None:

@@ -23,6 +23,7 @@ from data_tools.bench.gpu.gpu_step import pipeline_engine
 from pipeline import model as models
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, normalise
+from pipeline.model.layers import kernel_names
 from pipeline.monitor.profile import Meter, peak_flops, peak_memory
 from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
@@ -100,7 +101,7 @@ def _bare_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Callabl
     model, _ = _model_and_optimizer(given)
     dtype = torch.bfloat16 if given.precision == "bf16" else torch.float32
     model.to(ranks.device, dtype)
-    optimizer = optimizers.build(model, model.weight_decay_mask(), OptimizerConfig(lr=_LR))
+    optimizer = optimizers.build(model, kernel_names(model), OptimizerConfig(lr=_LR))
 
     def step(number: int) -> float:
         images = normalise(batch.images, ranks.device, dtype)
@@ -118,7 +119,7 @@ def _bare_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Callabl
 def _model_and_optimizer(given: argparse.Namespace) -> tuple[models.Model, torch.optim.Optimizer]:
     model = models.create(given.model, given.pixels, NUM_CLASSES, seed=0)
     model.train()
-    return model, optimizers.build(model, model.weight_decay_mask(), OptimizerConfig())
+    return model, optimizers.build(model, kernel_names(model), OptimizerConfig())
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from model_parts import ALL_PARTS, CHANGES, randomised
 
 from pipeline.base.errors import UserError
 from pipeline.model import ViTConfig, build, configure, create, load, num_parameters, save
+from pipeline.model.layers import kernel_names
 from pipeline.model.rope import draw, rotated, rotation
 
 SIZES = {"width": 16, "depth": 2, "mlp_width": 24, "num_heads": 2}
@@ -218,7 +219,7 @@ def test_a_new_models_kernels_are_those_without_the_parts():
     shared = {name for name in plain.keys() & model.state_dict().keys() if not name.endswith("qkv.bias")}
     assert plain.keys() - shared == {f"blocks.{i}.attention.{name}.bias" for i in range(2) for name in ("qkv", "out")}
     assert all(torch.equal(plain[name], model.state_dict()[name]) for name in shared)
-    assert not {name for name in model.weight_decay_mask() if "scale" in name}
+    assert not {name for name in kernel_names(model) if "scale" in name}
 
 
 def test_rope_reads_any_size_of_image_without_resampling(tmp_path):

@@ -13,6 +13,7 @@ from model_parts import randomised
 
 from pipeline.base.errors import UserError
 from pipeline.model import build, config_from_dict, configure, create, load, save
+from pipeline.model.layers import kernel_names
 from pipeline.model.vit import DropPath, SelfAttention
 
 SIZE = (8, 12)  # 2 x 3 patches of 4
@@ -246,7 +247,7 @@ def small(case, **more):
 def test_every_model_takes_a_step_comes_back_from_disk_and_goes_on(case, tmp_path):
     model = small(case)
     images, labels = random_images(4, model.config.image_size), torch.tensor([0, 1, 2, 0])
-    decayed = model.weight_decay_mask()
+    decayed = kernel_names(model)
     assert decayed <= dict(model.named_parameters()).keys()
     assert all(p.ndim == 1 for n, p in model.named_parameters() if n.endswith(".bias") or "norm" in n)
     assert not decayed & {n for n, p in model.named_parameters() if p.ndim == 1}

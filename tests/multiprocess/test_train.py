@@ -27,6 +27,7 @@ from pipeline.data.loading.views import train_view
 from pipeline.evaluate.classify import predict, score
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.evaluate.split_reader import SplitReader
+from pipeline.model.layers import kernel_names
 from pipeline.model.rope import draw
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.objectives import classification
@@ -76,7 +77,7 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
     m = config.model
     model = models.build(objectives.new_backbone(config, data.num_classes), config.seed)
     masking = Masking(model.config, config.seed) if isinstance(model, models.MaskedViT) else None
-    decayed = model.weight_decay_mask()
+    decayed = kernel_names(model)
     groups = [{"params": [p for n, p in model.named_parameters() if (n in decayed) is flag], "weight_decay": wd}
               for flag, wd in ((True, config.optimizer.weight_decay), (False, 0.0))]  # fmt: skip
     o = config.optimizer
