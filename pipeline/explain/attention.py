@@ -5,18 +5,20 @@ hooks, so that training is not affected. Shape letters: B images, L layers, H he
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from pipeline.model import VisionTransformer, ViTConfig, rope
 from pipeline.model.vit import AttentionPooling, AxialAttention, Block, SelfAttention
 
 POOLING = "pooling"
+_MAX_WEIGHTS = 2**26
 OnWeights = Callable[[str, Tensor], None]
 
 
@@ -39,22 +41,17 @@ class Attention:
     distances: Tensor
 
 
-def compute_attention(model: VisionTransformer, images: Tensor, max_weights: int = 2**26) -> Attention:
-    """The attention in images (B, 3, height, width), as the model reads them.
+def compute_attention(model: VisionTransformer, images: Tensor, batch: int) -> Attention:
+    """The attention in images (B, 3, height, width), as the model reads them; with a progress bar.
 
-    max_weights: images are processed in parts, so that no layer has more attention weights than this in memory.
+    batch: number of images at a time; fewer where a layer would have more than _MAX_WEIGHTS attention weights in memory.
     """
-    part_size = max(1, max_weights // (model.config.num_heads * model.config.num_tokens**2))
+    batch = max(1, min(batch, _MAX_WEIGHTS // (model.config.num_heads * model.config.num_tokens**2)))
     parts = []
-    for part in images.split(part_size):
+    for part in tqdm(images.split(batch), desc="attention", unit=" batches", disable=None):
         summary = _Summary(model, part)
         forward_with_attention(model, part, summary.add)
         parts.append(summary.result())
-    return concatenate(parts)
-
-
-def concatenate(parts: Sequence[Attention]) -> Attention:
-    """The attention in the images of all parts."""
     tensors: Any = {
         name: torch.cat([getattr(part, name) for part in parts]) for name in ("maps", "rollout", "product", "distances")
     }

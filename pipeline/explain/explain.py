@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm import tqdm
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
@@ -29,7 +28,7 @@ from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folde
 from pipeline.evaluate.predict import open_images, predict_all
 from pipeline.evaluate.probes.features import read_pixels
 from pipeline.explain import figures, galleries
-from pipeline.explain.attention import compute_attention, concatenate, patch_distances
+from pipeline.explain.attention import compute_attention, patch_distances
 from pipeline.explain.components import patch_components
 from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
@@ -229,8 +228,7 @@ def _draw_attention(
     config: ExplainConfig, model: VisionTransformer, drawings: set[str], images: Tensor,
     drawn: np.ndarray, captions: Sequence[str], results: ExplainResults,
 ) -> None:  # fmt: skip
-    parts = tqdm(images.split(config.batch), desc="attention", unit=" batches", disable=None)
-    attention = concatenate([compute_attention(model, part) for part in parts])
+    attention = compute_attention(model, images, config.batch)
     if "attention" in drawings:
         results.drawings |= galleries.draw_attention(
             attention, model.config, config.layer, config.head, drawn, captions

@@ -102,10 +102,10 @@ def test_the_output_is_unchanged_and_no_hook_remains() -> None:
     with torch.no_grad():
         before = model(images)
         assert torch.equal(forward_with_attention(model, images, lambda name, weights: None), before)
-    compute_attention(model, images)
+    compute_attention(model, images, 8)
     assert not any(module._forward_hooks for module in model.modules())
     with pytest.raises(ValueError, match="images are"):
-        compute_attention(model, images[:, :2])
+        compute_attention(model, images[:, :2], 8)
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -117,7 +117,7 @@ def test_mean_distance_of_uniform_attention(changes: dict[str, object]) -> None:
     places = list(itertools.product(range(rows), range(columns)))
     apart = [math.hypot(a[0] - b[0], a[1] - b[1]) * step for a in places for b in places]
     expected = sum(apart) / len(places) / model.config.num_tokens
-    found = compute_attention(model, random_images((8, 12))).distances
+    found = compute_attention(model, random_images((8, 12)), 8).distances
     assert found.shape == (2, 3, 2)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
     np.testing.assert_allclose(patch_distances(model.config).mean(), sum(apart) / len(apart), rtol=1e-5)
@@ -131,7 +131,7 @@ def test_mean_distance_of_a_hybrid_is_in_pixels() -> None:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_rollout_is_the_product_of_all_layers(kind: str) -> None:
     model, images = vit(**KINDS[kind]), random_images()
-    found, weights = compute_attention(model, images), seen(model, images)
+    found, weights = compute_attention(model, images, 8), seen(model, images)
     pooling = weights.pop(POOLING, None)
     N, (h, w) = model.config.num_tokens, model.config.grid
     for image in range(2):
@@ -149,7 +149,7 @@ def test_rollout_is_the_product_of_all_layers(kind: str) -> None:
 
 def test_rollout_of_uniform_and_of_identity_attention() -> None:
     model = uniform(num_heads=1)
-    found = compute_attention(model, random_images())
+    found = compute_attention(model, random_images(), 8)
     # ((U + I) / 2)^L = U + (I - U) / 2^L
     np.testing.assert_allclose(found.rollout, (1 - 2.0**-3) / 17, rtol=1e-5)
     np.testing.assert_allclose(found.product, 1 / 17, rtol=1e-5)
@@ -163,7 +163,7 @@ def test_rollout_of_uniform_and_of_identity_attention() -> None:
         for block in model.blocks:
             block.attention_norm.weight.fill_(1)
             block.attention.qkv.weight[:24] = block.attention.qkv.weight[24:48] = 20 * torch.eye(24)
-    found = compute_attention(model, random_images())
+    found = compute_attention(model, random_images(), 8)
     for values in (found.rollout, found.product, found.maps, found.distances):
         np.testing.assert_allclose(values, 0, atol=1e-6)
 
@@ -171,17 +171,18 @@ def test_rollout_of_uniform_and_of_identity_attention() -> None:
 def test_maps_are_the_row_of_the_class_token_or_the_mean_of_all() -> None:
     for kind in ("token", "map"):
         model, images = vit(**KINDS[kind]), random_images()
-        found, weights = compute_attention(model, images), seen(model, images)
+        found, weights = compute_attention(model, images, 8), seen(model, images)
         assert found.layers == list(weights)
         for layer, attention in enumerate(weights.values()):
             row = attention[:, :, 0, 1:] if kind == "token" else attention.mean(2)
             assert torch.allclose(found.maps[:, layer].flatten(2), row, atol=1e-6)
 
 
-def test_parts_that_fit_into_memory_give_the_same() -> None:
+def test_parts_that_fit_into_memory_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = vit(), random_images(count=5)
-    whole = compute_attention(model, images)
-    in_parts = compute_attention(model, images, max_weights=2 * 2 * 17**2)
+    whole = compute_attention(model, images, 8)
+    monkeypatch.setattr("pipeline.explain.attention._MAX_WEIGHTS", 2 * 2 * 17**2)
+    in_parts = compute_attention(model, images, 8)
     for name in ("maps", "rollout", "product", "distances"):
         assert torch.allclose(getattr(in_parts, name), getattr(whole, name), atol=1e-6)
 
