@@ -143,7 +143,7 @@ def _send(
     )
     facts = RunFacts(
         name, "evaluation", {key: value for key, value in scores.items() if key in _PARAMETERS},
-        {"model": architecture.as_settings(loaded.model.config)["model.name"], "data": dataset.fingerprint, "dataset": data},
+        {"model": architecture.name_of(loaded.model.config), "data": dataset.fingerprint, "dataset": data},
         (DatasetFacts(data, str(dataset.path), dataset.fingerprint, split.name, len(split), dataset.num_classes, "evaluation"),),
         description, {"parent": origin.run_id} if origin.run_id else {}, score=score, scored_on=scored_on, origin=origin,
     )  # fmt: skip

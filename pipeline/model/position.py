@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from pipeline.architecture.config import Config, Kernel, ViTConfig
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
 
 _KERNELS: dict[str, dict[str, Any]] = {  # arguments of F.interpolate
     "zoom": {"mode": "bilinear", "align_corners": True},
@@ -154,7 +153,7 @@ def resizing_notes(old: Config, new: Config) -> list[str]:
     return notes
 
 
-def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_grid: Grid | None = None) -> Tensor:
+def resample_positions(table: Tensor, grid: Grid, kernel: Kernel, old_grid: Grid) -> Tensor:
     """Resize learned positions to another patch grid (ViT paper, section 3.2).
 
     table: (T, 1 + h*w, D) or (T, h*w, D), floats; the row of the class token, if any, is kept as it is.
@@ -162,23 +161,11 @@ def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_g
     kernel: "zoom" is the official code's (scipy.ndimage.zoom of order 1: bilinear, corners aligned); "bicubic" is that of
         Hugging Face's ViT and of DINOv2 at run time, "bicubic_antialias" that of timm and of DINOv2 with registers (corners not
         aligned).
-    old_grid: (rows, columns) of the table; by default the table must be square.
+    old_grid: (rows, columns) of the table.
     Returns (T, [1 +] rows*columns, D) in the table's dtype; the table itself if the grid does not change.
-    Raises ValueError if the table does not fit the old grid, or is not square and no old grid is given.
     """
-    if kernel not in _KERNELS:
-        raise ValueError(f'kernel = "{kernel}" is unknown: use "zoom", "bicubic" or "bicubic_antialias".')
-    num_rows = table.shape[1]
-    if old_grid is None:
-        # n and n - 1 are never both squares above 1, so the row of a class token is recognised.
-        side = math.isqrt(num_rows)
-        old_grid = side, side
-    num_class_rows = num_rows - old_grid[0] * old_grid[1]
-    if num_class_rows not in (0, 1):
-        raise ValueError(
-            f"a position table of {counted(num_rows, 'row')} does not fit a {old_grid[0]} x {old_grid[1]} grid, with or without a "
-            f"class token. Give old_grid=(rows, columns)."
-        )
+    num_class_rows = table.shape[1] - old_grid[0] * old_grid[1]
+    assert num_class_rows in (0, 1), f"a table of {table.shape[1]} rows is not of a grid {old_grid}"
     if grid == old_grid:
         return table
 

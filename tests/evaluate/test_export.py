@@ -141,7 +141,7 @@ def test_another_size_and_no_head(weights, tmp_path, capsys):
     run(weights, "safetensors", tmp_path / "a.safetensors", image_size=26, kernel="bicubic", head=False)
     back = load(tmp_path / "a.safetensors")
     assert (back.config.num_classes, back.config.image_size) == (0, (26, 26))
-    assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "bicubic"))
+    assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "bicubic", (4, 4)))
     printed = capsys.readouterr().out
     assert "positions: 4 x 4 resampled to 6 x 6 by the kernel bicubic" in printed
     assert "26 x 26: patches of 4 pixels leave the last 2 rows and 2 columns unseen" in printed

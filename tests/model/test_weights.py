@@ -229,7 +229,9 @@ def test_another_image_size_resamples_the_positions(file):
     model = load(file, image_size=(8, 16))
     assert model.config.grid == (2, 4)
     assert model(torch.rand(1, 3, 8, 16)).shape == (1, 5)
-    assert torch.equal(model.positions, resample_positions(tiny().positions.detach(), (2, 4)))
+    assert torch.equal(
+        model.positions, resample_positions(tiny().positions.detach(), (2, 4), "zoom", tiny().config.grid)
+    )
     assert same_values(model, tiny(), but=("positions",))
 
     save(model, file)  # a table that is not square can be saved, too

@@ -107,7 +107,7 @@ def send(
     )
     name = f"{loaded.extra.get('run') or Path(config.weights).name} segments {dataset_name(data)}"
     tags = {
-        "model": architecture.as_settings(loaded.model.config)["model.name"],
+        "model": architecture.name_of(loaded.model.config),
         "data": data.digest,
         "dataset": data.name,
     }
