@@ -23,7 +23,7 @@ from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import as_bytes, read_bytes, replacing
 from pipeline.base.npz import check_sizes
 from pipeline.base.words import on_one_line
-from pipeline.model.convert.reading import ConfigFiles
+from pipeline.model.convert.entries import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, checkpoints_of, newest_complete, repair_latest
 from pipeline.process.start import rank
 

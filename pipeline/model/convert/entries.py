@@ -8,7 +8,7 @@ entries of one name are the parts of one parameter, and several of one key those
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
@@ -19,10 +19,19 @@ from pipeline.architecture.config import Config
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits
-from pipeline.model.convert.preprocessing import HALF, PixelMean, PixelStd
+from pipeline.model.convert.preprocessing import HALF, Json, PixelMean, PixelStd
 
 Tensors = Mapping[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class ConfigFiles:
+    """The configuration files in the folder of weights, as plain data; {} for a missing one."""
+
+    config: Json = field(default_factory=dict)  # config.json
+    processor: Json = field(default_factory=dict)  # preprocessor_config.json
+    clip: Json = field(default_factory=dict)  # open_clip_config.json
 
 
 @dataclass(frozen=True)

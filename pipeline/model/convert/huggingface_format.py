@@ -10,11 +10,11 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import Weights
+from pipeline.model.convert.entries import ConfigFiles, Weights
 from pipeline.model.convert.names import HIDDEN_ACTS, NAMES, Hints, vit_entries
 from pipeline.model.convert.plain import as_plain, move_patch_bias
 from pipeline.model.convert.preprocessing import Json
-from pipeline.model.convert.reading import ConfigFiles, gelu_of, join, pair, read_vit, rename
+from pipeline.model.convert.reading import gelu_of, join, pair, read_vit, rename
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 

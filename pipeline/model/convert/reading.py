@@ -1,7 +1,7 @@
 """What the readers of state dicts share: from tensors under the names of a project to our ViT, and the fields of its files."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,21 +13,12 @@ from pipeline.base.errors import UserError
 from pipeline.model.convert import mae, preprocessing
 from pipeline.model.convert.entries import Tensors, Weights
 from pipeline.model.convert.names import Hints, Names, find_config, vit_entries
-from pipeline.model.convert.preprocessing import Json, Preprocessing
+from pipeline.model.convert.preprocessing import Preprocessing
 
 GELUS: dict[str, Gelu] = {
     "gelu": "erf", "gelu_python": "erf", "gelu_tanh": "tanh", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh",
     "gelu_python_tanh": "tanh", "quick_gelu": "quick",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ConfigFiles:
-    """The configuration files in the folder of weights, as plain data; {} for a missing one."""
-
-    config: Json = field(default_factory=dict)  # config.json
-    processor: Json = field(default_factory=dict)  # preprocessor_config.json
-    clip: Json = field(default_factory=dict)  # open_clip_config.json
 
 
 def read_vit(

@@ -9,11 +9,11 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import mae, preprocessing
-from pipeline.model.convert.entries import Weights, check_values
+from pipeline.model.convert.entries import ConfigFiles, Weights, check_values
 from pipeline.model.convert.huggingface_format import MODEL_TYPES, from_huggingface
 from pipeline.model.convert.names import NAMES, Hints
 from pipeline.model.convert.preprocessing import Json
-from pipeline.model.convert.reading import ConfigFiles, pair, read_vit
+from pipeline.model.convert.reading import pair, read_vit
 from pipeline.model.convert.resnets import is_bit
 from pipeline.model.convert.timm_format import TIMM_KINDS, from_timm
 
