@@ -67,18 +67,16 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
     origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)), config.loss)
-    own, own_split = dataset, split
-    if config.classify:
-        names = loaded.extra.get("classes")
-        named = _renamed(own, loaded.extra) if config.match_classes else own
-        dataset, split = _in_classes_of_weights(config, loaded.model.config.num_classes, names, named, own_split)
+    scored, scored_split = (
+        _in_classes_of_weights(config, loaded, dataset, split) if config.classify else (dataset, split)
+    )
     folder = _folder(config)
     for line in split.notes() + (train.notes() if train else []):
         print(line)
 
     # ---------------------------------------------------------------------- one forward pass over the split
     begin = time.perf_counter()
-    predictions, features = _forward(config, loaded, split)
+    predictions, features = _forward(config, loaded, scored_split)
     seconds = time.perf_counter() - begin
     seen = predictions or features
     assert seen is not None, "config.check requires at least one score"
@@ -86,22 +84,25 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
     # ---------------------------------------------------------------------- the scores
     scores: dict[str, Any] = {
-        **_identity(config, dataset, split, loaded), "num_samples": len(split), "num_unreadable": len(seen.problems),
+        **_identity(config, scored, split, loaded), "num_samples": len(split), "num_unreadable": len(seen.problems),
         "images_per_second": len(split) / seconds, "unreadable": _named(seen.problems, split),
     }  # fmt: skip
     if predictions is not None or train is not None:
-        scores["num_unlabelled"] = int((label_table(split)[:, 0] < 0).sum())
+        scores["num_unlabelled"] = int((label_table(scored_split)[:, 0] < 0).sum())
     picture = None
     if predictions is not None:
-        true, predicted = outcomes(predictions, split)
-        classes = per_class(true, predicted, dataset.num_classes)
-        scores |= {**score(predictions, split, dataset.num_classes, loaded.loss_kind).to_dict(), **classes.macro()}
-        scores["confused"] = _most_confused(true, predicted, dataset.class_names)
-        columns = zip(dataset.class_names, *(column.tolist() for column in asdict(classes).values()), strict=True)
+        true, predicted = outcomes(predictions, scored_split)
+        classes = per_class(true, predicted, scored.num_classes)
+        scores |= {
+            **score(predictions, scored_split, scored.num_classes, loaded.loss_kind).to_dict(),
+            **classes.macro(),
+        }
+        scores["confused"] = _most_confused(true, predicted, scored.class_names)
+        columns = zip(scored.class_names, *(column.tolist() for column in asdict(classes).values()), strict=True)
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
-        picture = render.draw_confusion(true, predicted, dataset.class_names)
+        picture = render.draw_confusion(true, predicted, scored.class_names)
     if features is not None and train is not None:
-        scores |= _probe(config, loaded, features, own_split, train, own.num_classes)
+        scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
     if features is not None and config.rankme_images:
         rows = spread_rows(config, len(split))
         scores["spread"] = spread(Features(features.values[rows], features.readable[rows], {}))
@@ -119,7 +120,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     print(f"report: {folder / 'report.md'}")
     if origin is not None:
         written = [folder / name for name, content in files.items() if content]
-        _send(config, dataset, split, loaded, origin, scores, written)
+        _send(config, scored, split, loaded, origin, scores, written)
     return scores
 
 
@@ -159,19 +160,16 @@ def _renamed(dataset: Dataset, extra: dict[str, Any]) -> Dataset:
 
 
 def _in_classes_of_weights(
-    config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset, split: Split
+    config: ScoreConfig, loaded: LoadedModel, dataset: Dataset, split: Split
 ) -> tuple[Dataset, Split]:
-    """(the data set with the classes of the weights, the split with their numbers). names: of these classes, None if unknown.
+    """(the data set with the classes of the weights, the split with their numbers).
 
     Raises UserError where the classes of the data are not among those of the weights, as those of each set of a mixture are.
     """
-    if (
-        num_classes
-        and names
-        and config.match_classes
-        and names != dataset.classes
-        and set(dataset.classes) <= set(names)
-    ):
+    num_classes, names = loaded.model.config.num_classes, None
+    if config.match_classes:
+        dataset, names = _renamed(dataset, loaded.extra), loaded.extra.get("classes")
+    if num_classes and names and names != dataset.classes and set(dataset.classes) <= set(names):
         numbers = label_map(dataset.classes, names)
         others = ", and a prediction of one of the others is wrong" * (len(dataset.classes) < len(names))
         print(
@@ -198,7 +196,7 @@ def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | Non
         raise UserError(
             f"{config.weights} has {head}, {config.data} has {counted(dataset.num_classes, 'class')}. {remedy}"
         )
-    if names is None or not config.match_classes:
+    if names is None:
         return
     for number, (there, here) in enumerate(zip(names, dataset.classes, strict=True)):
         if there != here:
