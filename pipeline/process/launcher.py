@@ -54,7 +54,7 @@ def check_environment() -> int:
     numbers = {name: _number(name) for name in _NUMBERS if name in os.environ}
     if "RANK" not in numbers:
         return 1
-    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+    if missing := [name for name in ("LOCAL_RANK", *_OF_ALL_RANKS) if name not in os.environ]:
         raise OneRankError(  # There may be no rank 0 to say it.
             f"RANK = {numbers['RANK']} is set in the environment, but not {', '.join(missing)}. A launcher (deepspeed, "
             "torchrun) sets all of them; for a run of one rank, unset RANK."

@@ -41,7 +41,7 @@ def test_what_does_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     # Each rank says these itself: with a RANK left in the environment there is no rank 0.
     with pytest.raises(
-        OneRankError, match=r"RANK = 0 is set .* but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*unset RANK"
+        OneRankError, match=r"RANK = 0 is set .* but not LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*unset RANK"
     ):
         check_environment()
     for name, value in (WHOLE | {"RANK": "2"}).items():
