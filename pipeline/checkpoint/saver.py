@@ -20,7 +20,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -31,9 +30,9 @@ from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import RankPart
 from pipeline.checkpoint.writer import Best, Commit, Reply, Request, SaveJob
 from pipeline.process.distributed import Ranks
+from pipeline.process.start import child_environment
 from pipeline.process.waits import waiting
 
-_ROOT = Path(__file__).resolve().parents[2]
 # The writer ignores signals and leaves the rank's process tree before its slow imports.
 _START = """
 import os, signal
@@ -66,7 +65,8 @@ class Saver:
         self.folder, self.ranks, self.retry, self.say, self.wait_seconds = folder, ranks, retry, say, wait_seconds
         # Seconds since the last `read`: this rank waited for saving; its writer worked.
         self.blocked = self.written = 0.0
-        # Step of the last committed checkpoint, and the longest time that writing one took (0 before the first).
+        # Step of the last committed checkpoint, as rank 0 knows it (the others, since the last collective call), and the longest
+        # time that writing one took (0 before the first).
         self.committed_step, self.longest = committed_step, 0.0
         # Requests without a reply yet, oldest first.
         self._in_flight: deque[Request] = deque()
@@ -81,8 +81,7 @@ class Saver:
         spawner = subprocess.Popen(
             [sys.executable, "-c", _START, str(self._memory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, pass_fds=[self._memory],
-            bufsize=0, start_new_session=True, cwd="/",
-            env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            bufsize=0, start_new_session=True, cwd="/", env=child_environment(),
         )  # fmt: skip
         spawner.wait()
         # Unbuffered: select does not see what a buffer holds.
@@ -208,7 +207,8 @@ class Saver:
             if reply.error is not None and self._error is None:
                 kind = CrashError if reply.crash else UserError
                 self._error = kind(f"the checkpoint was not saved: {reply.error}")
-            if request.job and self._error is None:
+            # The other ranks' writers reply once their parts are written, before rank 0's commits.
+            if request.job and self._error is None and self.ranks.is_main:
                 self.committed_step = request.job.step
 
     def _replace_writer(self) -> None:
@@ -223,9 +223,14 @@ class Saver:
             before = f"{counted(saving - self.committed_step, 'step')} before" if self.committed_step else "none before"
             note = f"{what} while it saved step {saving:,} (the last checkpoint: {before}): a new one does it again"
         if any(request.again for request in unanswered):
+            last = (
+                f"the last checkpoint is of step {self.committed_step:,}"
+                if self.committed_step
+                else "there is no checkpoint yet"
+            )
             self._error = CrashError(
-                f"{what}, the second one at the same save; the last checkpoint is of step {self.committed_step:,}. If the "
-                "kernel killed it, the host needs more memory: the same command resumes from there."
+                f"{what}, the second one at the same save; {last}. If the kernel killed it, the host needs more memory: then give "
+                "the same command again."
             )
             return
         self._notes.append(note)
@@ -245,12 +250,12 @@ class Saver:
         return lines[-1] if lines else "it was killed"
 
     def _conclude(self) -> None:
-        """Share notes and errors with all ranks. Raises the first error."""
-        gathered = self.ranks.gather((self._error, self._notes))
-        self._notes = []
-        for _, notes in gathered:
+        """Share notes, errors and the step of the last commit with all ranks. Raises the first error."""
+        gathered = self.ranks.gather((self._error, self._notes, self.committed_step))
+        self._notes, self.committed_step = [], gathered[0][2]
+        for _, notes, _ in gathered:
             for note in notes:
                 self.say(note)
-        for error, _ in gathered:
+        for error, _, _ in gathered:
             if error is not None:
                 raise error

@@ -17,10 +17,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from pipeline.base.errors import UserError
 
+_ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # mallopt(3)
 _INTERRUPTED = "stopped: the same command resumes it\n"
@@ -66,6 +68,14 @@ def dying_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
     import ctypes
 
     return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, int(number))
+
+
+def child_environment() -> dict[str, str]:
+    """Returns the environment for a process of this code beside the ranks: one thread, no GPU, and packages found as here."""
+    # Absolute: the process may start in another folder.
+    packages = map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    path = os.pathsep.join([str(_ROOT), *packages])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def check_program(program: str, path: str | None = None) -> None:

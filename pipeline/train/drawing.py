@@ -5,7 +5,6 @@ starts the run: reports use the same figures, and their rooms are above this one
 """
 
 import contextlib
-import os
 import subprocess
 import sys
 import time
@@ -18,9 +17,9 @@ from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import Predictions, outcomes
 from pipeline.monitor.page_folder import LOG, PAGE
 from pipeline.process.launcher import VARIABLES
+from pipeline.process.start import child_environment
 from pipeline.process.waits import waiting
 
-_ROOT = Path(__file__).resolve().parents[2]
 # At most this many images are kept, the first ones of the split.
 _MAX_IMAGES = 50_000
 
@@ -74,8 +73,9 @@ class DrawingProcess:
 
     def _start(self, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
         self._begun = time.monotonic()
-        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}  # It is no rank.
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(_ROOT)}
+        environment = {
+            name: value for name, value in child_environment().items() if name not in VARIABLES
+        }  # It is no rank.
         with open(self.folder / PAGE / LOG, "ab") as log:
             quiet = subprocess.DEVNULL
             return subprocess.Popen(command, env=environment, stdin=quiet, stdout=log, stderr=log)

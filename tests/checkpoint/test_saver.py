@@ -154,6 +154,35 @@ def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
     saver.close()
 
 
+def test_another_rank_counts_a_checkpoint_as_committed_once_rank_0_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own writer replies when its part is written, which is no checkpoint yet."""
+    committed_by_main = 4
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, mine: [(None, [], committed_by_main), mine])
+    monkeypatch.setattr(Ranks, "agree", lambda ranks, value: value)
+    saver = Saver(str(tmp_path), Ranks(1, 0, 2, torch.device("cpu")), 5, 4)
+    piece, _ = real_part(5)
+    saver.save(5, piece, None)
+    saver.wait()
+    assert saver.committed_step == 4
+    committed_by_main = 5
+    saver.check()
+    assert saver.committed_step == 5
+    saver.close()
+
+
+def test_the_writer_finds_packages_where_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYTHONPATH may be all that names numpy, and relative; the writer works in another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'absolute'}:relative:")
+    monkeypatch.setenv("CHECKPOINT_TEST", str(tmp_path))
+    saver = Saver(str(tmp_path), ALONE, 5)
+    (process,) = writers(tmp_path)
+    assert process.environ()["PYTHONPATH"] == f"{ROOT}:{tmp_path / 'absolute'}:{tmp_path / 'relative'}"
+    saver.close()
+
+
 @pytest.mark.slow
 def test_a_writer_that_is_killed_twice_at_a_save_is_a_crash_and_no_mistake(saver: Saver, tmp_path: Path) -> None:
     for process in writers(tmp_path):
@@ -167,7 +196,9 @@ def test_a_writer_that_is_killed_twice_at_a_save_is_a_crash_and_no_mistake(saver
         send(given)
 
     saver._send = send_to_a_victim  # type: ignore[method-assign]
-    with pytest.raises(CrashError, match=r"the checkpoint writer of rank 0 died .* the second one at the same save"):
+    with pytest.raises(
+        CrashError, match=r"the checkpoint writer of rank 0 died .* at the same save; there is no checkpoint yet"
+    ):
         saver.wait()
 
 

@@ -14,11 +14,10 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from pipeline.checkpoint import writer
+from pipeline.process.start import child_environment
 
-_ROOT = Path(__file__).resolve().parents[2]
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _requests: list[socket.socket] = []
 _replaced: list[Callable[..., None]] = []
@@ -82,9 +81,8 @@ def use() -> None:
     def start_writer(saver: Saver) -> None:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
-        environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         files = [theirs_in, theirs_out, saver._errors.fileno(), saver._memory]
-        socket.send_fds(_requests[0], [json.dumps(environment).encode()], files)
+        socket.send_fds(_requests[0], [json.dumps(child_environment()).encode()], files)
         os.close(theirs_in)
         os.close(theirs_out)
         saver._from, saver._to = io.FileIO(ours_in), io.BufferedWriter(io.FileIO(ours_out, "wb"))
