@@ -338,7 +338,7 @@ def write_status(path: AnyPath, rank: int, token: str, status: WriterStatus) -> 
 
 
 def read_status(path: AnyPath, rank: int, token: str) -> WriterStatus:
-    """Read a writer's progress; an empty status if the file is missing, unreadable, or stale, as it is replaced each second."""
+    """Read a writer's progress; an empty status if the file is missing, unreadable, or stale, as its writer replaces it."""
     file = path / _status_name(rank, token)
     try:
         return json_record.parse(read_bytes(file), WriterStatus, str(file))

@@ -80,7 +80,9 @@ class DinoSettings:
         "mean", "Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each micro-batch over "
         "all ranks by 3 iterations of Sinkhorn-Knopp (sinkhorn; DINOv2's).",
     )  # fmt: skip
-    centre_momentum: float = setting(0.9, "Weight of the old running mean.", min=0, below=1, needs="centring=mean")
+    centre_momentum: float = setting(
+        0.9, "Weight of the old running mean, which with sinkhorn centres only what is measured on held-out images.", min=0, below=1
+    )  # fmt: skip
     ibot_weight: float = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0 is none.", min=0)
     ibot_head: Literal["shared", "separate"] = setting(
         "shared", "Head of the patches: that of the image (DINOv2), or one of their own (DINOv3).", needs="ibot_weight"

@@ -18,10 +18,7 @@ from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.views import Views
-from pipeline.estimate.memory import what_takes_less
-from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
-from pipeline.model import Config
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import training_step
@@ -33,13 +30,6 @@ _NO_SUCH_KERNEL = " does not have a deterministic implementation"
 # In the errors of torch.compile (engine.compile) without a C++ compiler for a CPU's kernels, and without Triton, or the C compiler
 # that it needs, for a GPU's.
 _NO_COMPILER = ("InvalidCxxCompiler", "Cannot find a working triton installation", "Failed to find C compiler")
-
-
-@contextmanager
-def room_for_training(config: RunConfig, plan: Plan, model: Config, stop: Stop) -> Iterator[None]:
-    """Context in which an out-of-memory error on one rank ends all ranks and names settings that need less memory."""
-    with _room("training", lambda: what_takes_less(config, plan, model), stop):
-        yield
 
 
 def dry_run_on_all_ranks(engine: Engine, prepared: Prepared, stop: Stop) -> None:
@@ -73,12 +63,15 @@ def _trial(what: str, config: RunConfig, most: int, stop: Stop) -> Iterator[int]
     """Context of a batch of an evaluator; yields its number of images. most: that a rank may get."""
     count = min(config.evaluate.batch, most)
     smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
-    with _room(f"{what} of evaluate.batch = {counted(count, 'image')}", lambda: smaller, stop):
+    with room(
+        f"{what} with {counted(count, 'image')} (evaluate.batch = {config.evaluate.batch})", lambda: smaller, stop
+    ):
         yield count
 
 
 @contextmanager
-def _room(what: str, way_out: Callable[[], str], stop: Stop) -> Iterator[None]:
+def room(what: str, way_out: Callable[[], str], stop: Stop) -> Iterator[None]:
+    """Context in which an out-of-memory error on one rank ends all ranks. what: is tried out. way_out: what takes less memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

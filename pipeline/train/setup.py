@@ -19,7 +19,7 @@ from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large
+from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.lifecycle.stop import Stop
@@ -43,7 +43,7 @@ from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
 from pipeline.train.drawing import DrawingProcess
-from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
+from pipeline.train.dry_run import dry_run_on_all_ranks, room
 from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
 from pipeline.train.run_counts import RunCounts
@@ -171,7 +171,7 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
         del weights  # whose tensors the objective has copied
     fused = context.identity["fused_optimizer"]
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
-    with room_for_training(config, plan, start.model.config, context.stop):
+    with room("training", lambda: what_takes_less(config, plan, start.model.config), context.stop):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))
         dry_run_on_all_ranks(engine, context.prepared, context.stop)

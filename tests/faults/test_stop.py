@@ -215,7 +215,7 @@ def test_running_out_of_memory_ends_all_ranks_in_one_line(forge: Forge, data: Pa
     assert "trying out training: " in line
     assert "Use train.micro_batch=6, or engine.activation_checkpointing=true, or more" in line
     line = ends_with((0, 1), "train.micro_batch=1", "evaluate.batch=200", "model.depth=1")
-    assert "trying out evaluation of evaluate.batch = 200 images: " in line
+    assert "trying out evaluation with 200 images (evaluate.batch = 200): " in line
     assert line.endswith("Use evaluate.batch=100.")
 
 

@@ -107,6 +107,7 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
         ),
         (["init.new_head=false"], "init.new_head = false has no effect without init.weights"),
         (["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"], "objective.local_size = 64 has no effect without objective.local_views"),
+        (["train.loss=dino", "objective.centring=sinkhorn", "objective.centre_momentum=0.8"], ""),  # Held-out images are centred.
         (["train.loss=dino", "objective.ibot_head=separate"], "objective.ibot_head = separate has no effect without objective.ibot_weight"),
     ],
 )  # fmt: skip

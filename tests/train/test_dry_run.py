@@ -68,7 +68,7 @@ def test_an_operation_whose_bits_do_not_repeat_is_one_line() -> None:
     try:
         with (
             pytest.raises(UserError, match=r"no kernel for put_ that .* Use engine\.deterministic=false"),
-            dry_run._room("training", lambda: "", stop),
+            dry_run.room("training", lambda: "", stop),
         ):
             torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
     finally:

@@ -1,4 +1,4 @@
-"""A model trained under ZeRO by DeepSpeed; everything specific to DeepSpeed is in this file, layout.py and bf16_gradients.py.
+"""A model trained under ZeRO by DeepSpeed; everything specific to DeepSpeed is in this folder.
 
 Two faults are avoided, each with a test: accumulating gradients in bf16, and ZeRO configurations that train incorrectly (the
 settings refuse them).
