@@ -24,7 +24,7 @@ from pipeline.base.files import as_bytes, read_bytes, replacing
 from pipeline.base.npz import check_sizes
 from pipeline.base.words import on_one_line
 from pipeline.model.convert.entries import ConfigFiles
-from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, checkpoints_of, newest_complete, repair_latest
+from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, checkpoints_of, newest_complete
 from pipeline.process.start import rank
 
 StrPath = str | os.PathLike[str]
@@ -80,7 +80,6 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
     for line in damaged:
         say(line)
     if newest is not None and (newest / "model.safetensors").is_file():
-        repair_latest(folder, newest)
         return newest / "model.safetensors"
     pointer = folder / LATEST
     if not pointer.is_file():

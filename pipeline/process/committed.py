@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, is_outage
-from pipeline.base.files import read_bytes, replacing
+from pipeline.base.files import read_bytes
 
 NAME = re.compile(r"step-(\d{8,})")
 CHECKSUMS, LATEST = "checksums.json", "latest"
@@ -107,19 +107,6 @@ def newest_complete(folder: Path, say: Callable[[str], object] | None = None) ->
             why = "a file is missing or cut short" if checksums else f"{CHECKSUMS} is missing or unreadable"
             say(f"{path} is damaged ({why}).")
     return None
-
-
-def repair_latest(folder: Path, newest: Path) -> None:
-    """Make `latest` name this checkpoint, which a kill right after a commit may have prevented. Ignores I/O errors."""
-    pointer = folder / LATEST
-    try:
-        while not pointer.exists() or read_bytes(pointer).strip() != newest.name.encode():
-            with replacing(pointer) as file:
-                file.write(newest.name.encode())
-            # A run in training may have committed another one, and written its name, in between.
-            newest = newest_complete(folder) or newest
-    except (OSError, UserError):
-        return
 
 
 def _have_sizes(path: Path, checksums: Mapping[str, Checksum]) -> bool:
