@@ -1,7 +1,6 @@
 """What objectives need of a run's other settings, as far as it is known without torch; their classes check the rest."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.architecture.config import OPTIONS, Config, ViTConfig
@@ -38,7 +37,14 @@ def check_objective(config: "RunConfig") -> None:
         )
     if loss in ("mae", "dino", "lejepa") and config.model.name:
         given = {name: getattr(config.model, name) for name in OPTIONS} | {"num_classes": 0, "representation": False}
-        _check_backbone(config, configure(config.model.name, config.model.image_size, **given))
+        backbone = configure(config.model.name, config.model.image_size, **given)
+        if loss == "mae":
+            check_encodes_kept(backbone, "mae")
+            assert isinstance(backbone, ViTConfig), "check_encodes_kept refuses it"
+            if 0 < (share := _number(config, "mask_share", MASK_SHARE)) < 1:
+                num_kept(backbone.num_patches, share)
+        elif _number(config, "local_views", 1) and 1 <= (size := _number(config, "local_size", LOCAL_SIZE)) <= MAX_SIDE:
+            check_small_views(backbone, int(size))
 
 
 def refuse_without_labels(config: "RunConfig", num_classes: int) -> None:
@@ -55,25 +61,6 @@ def refuse_without_labels(config: "RunConfig", num_classes: int) -> None:
             f"first step, and nothing is learned. Use an objective that needs no labels (train.loss={' | '.join(others)}), or "
             "train.loss=sigmoid if some images do not have the label."
         )
-
-
-def check_weights(config: "RunConfig", saved: Config) -> None:
-    """Raise UserError if train.loss cannot train the backbone of init.weights. saved: the architecture that stands beside them."""
-    loss = config.train.loss
-    if loss not in ("mae", "dino", "lejepa"):
-        return
-    changes: dict[str, Any] = {"representation": False, "masked": None} if isinstance(saved, ViTConfig) else {}
-    _check_backbone(config, replace(saved, image_size=config.model.image_size, num_classes=0, **changes))
-
-
-def _check_backbone(config: "RunConfig", backbone: Config) -> None:
-    if config.train.loss == "mae":
-        check_encodes_kept(backbone, "mae")
-        assert isinstance(backbone, ViTConfig), "check_encodes_kept refuses it"
-        if 0 < (share := _number(config, "mask_share", MASK_SHARE)) < 1:
-            num_kept(backbone.num_patches, share)
-    elif _number(config, "local_views", 1) and 1 <= (size := _number(config, "local_size", LOCAL_SIZE)) <= MAX_SIDE:
-        check_small_views(backbone, int(size))
 
 
 def _number(config: "RunConfig", name: str, default: float = 0) -> float:

@@ -8,15 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.architecture.config import Config, ViTConfig
-from pipeline.architecture.variants import config_from_dict
-from pipeline.base import json_record
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port, share_cores
 from pipeline.process.start import rank, without_collection
-from pipeline.settings.objective_checks import check_weights, refuse_without_labels
+from pipeline.settings.objective_checks import refuse_without_labels
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -87,8 +84,6 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
             "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0%.",
         )
     plan = make_plan(config, data.epoch_samples, world_size)
-    if config.init.weights and (saved := _saved_architecture(config)):
-        check_weights(config, saved)
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
     objectives.check(config, data.dataset.num_classes, data.dataset.classes)
@@ -107,42 +102,9 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     return Prepared(config, data, run_probe, plan, draw)
 
 
-@dataclass(frozen=True)
-class _HuggingFaceSizes:
-    """Sizes of a ViT in Hugging Face's config.json."""
-
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    patch_size: int
-
-
-def _saved_architecture(config: RunConfig) -> Config | None:
-    """The architecture beside init.weights, as far as a run, a checkpoint in it, or a folder of Hugging Face tells without torch.
-
-    None if nothing does, and for a run that was already started: it may go on with a checkpoint, and without these weights.
-    """
-    folder = Path(config.init.weights or "")
-    if not folder.is_dir() or Path(config.out, config.name, "model.json").exists():
-        return None
-    around = folder.absolute().parents  # Of a path such as `step-00001000`, which has no parents itself.
-    run = around[1] if around[0].name == "checkpoints" else folder
-    try:
-        if (file := run / "model.json").is_file():
-            return config_from_dict(json_record.read(file, dict))
-        content = json_record.read(folder / "config.json", dict)
-        if "backbone_config" in content:  # A hybrid, whose patches are of its stem's output.
-            return None
-        sizes = json_record.convert(content, _HuggingFaceSizes, "config.json")
-        width, patch = sizes.hidden_size, sizes.patch_size
-        return ViTConfig(width, sizes.num_hidden_layers, 4 * width, sizes.num_attention_heads, patch, (patch, patch), 0)
-    except (OSError, UserError):
-        return None  # The reader of the weights says what is wrong with it, if anything.
-
-
 def _find_weights(config: RunConfig, weights: str) -> None:
     """Raise UserError if init.weights do not exist, unless the run has a checkpoint to resume from."""
-    from pipeline.checkpoint.store import Checkpoints, checkpoint_folder  # Imports torch.
+    from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
     from pipeline.model.files import find_file
     from pipeline.monitor.mlflow.weights import is_uri
 

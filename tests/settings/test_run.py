@@ -32,7 +32,7 @@ from pipeline.settings.commands import study as study_settings
 from pipeline.settings.commands import transfer as transfer_settings
 from pipeline.settings.commands import weights as weights_settings
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepareConfig
-from pipeline.settings.objective_checks import check_weights
+from pipeline.settings.objective_checks import check_small_views
 from pipeline.settings.quantities import Length, Limit, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OF_WHOLE_BATCH
@@ -329,7 +329,7 @@ def test_recipes_for_own_images_suit_the_sizes_they_name() -> None:
 def test_the_row_that_continues_from_dinov2_has_views_that_its_patches_cover() -> None:
     path = ROOT / "configs" / "pretrain" / "dino_own_images.yaml"
     (row,) = [row for row in overrides_in_header(path) if "model.name=null" in row]
-    check_weights(schema.load(RunConfig, path, row), configure("ViT-S/14"))
+    check_small_views(configure("ViT-S/14"), schema.load(RunConfig, path, row).objective["local_size"])
 
 
 def overrides_in_header(path: Path) -> list[list[str]]:

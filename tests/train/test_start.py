@@ -1,7 +1,7 @@
 """What a rank imports before it trains."""
 
-import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,12 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from forked import Forge
 from polling import until
 from ranks import settings
 from tiny import make_dataset
 
 from pipeline import model as models
+from pipeline import objectives
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import Stopped, UserError
 from pipeline.monitor.page_folder import PageFolder
@@ -159,43 +161,30 @@ def test_objectives_are_checked_before_the_long_imports(dataset: Path, tmp_path:
         assert said in line
 
 
-@pytest.mark.slow
-def test_weights_of_another_patch_size_are_said_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:
-    """Where a run, a checkpoint in it, or a folder of Hugging Face tells the patch size."""
-    run, folder = tmp_path / "run", tmp_path / "dinov2"
-    checkpoint = run / "checkpoints" / "step-00000006"
-    checkpoint.mkdir(parents=True)
-    folder.mkdir()
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
-    (folder / "config.json").write_text(json.dumps({"model_type": "dinov2", "mlp_ratio": 4, **sizes}))
-    (run / "model.json").write_text(json.dumps(configure("ViT-mu/8", 16, 4, small_stem=[16]).to_dict()))
-    needed = [text for text in settings(dataset, tmp_path, "x") if not text.startswith("model.")]
-    wrong = {
-        "objective.local_size = 96: patches of 14 pixels leave": (folder, ["train.loss=dino", "model.image_size=28"]),
-        "objective.local_size = 12: patches of 8 pixels":
-            (checkpoint, ["train.loss=lejepa", "train.micro_batch=24", "objective.local_size=12"]),
-        "image_size = 32 is not divisible by patch_size = 14": (folder, ["train.loss=mae", "model.image_size=32"]),
-        "mae trains a plain ViT": (run, ["train.loss=mae", "model.image_size=16"]),
-    }  # fmt: skip
-    needed += ["augment.crop=inception"]
-    found = refused("pretrain", *([*needed, f"init.weights={path}", *changes] for path, changes in wrong.values()))
-    for said, line in zip(wrong, found, strict=True):
-        assert said in line
-
-
-def test_a_checkpoint_is_named_from_within_its_folder(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("backbone", "changes", "said"),
+    [
+        (configure("ViT-Ti/14", 28), ["train.loss=dino"], "objective.local_size = 96: patches of 14 pixels leave"),
+        (configure("ViT-mu/8", 16), ["train.loss=lejepa", "objective.local_size=12"], "objective.local_size = 12: patches of 8 pixels"),
+        (configure("ViT-Ti/14", 32, covered=False), ["train.loss=mae"], "image_size = 32 is not divisible by patch_size = 14"),
+        (configure("ViT-mu/8", 16, small_stem=[16]), ["train.loss=mae"], "mae trains a plain ViT"),
+    ],
+    ids=["dino", "lejepa", "mae-size", "mae-stem"],
+)  # fmt: skip
+def test_weights_that_an_objective_cannot_train_are_refused(
+    dataset: Path, tmp_path: Path, backbone: models.Config, changes: list[str], said: str
 ) -> None:
-    """`init.weights=step-00000006` ended with a traceback."""
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
-    checkpoint.mkdir(parents=True)
-    built = configure("ViT-mu/8", 16, 4)
-    (tmp_path / "run" / "model.json").write_text(json.dumps(built.to_dict()))
-    needed = [text for text in settings(dataset, tmp_path, "x") if not text.startswith("model.")]
-    for place, name in ((checkpoint.parent, checkpoint.name), (checkpoint.parents[1], "checkpoints/step-00000006")):
-        monkeypatch.chdir(place)
-        config = schema.load(RunConfig, None, [*needed, f"init.weights={name}"])
-        assert start._saved_architecture(config) == built
+    given = [text for text in settings(dataset, tmp_path, "x", *changes) if not text.startswith("model.")]
+    config = schema.load(RunConfig, None, [*given, "init.weights=w", "augment.crop=inception", "train.micro_batch=24"])
+    with torch.device("meta"), pytest.raises(UserError, match=re.escape(said)):
+        objectives.create(config, models.build(backbone))
+
+
+def test_weights_in_no_file_are_refused(dataset: Path, tmp_path: Path) -> None:
+    """`init.weights=/` ended with a traceback."""
+    given = [text for text in settings(dataset, tmp_path, "x", "init.weights=/") if not text.startswith("model.")]
+    with pytest.raises(UserError, match=r"^/: contains neither checkpoints/latest nor"):
+        start.prepare(schema.load(RunConfig, None, given))
 
 
 def test_the_launcher_is_checked_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:
