@@ -57,6 +57,7 @@ import torch
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
+from pipeline.lifecycle.run_folder import read_settings
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.files import open_safetensors
 from pipeline.settings import changes, schema
@@ -72,7 +73,7 @@ def refused(function, *arguments):
 # A run folder and a checkpoint that an earlier version made.
 folder = Path("runs/old")
 checkpoint = folder / "checkpoints/step-00000003"
-assert schema.build(RunConfig, json.loads((folder / "config.json").read_text()), "config.json").model.final_norm is True
+assert read_settings(folder).model.final_norm is True
 saved = json.loads((checkpoint / "state.json").read_text())
 assert "final_norm" not in saved["model"] and models.config_from_dict(saved["model"]).final_norm is True
 assert "model.final_norm" not in saved["identity"] and changes.defaults(RunConfig)["model.final_norm"] is True

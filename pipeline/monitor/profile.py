@@ -121,10 +121,6 @@ class StepClock:
         end.record()
         self._events.append((part, begin, end))
 
-    def add(self, part: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere."""
-        self._seconds[part] += seconds
-
     def read(self) -> dict[str, float]:
         """Seconds of each part since the last call. Waits for the GPU."""
         if self._events:
@@ -137,7 +133,7 @@ class StepClock:
         return seconds
 
 
-PARTS = ("data", "forward", "backward", "optimizer", "checkpoint", "communication")
+PARTS = ("data", "forward", "backward", "optimizer", "checkpoint")
 
 
 class Meter:
@@ -179,7 +175,6 @@ class Meter:
         """images_per_second, mfu, peak_memory_gib and shares of time since the last reading. Collective.
 
         data_wait is the slowest rank's share of training time; time_forward, ... are mean shares of training and checkpoints.
-        time_communication, where it is measured, is contained in the others.
         """
         seconds = max(time.perf_counter() - self.begin - self.paused_seconds, 1e-9)
         rate = self.images / seconds

@@ -53,15 +53,14 @@ def progress_line(
 
     logged: what the objective logs beside its loss: name -> text.
     """
-    retries, communication = metrics["storage_retries"], metrics["time_communication"]
+    retries = metrics["storage_retries"]
     own = "".join(f"{name.removeprefix('train_')} {text}  " for name, text in (logged or {}).items())
     left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
     return (
         f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  {own}lr {metrics['lr']:.2e}  "
         f"grad {metrics['grad_norm']:.3f}  {metrics['images_per_second']:,.1f} img/s  MFU {metrics['mfu']:.1%}  "
         f"data {metrics['data_wait']:.1%} fwd {metrics['time_forward']:.0%} bwd {metrics['time_backward']:.0%} "
-        f"opt {metrics['time_optimizer']:.0%}{f' comm {communication:.0%}' if communication else ''} "
-        f"save {metrics['time_checkpoint']:.0%}  mem {metrics['peak_memory_gib']:.2f} GiB  "
+        f"opt {metrics['time_optimizer']:.0%} save {metrics['time_checkpoint']:.0%}  mem {metrics['peak_memory_gib']:.2f} GiB  "
         f"skipped {metrics['skipped_steps']:.0f}  bad {metrics['bad_samples']:.0f}  "
         f"{f'retries {retries:.0f}  ' if retries else ''}left {duration(left)}"
     )

@@ -198,7 +198,6 @@ class ProfileConfig:
         0, "First step of a torch.profiler trace of rank 0, kept in the run's folder and MLflow; 0 is none.", min=0
     )
     trace_steps: int = setting(3, "Number of steps in the trace.", min=1, max=100_000, needs="trace_step")
-    communication: bool = setting(False, "Time collective calls as well; they then no longer overlap with computation.")
 
 
 @dataclass(frozen=True, kw_only=True)

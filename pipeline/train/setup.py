@@ -198,8 +198,6 @@ def _begin_monitoring_on_all_ranks(
         f"{models.num_parameters(model) / 1e6:.2f} M parameters, {statistics.mean(flops) / 1e9:.2f} GFLOP to train on an image; "
         f"{counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
-    if config.profile.communication:
-        engine.count_communication()
     trace_step = config.profile.trace_step if ranks.is_main else 0
     hosts = ranks.gather(socket.gethostname())
     # Also for a finished run: sends the metrics that MLflow has not received yet.

@@ -191,7 +191,6 @@ class TrainingRun:
         engine, loader, saver = self.training.engine, self.training.feed.loader, self.saving.saver
         counts.gather_on_all_ranks()
         num_bad = len(counts.unreadable)
-        engine.clock.add("communication", engine.communication_seconds())
         batches_seen = batches_before(progress.step, progress.skipped_batches)
         logged = {name: ranks.mean(value) for name, value in values.items()}
         metrics = {

@@ -42,7 +42,7 @@ def test_rates(clock: list[float]) -> None:
     assert [reading[f"time_{part}"] for part in ("forward", "backward", "checkpoint")] == pytest.approx(
         [0.25, 0.1, 0.5]
     )
-    assert reading["time_optimizer"] == reading["time_communication"] == 0
+    assert reading["time_optimizer"] == 0
     assert meter.own_seconds == pytest.approx([1.5])
     assert reading["data_wait"] == pytest.approx(0.25)
     assert reading["peak_memory_gib"] > 0.01

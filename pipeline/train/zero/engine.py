@@ -336,17 +336,6 @@ class Engine:
         """DeepSpeed's loss scaler in fp16, else None."""
         return self.engine.optimizer.loss_scaler if self.dtype == torch.float16 else None
 
-    def count_communication(self) -> None:
-        """Time every collective of DeepSpeed from now on. Each then blocks, so communication no longer overlaps."""
-        deepspeed.comm.configure(enabled=True, prof_all=True, verbose=False, debug=False)
-
-    def communication_seconds(self) -> float:
-        """Seconds spent in collectives since the last call; 0 when they are not timed."""
-        record = deepspeed.comm.comm.comms_logger.comms_dict
-        milliseconds = sum(sum(entry[1]) for sizes in record.values() for entry in sizes.values())
-        record.clear()
-        return milliseconds / 1e3
-
     @property
     def skipped_steps(self) -> int:
         return int(self.engine.skipped_steps)
