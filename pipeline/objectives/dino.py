@@ -143,10 +143,6 @@ class Dino(Objective):
         return dino_compares_micro_batch(objective)
 
     @classmethod
-    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
-        return {"num_classes": 0, "representation": False}
-
-    @classmethod
     def values(cls, config: RunConfig) -> dict[str, Metric]:
         given: DinoSettings = cls.settings(config)
         found = {"teacher_entropy": Metric(), "teacher_kl": Metric(), "embedding_std": Metric("ratio", "higher")}
@@ -158,14 +154,11 @@ class Dino(Objective):
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
         check_backbone(config, backbone.config)
         given: DinoSettings = cls.settings(config)
-        masks = cls._masks(config, backbone.config) if given.ibot_weight else None
+        masks = None
+        if given.ibot_weight:
+            assert isinstance(backbone.config, ViTConfig), "check_backbone refuses it"
+            masks = BlockMasks(backbone.config.grid, (given.ibot_share_min, given.ibot_share_max), config.seed)
         return cls(backbone, given, masks, _share(config, "temperature_warmup"), _share(config, "frozen"))
-
-    @staticmethod
-    def _masks(config: RunConfig, model: Config) -> BlockMasks:
-        assert isinstance(model, ViTConfig), "check_backbone refuses it"
-        given: DinoSettings = Dino.settings(config)
-        return BlockMasks(model.grid, (given.ibot_share_min, given.ibot_share_max), config.seed)
 
     def __init__(
         self,

@@ -70,10 +70,6 @@ class Distill(TaughtObjective):
         patches = {"patch_loss": Metric("loss", "lower")} if cls.settings(config).patch_weight else {}
         return {"feature_loss": Metric("loss", "lower"), **patches, "explained": Metric("ratio", "higher")}
 
-    @classmethod
-    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
-        return {"num_classes": 0, "representation": False}
-
     # ------------------------------------------------------------------ module
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:

@@ -12,7 +12,6 @@ Shapes: B batch, V views, W width of the backbone, R rows, D width of the projec
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,8 +88,6 @@ class Lejepa(Objective):
             raise UserError(
                 f"objective.local_area_min = {given.local_area_min} must not be above objective.local_area_max = {given.local_area_max}."
             )
-        if config.model.name and given.local_views:
-            check_small_views(cls.new_backbone(config, 0), given.local_size)
 
     @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:
@@ -104,10 +101,6 @@ class Lejepa(Objective):
             "sigreg": Metric("loss", "lower"),
             "embedding_std": Metric("ratio", "higher"),
         }
-
-    @classmethod
-    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
-        return {"num_classes": 0, "representation": False}
 
     # ------------------------------------------------------------------ module
     @classmethod

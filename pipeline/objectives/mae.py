@@ -96,10 +96,6 @@ class Mae(Objective):
         cls.settings(config).check()
 
     @classmethod
-    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
-        return {"num_classes": 0, "representation": False}
-
-    @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
         return cls(backbone, cls.settings(config), config.seed)
 

@@ -92,21 +92,14 @@ class Objective(nn.Module):
     def check(cls, config: RunConfig) -> None:
         """Raise UserError for settings of a run that do not fit this objective."""
         cls.settings(config)
-        if config.augment.mixes_pairs and not cls.predicts_classes:
+        of_classes = {
+            "augment.mixup": config.augment.mixup, "augment.cutmix": config.augment.cutmix, "train.freeze": config.train.freeze != NOTHING,
+            "init.attentive_pool": config.init.attentive_pool, "train.image_sizes": config.train.image_sizes,
+        }  # fmt: skip
+        if (given := [name for name, value in of_classes.items() if value]) and not cls.predicts_classes:
             raise UserError(
-                f"train.loss = {config.train.loss} predicts no classes: leave out augment.mixup and augment.cutmix."
-            )
-        if config.train.freeze != NOTHING and not cls.predicts_classes:
-            raise UserError(
-                f"train.freeze = {config.train.freeze} needs an objective that predicts classes, as softmax: {config.train.loss} trains the whole backbone."
-            )
-        if config.init.attentive_pool and not cls.predicts_classes:
-            raise UserError(
-                f"init.attentive_pool needs an objective that predicts classes, as softmax, whose head reads the pool: {config.train.loss} has none."
-            )
-        if config.train.image_sizes and not cls.predicts_classes:
-            raise UserError(
-                f"train.image_sizes needs an objective that predicts classes, as softmax: {config.train.loss} has views of its own sizes."
+                f"train.loss = {config.train.loss} predicts no classes: leave out {' and '.join(given)}, or use an objective that does, "
+                "as softmax."
             )
         if config.optimizer.ema_decay and cls.teacher_momentum is not Objective.teacher_momentum:
             raise UserError(
@@ -155,7 +148,7 @@ class Objective(nn.Module):
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
         """Fields of a new backbone that this objective determines. num_classes: of the data set."""
-        return {"num_classes": 0}
+        return {"num_classes": 0, "representation": False}
 
     @classmethod
     def new_backbone(cls, config: RunConfig, num_classes: int, covered: bool = True) -> Config:

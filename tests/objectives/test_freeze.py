@@ -81,7 +81,7 @@ def test_arithmetic_is_that_of_what_is_trained() -> None:
             "train.freeze=encoder",
             "the model has no attention pool. Use train.freeze=backbone to train the head alone, or init.attentive_pool",
         ),
-        ("train.loss=dino", "trains the whole backbone"),
+        ("train.loss=dino", "predicts no classes: leave out train.freeze, or use"),
     ],
 )
 def test_what_cannot_be_frozen_is_refused(setting: str, message: str) -> None:
@@ -97,7 +97,7 @@ def test_what_cannot_be_frozen_is_refused(setting: str, message: str) -> None:
 def test_an_attention_pool_is_for_a_head() -> None:
     """MAE refused the pool of the model that was built, which nobody had set; DINO trained it."""
     for loss in ("mae", "dino"):
-        with pytest.raises(UserError, match=f"whose head reads the pool: {loss} has none"):
+        with pytest.raises(UserError, match=f"{loss} predicts no classes: leave out init.attentive_pool, or use"):
             objectives.check(run_of("none", f"train.loss={loss}", "init.attentive_pool=true"))
 
 

@@ -106,7 +106,7 @@ def test_arithmetic_of_each_part_is_known_with_lora() -> None:
     [
         ("train.image_sizes=[16,64]", r"image_sizes = 64 is larger than model\.image_size = 32"),
         ("train.image_sizes=20", r"train\.image_sizes = 20: patches of 8 pixels leave pixels unseen\. Use 16 or 24\."),
-        ("train.loss=mae", "has views of its own sizes"),
+        ("train.loss=mae", "predicts no classes: leave out train.image_sizes, or use"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(setting: str, message: str) -> None:
