@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
 from itertools import chain
 from typing import Any
 
@@ -114,18 +113,12 @@ class Engine:
             )
         use_few_kernels(self.optimizer)
         if isinstance(optimizer, Muon) and self.stage:
-            optimizer.lay_out(
-                {
-                    shard.key: [astuple(place) for place in shard.places]
-                    for shard in layout.shards(self.engine, ranks.rank)
-                },
-                ranks.gather,
-            )
+            optimizer.lay_out({shard.key: shard.places for shard in self._shards()}, ranks.gather)
         if config.compile:
             _without_joint_reductions()
             self.engine.compile()
         if optimizer_config.ema_decay or objective.teacher is not None:
-            shards = layout.shards(self.engine, ranks.rank)
+            shards = self._shards()
             self.ema = Ema(shards)
             if objective.teacher is not None:
                 self.teacher = Teacher(self.engine, self.ema, shards, ranks)
@@ -263,7 +256,7 @@ class Engine:
 
     def part(self) -> RankPart:
         """Return this rank's part of a checkpoint: live tensors, to be copied before the next step."""
-        shards = layout.shards(self.engine, self.ranks.rank)
+        shards = self._shards()
         ranges, where = [], []
         for i, shard in enumerate(shards):
             for place in shard.places:
@@ -282,16 +275,18 @@ class Engine:
             [tensor for _, _, tensor in constant],
         )  # fmt: skip
 
+    def _shards(self) -> list[layout.OptimizerShard]:
+        return layout.shards(self.engine, self.ranks.rank)
+
     def _states(self, shards: list[layout.OptimizerShard]) -> dict[str, list[Tensor]]:
         states = layout.states(self.engine, shards)
         return states | {EMA: self.ema.mean} if self.ema else states
 
     def counters(self) -> Counters:
         """Return the counters to save with the tensors; the same on every rank."""
-        shards = layout.shards(self.engine, self.ranks.rank)
         scaler = self._loss_scaler
         return Counters(
-            layout.optimizer_steps(self.engine, shards),
+            layout.optimizer_steps(self.engine, self._shards()),
             int(self.engine.global_steps),
             self.skipped_steps,
             {name: getattr(scaler, name) for name in _LOSS_SCALE} if scaler else None,
@@ -304,7 +299,7 @@ class Engine:
         Raises UserError if it belongs to another model.
         """
         sharded.check(self.shapes)
-        shards = layout.shards(self.engine, self.ranks.rank)
+        shards = self._shards()
         of_optimizer = [name for name in sharded.states if name != EMA]
         layout.begin_states(self.engine, shards, of_optimizer, counters.optimizer_steps)
         for name, flats in self._states(shards).items():

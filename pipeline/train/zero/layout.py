@@ -7,7 +7,7 @@ their code between the stages. Works on DeepSpeed's objects without importing it
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from pipeline.checkpoint.sharded_tensors import WEIGHTS
 from pipeline.objectives.objective import constants, stored_name, trained_parameters
 
 
-@dataclass(frozen=True)
-class ParameterSlice:
+class ParameterSlice(NamedTuple):
     """Elements [start, start + length) of a flattened parameter are [offset, offset + length) of a shard."""
 
     name: str
