@@ -101,35 +101,16 @@ class Stop:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Write how the run ended, unless another run holds the folder."""
+        """Write how the run ended, unless another run holds the folder; then stop listening."""
         if self._refused:  # The error is only that other ranks left; the thread ends this one.
             self._thread.join()
         with contextlib.suppress(OSError):  # A full disk, which the error already reports.
             if error is None:
                 self.folder.say_status(Status("finished", self.step, 0, ""))
             elif isinstance(error, UserError | OSError) and (mistake := mistake_in_words(error)):
-                how: Ending = "diverged" if isinstance(error, DivergedError) else "refused"
-                code = 2
-                if is_outage(error):  # Another start may succeed.
-                    how, code = "failed", 1
-                self.folder.say_status(Status(how, self.step, code, mistake))
-                # The others lose this rank, and would say that it was killed.
-                if isinstance(error, OSError) or error.on_one_rank:
-                    self.folder.say_failure(mistake, lost_others=False, outage=is_outage(error))
+                self._end_with_mistake(error, mistake)
             else:
-                text = f"{type(error).__name__}: {on_one_line(error)[:500]}"
-                lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
-                crash = isinstance(error, CrashError)
-                lines = "" if crash else "".join(traceback.format_exception(error))
-                self.folder.say_failure(text, lost_others, lines, is_outage(error))
-                if lost_others:
-                    if not self._training and self._is_any_asked():
-                        self._thread.join(
-                            _REFUSAL_SECONDS
-                        )  # The others left as asked, and so does this rank, within a second.
-                    self._leave_lost(text)
-                asked = f" ({self.reason})" if self.reason else ""
-                self.folder.say_status(Status("failed", self.step, 1, (str(error) if crash else text) + asked))
+                self._end_with_failure(error)
         self._closed = True
         os.write(self._wake, b"\0")
         self._thread.join()
@@ -140,6 +121,32 @@ class Stop:
         os.close(self._woken)
         os.close(self._wake)
         self.folder.unlock()
+
+    def _end_with_mistake(self, error: UserError | OSError, mistake: str) -> None:
+        """Write that a run ended with one line and no traceback."""
+        how: Ending = "diverged" if isinstance(error, DivergedError) else "refused"
+        code = 2
+        if is_outage(error):  # Another start may succeed.
+            how, code = "failed", 1
+        self.folder.say_status(Status(how, self.step, code, mistake))
+        # The others lose this rank, and would say that it was killed.
+        if isinstance(error, OSError) or error.on_one_rank:
+            self.folder.say_failure(mistake, lost_others=False, outage=is_outage(error))
+
+    def _end_with_failure(self, error: BaseException) -> None:
+        """Write an error that nobody expected. Ends the process if it comes from the loss of another rank."""
+        text = f"{type(error).__name__}: {on_one_line(error)[:500]}"
+        lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
+        crash = isinstance(error, CrashError)
+        lines = "" if crash else "".join(traceback.format_exception(error))
+        self.folder.say_failure(text, lost_others, lines, is_outage(error))
+        if lost_others:
+            if not self._training and self._is_any_asked():
+                # The others left as asked, and so does this rank, within a second.
+                self._thread.join(_REFUSAL_SECONDS)
+            self._leave_lost(text)
+        asked = f" ({self.reason})" if self.reason else ""
+        self.folder.say_status(Status("failed", self.step, 1, (str(error) if crash else text) + asked))
 
     def connect(self, ranks: "Ranks") -> None:
         """Share stop requests with the other ranks from now on. Needs the process group. Collective."""
