@@ -45,7 +45,7 @@ class Tracker:
             config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before, facts.changed)
         )
         self._sender = make_sender(config, out, folder, facts, start, timing, find_models)
-        self._facts = facts
+        self.facts = facts
         self._enabled = config.enabled
         # Metrics that the step `start` already has.
         self._logged: dict[str, float] = {}
@@ -62,7 +62,7 @@ class Tracker:
             # After a kill between an evaluation's record and its scores.json, the evaluation runs again.
             metrics = {name: value for name, value in metrics.items() if name not in self._logged}
         if metrics and step != self._axes_step:
-            metrics, self._axes_step = {**metrics, **self._facts.axes(step)}, step
+            metrics, self._axes_step = {**metrics, **self.facts.axes(step)}, step
         if metrics:
             try:
                 self._file.write(Record(step, round(time.time() * 1000), metrics).to_line())
@@ -95,8 +95,8 @@ class Tracker:
         outcome: how the run ended, in words, for its tag; by default the status. result: Markdown for its description. collapse:
         what was said of one, for a tag.
         """
-        description = describe(self._facts.description, self._page.starts())
-        end = End(status, self._facts.tags_at_end(outcome or status.lower(), description, result, collapse))
+        description = describe(self.facts.description, self._page.starts())
+        end = End(status, self.facts.tags_at_end(outcome or status.lower(), description, result, collapse))
         self._page.end(end)
         if self._enabled:
             self._sender.end(end, in_a_hurry)

@@ -5,14 +5,15 @@ import platform
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.metric import score_of
+from pipeline.base.metric import metric_of, score_of
 from pipeline.base.words import counted, of_classes, on_one_line
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
@@ -24,6 +25,8 @@ from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import Plan
 from pipeline.estimate.step_time import predicted_speed
 from pipeline.evaluate import architecture
+from pipeline.evaluate.intervals import of_samples
+from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
@@ -39,6 +42,9 @@ from pipeline.monitor.run_page import (
 from pipeline.process.launcher import ranks_on_host
 from pipeline.settings import changes, schema
 from pipeline.settings.run import RunConfig
+
+if TYPE_CHECKING:  # It calls `result`.
+    from pipeline.train.training_run import TrainingRun
 
 # Files of the run folder that MLflow shows.
 ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json", "trace.json")
@@ -96,9 +102,10 @@ def run_facts(
     }
     measured |= {name: replace(metric, group="train") for name, metric in of_steps.items()}
     return RunFacts(
-        config.name, kind, parameters, tags, tuple(datasets_of(data)), _description(config, plan, resolved, dataset, split, parent, origin),
-        parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
-        config.checkpoint.best or score_of(measured), origin=origin, objective=config.train.loss, metrics=measured,
+        name=config.name, kind=kind, parameters=parameters, tags=tags, datasets=tuple(datasets_of(data)),
+        description=_description(config, plan, resolved, dataset, split, parent, origin), parents=parents, steps=plan.steps,
+        images_per_step=plan.global_batch, flops_per_image=flops, artifacts=ARTIFACTS,
+        score=config.checkpoint.best or score_of(measured), origin=origin, objective=config.train.loss, metrics=measured,
     )  # fmt: skip
 
 
@@ -183,6 +190,73 @@ def _description(
         weights = f"`{origin.path}`, {origin.details}" if origin else f"`{config.init.weights}`"
         lines.append(f"From the weights in {weights}" + (f"; MLflow run `{parent}`." if parent else "."))
     return "\n\n".join(lines)
+
+
+def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> str:
+    """Markdown for the end of the description: what was measured, and what a reviewer should know of it. Arguments: see `TrainingRun.close`."""
+    plan, step, meter, counted_by_ranks = (
+        run.context.plan,
+        run.progress.step,
+        run.monitoring.meter,
+        run.monitoring.counts,
+    )
+    planned, done = (facts.axes(count).get("exaflops", 0.0) for count in (plan.steps, step))
+    rows = [
+        ("steps", f"{plan.steps:,}", f"{step:,}"),
+        ("images", f"{plan.steps * plan.global_batch:,}", f"{step * plan.global_batch:,}"),
+        ("exaFLOPs", f"{planned:.4g}", f"{done:.4g}"),
+    ]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in [("", "planned", "done"), ("---",) * 3, *rows])
+    # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log line.
+    is_known = status != "FAILED"
+    unreadable = counted_by_ranks.unreadable if is_known else counted_by_ranks.unreadable | run.training.feed.loader.bad
+    counts = {
+        "steps skipped": run.training.engine.skipped_steps,
+        "loss spikes": run.monitoring.spikes.num_spikes,
+        "rollbacks": len(run.progress.skipped_batches),
+        "unreadable images": len(unreadable),
+        "storage retries": counted_by_ranks.storage_retries,
+    }
+    warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
+    warnings += [run.monitoring.collapses.first.rstrip(".")] * bool(run.monitoring.collapses.first)
+    until = "" if is_known else ", up to the last log line"
+    warned = (
+        f"Warnings: {', '.join(warnings)}{until}." if warnings else f"No step was skipped, no image unreadable{until}."
+    )
+    lines = [f"**Result**: {outcome}{_last_scores(run.context.folder, run.context.config)}. {warned}", table]
+    if meter.total_seconds:
+        lines.append(
+            f"{meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training since the last start."
+        )
+    return "\n\n".join(lines)
+
+
+def _last_scores(folder: Path, config: RunConfig) -> str:
+    """The last scores of the held-out split and of the probe, each after a semicolon; empty without any."""
+    held_out, probed = (
+        json_record.read_or_none(folder / name, dict[str, Any]) for name in ("scores.json", "probe.json")
+    )
+    told = ""
+    if held_out is not None:
+        told += f"; at step {held_out.get('step')}: {scores_in_words(held_out)}"
+    if probed is not None:
+        metrics = probe_metrics(probed, config.probe.prefix)
+        shown = [f"{name} {metric_of(name).text(value)}" for name, value in metrics.items() if metric_of(name).better]
+        told += f"; probe at step {probed.get('step')}: {', '.join(shown)}" * bool(shown)
+    return told
+
+
+def scores_in_words(scores: dict[str, Any]) -> str:
+    """As "top1 71.00 % [70.10, 71.88], loss 1.2000 on 10,000 images". scores: content of scores.json. Brackets are 95 % intervals."""
+    count, told = scores.get("num_samples", 0), []
+    for name, value in scores.items():
+        if name != "step" and not name.startswith("num_") and isinstance(value, int | float):
+            metric = metric_of(f"split_{name}")
+            interval = of_samples(value, count) if metric.unit == "proportion" and count else None
+            spread = f" [{100 * interval.low:.2f}, {100 * interval.high:.2f}]" if interval else ""
+            told.append(f"{name} {metric.text(value)}{spread}")
+    unreadable = f", {scores['num_unreadable']:,} of them unreadable" if scores.get("num_unreadable") else ""
+    return ", ".join(told) + f" on {counted(count, 'image')}" * bool(count) + unreadable
 
 
 def _test_copies(dataset: Dataset, split: str) -> str:

@@ -1,7 +1,6 @@
 """The state of a run during training, and what the loop does beside the step: loss spikes, logging, saving."""
 
 import platform
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 
 from pipeline import model as models
-from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
-from pipeline.base.metric import Metric, metric_of
+from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
@@ -22,12 +20,9 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.plan import Plan
-from pipeline.evaluate.intervals import of_samples
-from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter, Trace
-from pipeline.monitor.run_page import FLOPS_OF_PARTS, flops_until
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
@@ -40,6 +35,7 @@ from pipeline.train import resume
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.feed import Feed
 from pipeline.train.run_counts import RunCounts
+from pipeline.train.run_facts import result
 from pipeline.train.start import Prepared
 
 if TYPE_CHECKING:  # Importing DeepSpeed takes seconds, and `training_step` is also used without it.
@@ -301,76 +297,8 @@ class TrainingRun:
         self.saving.saver.close()
         if monitoring.drawing:
             monitoring.drawing.end(last=status == "FINISHED" and self.progress.step > self.progress.start)
-        if monitoring.tracker:
-            monitoring.tracker.finish(
-                status, in_a_hurry, outcome, self._result(status, outcome), monitoring.collapses.first
+        if tracker := monitoring.tracker:
+            tracker.finish(
+                status, in_a_hurry, outcome, result(self, tracker.facts, status, outcome), monitoring.collapses.first
             )
         waits.say_with(None)  # The console was this run's.
-
-    def _result(self, status: str, outcome: str) -> str:
-        """What was measured, and what a reviewer should know of it, as Markdown for the run's description."""
-        plan, step, engine = self.context.plan, self.progress.step, self.training.engine
-        meter, run_counts = self.monitoring.meter, self.monitoring.counts
-        mean = statistics.mean(meter.flops_per_image)
-        parts = {FLOPS_OF_PARTS: " ".join(map(str, meter.flops_per_image))}
-        planned, done = (
-            plan.global_batch * flops_until(count, plan.steps, mean, parts) / 1e18 for count in (plan.steps, step)
-        )
-        rows = [
-            ("steps", f"{plan.steps:,}", f"{step:,}"),
-            ("images", f"{plan.steps * plan.global_batch:,}", f"{step * plan.global_batch:,}"),
-            ("exaFLOPs", f"{planned:.4g}", f"{done:.4g}"),
-        ]
-        table = "\n".join(f"| {' | '.join(row)} |" for row in [("", "planned", "done"), ("---",) * 3, *rows])
-        # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log line.
-        is_known = status != "FAILED"
-        unreadable = run_counts.unreadable if is_known else run_counts.unreadable | self.training.feed.loader.bad
-        counts = {
-            "steps skipped": engine.skipped_steps,
-            "loss spikes": self.monitoring.spikes.num_spikes,
-            "rollbacks": len(self.progress.skipped_batches),
-            "unreadable images": len(unreadable),
-            "storage retries": run_counts.storage_retries,
-        }
-        warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
-        warnings += [self.monitoring.collapses.first.rstrip(".")] * bool(self.monitoring.collapses.first)
-        until = "" if is_known else ", up to the last log line"
-        warned = (
-            f"Warnings: {', '.join(warnings)}{until}."
-            if warnings
-            else f"No step was skipped, no image unreadable{until}."
-        )
-        lines = [f"**Result**: {outcome}{self._last_scores()}. {warned}", table]
-        if meter.total_seconds:
-            lines.append(
-                f"{meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training since the last start."
-            )
-        return "\n\n".join(lines)
-
-    def _last_scores(self) -> str:
-        """The last scores of the held-out split and of the probe, each after a semicolon; empty without any."""
-        files = (self.context.folder / name for name in ("scores.json", "probe.json"))
-        held_out, probed = (json_record.read_or_none(file, dict[str, Any]) for file in files)
-        told = ""
-        if held_out is not None:
-            told += f"; at step {held_out.get('step')}: {scores_in_words(held_out)}"
-        if probed is not None:
-            metrics = probe_metrics(probed, self.context.config.probe.prefix)
-            shown = [
-                f"{name} {metric_of(name).text(value)}" for name, value in metrics.items() if metric_of(name).better
-            ]
-            told += f"; probe at step {probed.get('step')}: {', '.join(shown)}" * bool(shown)
-        return told
-
-
-def scores_in_words(scores: dict[str, Any]) -> str:
-    """As "top1 71.00 % [70.10, 71.88], loss 1.2000 on 10,000 images". scores: content of scores.json. Brackets are 95 % intervals."""
-    count, told = scores.get("num_samples", 0), []
-    for name, value in scores.items():
-        if name != "step" and not name.startswith("num_") and isinstance(value, int | float):
-            metric = metric_of(f"split_{name}")
-            interval = of_samples(value, count) if metric.unit == "proportion" and count else None
-            spread = f" [{100 * interval.low:.2f}, {100 * interval.high:.2f}]" if interval else ""
-            told.append(f"{name} {metric.text(value)}{spread}")
-    unreadable = f", {scores['num_unreadable']:,} of them unreadable" if scores.get("num_unreadable") else ""
-    return ", ".join(told) + f" on {counted(count, 'image')}" * bool(count) + unreadable

@@ -22,7 +22,7 @@ from pipeline.objectives.classification import Classification
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
 from pipeline.train.evaluators import EVALUATORS, Evaluation, SplitEvaluator, evaluators_of
-from pipeline.train.training_run import scores_in_words
+from pipeline.train.run_facts import scores_in_words
 from pipeline.transfer.child_run import ScoresFile
 
 RUN = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=100 steps", "evaluate.every=50 steps"]
