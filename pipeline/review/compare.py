@@ -14,6 +14,7 @@ from pipeline.base.files import table_csv
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, report
 from pipeline.base.words import counted, shorten
 from pipeline.data.storage.atomic import write_files
+from pipeline.evaluate.segmentation.counts import FILE as PIXEL_COUNTS
 from pipeline.monitor.run_page import DatasetFacts
 from pipeline.process.outputs import try_output
 from pipeline.review import rescore
@@ -54,7 +55,7 @@ _METHODS = {
     PROPORTIONS: "Two proportions: p is of the pooled z-test, the interval Newcombe's. Scores on the same images vary together, which "
     "this test ignores: it finds too few differences rather than too many.",
     MCNEMAR: "McNemar's test counts the images on which only one of the two is right; the interval is Bonett and Price's.",
-    BOOTSTRAP: "The bootstrap draws the test images again, the same ones for both runs; p and the interval are of the normal distribution.",
+    BOOTSTRAP: "The bootstrap draws the test images again, the same ones for both runs; p and the interval are Student's t's.",
     STUDENT: "Student's t compares the means over seeds, with a common variance, also of a single run; what is more than noise of the seeds on these images may "
     "still be noise on others, with many seeds as with few.",
 }
@@ -152,7 +153,7 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         yield Paragraph(line)
     for name, record in records.items():
         if record.problems:
-            yield Paragraph(f"Of {name}, {'; '.join(record.problems)}.")
+            yield Paragraph(f"Of {name}, {'; '.join(record.problems).rstrip('.')}.")
     yield Heading("Runs")
     rows = [_shown(table_row(name, record), record) for name, record in records.items()]
     # A column that says the same of all runs is one phrase.
@@ -172,6 +173,7 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         if len(group.records) > 1:
             yield from _ranking(group.records)
             yield from _noise(group.pairs)
+            yield from _untested(group)
             yield from _budgets(group.records)
     if pictures:
         yield Heading("Curves")
@@ -259,6 +261,15 @@ def _ranking(records: Records) -> Iterator[Block]:
         for name in names
     ]
     yield Table(("run", "last score", "step", *(("model",) if several else ())), rows)
+
+
+def _untested(group: Group) -> Iterator[Block]:
+    tested = {name for pair in group.pairs for name in (*pair.first.names, *pair.second.names)}
+    if left := [name for name in group.records if name not in tested]:
+        yield Paragraph(
+            f"No difference of {listed(left, MAX_NAMED)} is tested: for an accuracy, the number of images is not known; for a mIoU, no other run here has "
+            f"{PIXEL_COUNTS} of the same images; other scores are not tested."
+        )
 
 
 def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
@@ -358,12 +369,14 @@ def _difference_table(what: str, names: Sequence[str], rows: Sequence[tuple[str,
 
 def _settings(records: Records) -> Iterator[Block]:
     with_settings = {name: record for name, record in records.items() if record.settings}
-    rows = differences(settings_of(with_settings)) if with_settings else []
-    if len(with_settings) > 1:
-        yield _difference_table("setting", list(with_settings), rows) if rows else Paragraph("None but their names.")
-    partly = [
-        name for name, record in with_settings.items() if not record.has_all_settings and record.kind != "evaluation"
-    ]
+    # Evaluations have none of the settings of training.
+    evaluations = {name: record for name, record in with_settings.items() if record.kind == "evaluation"}
+    others = {name: record for name, record in with_settings.items() if record.kind != "evaluation"}
+    for alike in (others, evaluations):
+        if len(alike) > 1:
+            rows = differences(settings_of(alike))
+            yield _difference_table("setting", list(alike), rows) if rows else Paragraph("None but their names.")
+    partly = [name for name, record in others.items() if not record.has_all_settings]
     if partly:
         yield Paragraph(f"Of {listed(partly, MAX_NAMED)} only the settings that differ from the defaults are known.")
     if without := [name for name in records if name not in with_settings]:

@@ -18,7 +18,7 @@ from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of, score_of
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import OVER_SAMPLES, Interval, of_samples, of_seeds
 from pipeline.evaluate.segmentation.counts import FILE as PIXEL_COUNTS
-from pipeline.evaluate.segmentation.counts import PixelCounts, bootstrap_interval, parse_counts
+from pipeline.evaluate.segmentation.counts import PixelCounts, bootstrap_interval, miou_of, parse_counts, resampled_miou
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin, flops_until
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
@@ -122,7 +122,7 @@ def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions
 class Score:
     """A score on held-out images. step: None if it has none. num_samples: 0 if unknown.
 
-    interval: at 95 %, of a proportion; None where the number of images is unknown.
+    interval: at 95 %, of a proportion, or a mIoU whose pixels are known; None where the number of images is unknown.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Score:
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether it is a proportion of images; only such scores are tested for more than noise."""
+        """Whether it is a proportion of images: such scores are tested for more than noise, and of others the mIoU alone."""
         return self.metric.unit == "proportion"
 
     def __str__(self) -> str:
@@ -217,7 +217,18 @@ class RunRecord:
 
     @cached_property
     def _read_counts(self) -> tuple[PixelCounts | None, str]:
-        return self._parsed(PIXEL_COUNTS, parse_counts) if self.scored.endswith("_miou") else (None, "")
+        if not self.scored.endswith("_miou"):
+            return None, ""
+        counts, problem = self._parsed(PIXEL_COUNTS, parse_counts)
+        if counts is not None and abs(miou_of(counts) - float(self.metrics[self.scored].values[-1])) > 1e-9:
+            return None, f"{PIXEL_COUNTS} is not of the last score, and is ignored"
+        return counts, problem
+
+    @cached_property
+    def resampled_miou(self) -> np.ndarray | None:
+        """The mIoU of resamples of the images of a segmentation; None of other runs, and of fewer than two images."""
+        counts = self.pixel_counts
+        return resampled_miou(counts) if counts is not None and len(counts.rows) > 1 else None
 
     @cached_property
     def _read_predictions(self) -> tuple[LastPredictions | None, str]:
@@ -364,8 +375,8 @@ class RunRecord:
             return Score(title_of(name), value, step, metric=metric)
         num = self.num_evaluated(step)
         interval = of_samples(value, num) if num and metric.unit == "proportion" and 0 <= value <= 1 else None
-        if name.endswith("_miou") and self.pixel_counts is not None and num > 1:
-            interval = Interval(*bootstrap_interval(self.pixel_counts), OVER_SAMPLES)
+        if name.endswith("_miou") and self.resampled_miou is not None:
+            interval = Interval(*bootstrap_interval(self.resampled_miou), OVER_SAMPLES)
         title = title_of(name.removeprefix(f"{self.split}_"))
         return Score(f"{self.split} {title}", value, step, num, interval, metric)
 

@@ -309,6 +309,10 @@ def _settings(record: RunRecord) -> Iterator[Block]:
         for name, value in record.settings.items()
         if name not in PLACES and str(value) != str(defaults.get(name))
     ]
+    if record.kind == "evaluation":
+        yield Heading("Settings")
+        yield Table(("setting", "value"), [(name, value) for name, value, _ in rows])
+        return
     yield Heading("Settings that differ from the defaults")
     yield Table(("setting", "value", "default"), rows)
     kept = "All settings are in config.yaml, which --config accepts." if record.has_all_settings else ""

@@ -16,7 +16,6 @@ import numpy as np
 
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import of_samples, quantile, rounding
-from pipeline.evaluate.segmentation.counts import PixelCounts, resampled_miou
 from pipeline.review.record import RunRecord, as_number
 from pipeline.settings import changes
 from pipeline.settings.run import RunConfig
@@ -90,16 +89,14 @@ def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> ScoreDi
     return ScoreDifference(value, max(-1.0, a - b - half), min(1.0, a - b + half), p, MCNEMAR)
 
 
-def of_same_masks(value: float, first: PixelCounts, second: PixelCounts) -> ScoreDifference:
-    """The mIoU of two models on the same images: the standard error is that of 1,000 resamples of the images, the same ones for both.
+def of_same_masks(value: float, first: np.ndarray, second: np.ndarray, num_images: int) -> ScoreDifference:
+    """The mIoU of two models on the same images, at least two: the standard error is that of resamples of the images, the same for both.
 
-    value: the first mIoU minus the second. p and the interval are of the normal distribution.
+    value: the first mIoU minus the second. first, second: of `resampled_miou`. p and the interval are Student's t's, and the error is
+    that of a sample: without both, few images would seem to say more than they do.
     """
-    error = float(np.std(resampled_miou(first) - resampled_miou(second), ddof=1))
-    half = quantile() * error
-    # Equal predictions differ by 1e-17 through rounding.
-    p = math.erfc(abs(value) / error / math.sqrt(2)) if error > 1e-12 else 1.0
-    return ScoreDifference(value, max(-1.0, value - half), min(1.0, value + half), p, BOOTSTRAP)
+    error = float(np.std(first - second, ddof=1)) * math.sqrt(num_images / (num_images - 1))
+    return _by_t(value, error, num_images - 1, BOOTSTRAP)
 
 
 def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
@@ -227,16 +224,15 @@ def seed_groups(records: Records) -> list[tuple[str, ...]]:
 
 
 def pairs_of(found: Sequence[Contender]) -> list[Pair]:
-    """All pairs that can be tested: with a number of images, or several seeds."""
+    """All pairs that can be tested: with a number of images, the pixels of the same images, or several seeds."""
     predictions = {contender.names: _right(contender) for contender in found}
     tested = []
     for first, second in itertools.combinations(found, 2):
         ours, theirs = predictions[first.names], predictions[second.names]
-        masks = _same_masks(first, second)
         if len(first.values) + len(second.values) > 2:
             difference = of_seeds(first.values, second.values, min(first.num_samples, second.num_samples))
-        elif masks is not None:
-            difference = of_same_masks(first.mean - second.mean, *masks)
+        elif masks := _of_same_masks(first, second):
+            difference = masks
         elif ours is not None and theirs is not None and np.array_equal(ours[0], theirs[0]):
             difference = of_same_images(ours[1], theirs[1])
         elif first.num_samples and second.num_samples:
@@ -274,12 +270,15 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray] | None:
     return (np.stack([found.rows, found.true]), right) if is_of_score else None
 
 
-def _same_masks(first: Contender, second: Contender) -> tuple[PixelCounts, PixelCounts] | None:
-    """The pixel counts of two single runs, if they are of the same images and masks."""
-    a, b = first.records[0].pixel_counts, second.records[0].pixel_counts
-    if a is None or b is None or not (np.array_equal(a.rows, b.rows) and np.array_equal(a.true, b.true)):
+def _of_same_masks(first: Contender, second: Contender) -> ScoreDifference | None:
+    """The difference of the mIoU of two single runs; None if they were not scored on the same images and masks, at least two."""
+    ours, theirs = first.records[0], second.records[0]
+    a, b, resampled = ours.pixel_counts, theirs.pixel_counts, (ours.resampled_miou, theirs.resampled_miou)
+    if a is None or b is None or resampled[0] is None or resampled[1] is None:
         return None
-    return a, b
+    if not (np.array_equal(a.rows, b.rows) and np.array_equal(a.true, b.true)):
+        return None
+    return of_same_masks(first.mean - second.mean, resampled[0], resampled[1], len(a.rows))
 
 
 # ---------------------------------------------------------------------- what can be compared

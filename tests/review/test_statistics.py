@@ -2,17 +2,23 @@
 
 import io
 import math
+from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from review_runs import write_run
 from scipy import stats
 
+from pipeline.base.metric import metric_of
 from pipeline.base.page import markdown
 from pipeline.evaluate import intervals
+from pipeline.evaluate.segmentation.counts import PixelCounts, as_file, miou_of
+from pipeline.monitor.run_page import DatasetFacts
 from pipeline.review import compare, statistics
 from pipeline.review.reader import from_folder
+from pipeline.review.record import RunRecord, Series
 
 
 def test_two_proportions_by_hand() -> None:
@@ -117,6 +123,41 @@ def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
     text = markdown("", list(compare.page(records, compare.groups_of(records), [])))
     assert "The tests over images do not know how much another seed would change a score" in text
     assert "what is more than noise of the seeds on these images may still be noise on others" in text
+
+
+def segmentation(name: str, counts: PixelCounts | None, miou: float | None = None) -> RunRecord:
+    """The record of a segmentation of three images. miou: its score, by default that of the counts."""
+    value = miou if miou is not None or counts is None else miou_of(counts)
+    files = SimpleNamespace(read=lambda file: as_file(counts) if counts and file == "pixel_counts.npz" else None)
+    data = DatasetFacts("street", "masks", "digest", "val", 3, 2, "evaluation")
+    metrics = {"val_miou": Series.of([(0, value, 0)])}
+    return RunRecord(
+        name, "evaluation", f"mlflow:{name}", files, metrics=metrics, declared={"val_miou": metric_of("val_miou")}, datasets=(data,),
+        settings={"layers": name, "lr": "0.1"},
+    )  # fmt: skip
+
+
+def test_segmentations_are_tested_where_their_pixels_are_known(tmp_path: Path) -> None:
+    """One of an earlier version, one of other readable images and one whose file is of another evaluation are named, not tested."""
+    true = np.full((3, 2), 50)
+    good, bad, partly = (
+        PixelCounts(np.arange(3), np.array(right), np.array(right) + (50 - np.array(right))[:, ::-1], true)
+        for right in ([[45, 44], [46, 45], [44, 45]], [[30, 30], [31, 29], [28, 30]], [[40, 40], [41, 40], [40, 42]])
+    )
+    partly = PixelCounts(*(part[:1] for part in astuple(partly)))
+    made = [
+        segmentation("good", good), segmentation("bad", bad), segmentation("partly", partly), segmentation("old", None, 0.5),
+        segmentation("mixed-up", good, 0.7), from_folder(write_run(tmp_path / "training")),
+    ]  # fmt: skip
+    records = {record.name: record for record in made}
+    groups = compare.groups_of(records)
+    (pair,) = [pair for group in groups for pair in group.pairs]
+    assert (pair.first.names, pair.second.names, pair.difference.method) == (("good",), ("bad",), statistics.BOOTSTRAP)
+    assert records["partly"].last_score.interval is None, "of one image"
+    text = markdown("", list(compare.page(records, groups, [])))
+    assert "No difference of partly, old, mixed-up is tested: for an accuracy" in text
+    assert "Of mixed-up, pixel_counts.npz is not of the last score, and is ignored." in text
+    assert "| layers | good | bad | partly | old | mixed-up |" in text, "without the settings of the training"
 
 
 def test_a_run_that_ended_halfway_is_no_seed_of_those_that_did_not(tmp_path: Path) -> None:

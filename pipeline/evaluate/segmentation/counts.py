@@ -12,6 +12,8 @@ from pipeline.base.random_numbers import Purpose
 FILE = "pixel_counts.npz"
 _NAMES = ("rows", "right", "predicted", "true")
 _MAX_BYTES = 1 << 30  # Of one array: a million images in 128 classes.
+# Resamples that are drawn at a time: 8 bytes of each for each image.
+_BLOCK = 50
 _RESAMPLES = 1000
 _BOOTSTRAP = Purpose.named("segmentation bootstrap")
 
@@ -50,29 +52,40 @@ def scores_of(counts: PixelCounts) -> SegmentationScores:
 
     The interval is a percentile bootstrap over images, 1,000 resamples: it holds for other images like these, not for another training.
     """
-    low, high = bootstrap_interval(counts) if len(counts.true) > 1 else (np.nan, np.nan)
-    right, predicted, true = (part.sum(0) for part in (counts.right, counts.predicted, counts.true))
-    iou, recall = _ratio(right, predicted + true - right), _ratio(right, true)
+    low, high = bootstrap_interval(resampled_miou(counts)) if len(counts.true) > 1 else (np.nan, np.nan)
+    right, true, iou = counts.right.sum(0), counts.true.sum(0), _iou(counts)
+    recall = _ratio(right, true)
     accuracy = _ratio(right.sum(), true.sum())
     return SegmentationScores(float(_mean(iou)), low, high, float(accuracy), float(_mean(recall)), iou, recall)
 
 
-def bootstrap_interval(counts: PixelCounts) -> tuple[float, float]:
-    """The 95 % interval of the mIoU over images, at least two."""
-    low, high = np.quantile(resampled_miou(counts), [0.025, 0.975])
+def miou_of(counts: PixelCounts) -> float:
+    """The mIoU of the images together."""
+    return float(_mean(_iou(counts)))
+
+
+def bootstrap_interval(resampled: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of a mIoU over images. resampled: of `resampled_miou`."""
+    low, high = np.quantile(resampled, [0.025, 0.975])
     return float(low), float(high)
 
 
 def resampled_miou(counts: PixelCounts) -> np.ndarray:
-    """float64 (1000,), the mIoU of n images drawn with replacement, which depend on n alone: two models are scored on the same ones."""
+    """float64 (1000,), the mIoU of n images drawn with replacement, which depend on n alone: two models are scored on the same ones.
+
+    Means little for one image.
+    """
     num_images = len(counts.true)
-    rows = random_numbers.bits(0, _BOOTSTRAP, np.arange(_RESAMPLES)[:, None], np.arange(num_images)) % np.uint64(
-        num_images
-    )
-    times = np.stack([np.bincount(row, minlength=num_images) for row in rows.astype(np.int64)]).astype(np.float64)
     # Products of float64 are many times faster than of int64, and exact below 2**53 pixels.
-    right, predicted, true = (times @ part.astype(np.float64) for part in (counts.right, counts.predicted, counts.true))
-    return _mean(_ratio(right, predicted + true - right))
+    parts = [part.astype(np.float64) for part in (counts.right, counts.predicted, counts.true)]
+    found = []
+    for first in range(0, _RESAMPLES, _BLOCK):
+        resamples = np.arange(first, first + _BLOCK)[:, None]
+        rows = random_numbers.bits(0, _BOOTSTRAP, resamples, np.arange(num_images)) % np.uint64(num_images)
+        times = np.stack([np.bincount(row, minlength=num_images) for row in rows.astype(np.int64)]).astype(np.float64)
+        right, predicted, true = (times @ part for part in parts)
+        found.append(_mean(_ratio(right, predicted + true - right)))
+    return np.concatenate(found)
 
 
 def as_file(counts: PixelCounts) -> bytes:
@@ -86,14 +99,24 @@ def parse_counts(content: bytes, where: str) -> PixelCounts:
     """The counts in a file's content. Raises UserError for a damaged one."""
     found = npz.read_arrays(content, where, _NAMES, _MAX_BYTES)
     rows, parts = found["rows"], [found[name] for name in _NAMES[1:]]
-    if any(array.dtype.kind not in "iu" for array in found.values()) or any(
-        part.shape != parts[0].shape or part.ndim != 2 or len(part) != len(rows) or not part.size for part in parts
+    if (
+        any(array.dtype.kind not in "iu" for array in found.values())
+        or rows.ndim != 1
+        or any(
+            part.shape != parts[0].shape or part.ndim != 2 or len(part) != len(rows) or not part.size for part in parts
+        )
     ):
         raise UserError(f"{where} is damaged: its arrays are not counts of the same images and classes.")
     right, predicted, true = parts
-    if right.min() < 0 or (right > np.minimum(predicted, true)).any() or rows.ndim != 1:
+    if right.min() < 0 or (right > np.minimum(predicted, true)).any():
         raise UserError(f"{where} is damaged: it counts more pixels as right than there are.")
     return PixelCounts(**found)
+
+
+def _iou(counts: PixelCounts) -> np.ndarray:
+    """float64 (K,), the intersection over union of each class, NaN for one that is neither predicted nor true."""
+    right, predicted, true = (part.sum(0) for part in (counts.right, counts.predicted, counts.true))
+    return _ratio(right, predicted + true - right)
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:

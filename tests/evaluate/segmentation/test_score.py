@@ -12,7 +12,7 @@ from torch.nn.functional import interpolate
 from pipeline.base.errors import UserError
 from pipeline.evaluate.loaded_model import LoadedModel, load_model
 from pipeline.evaluate.segmentation import score
-from pipeline.evaluate.segmentation.counts import PixelCounts, as_file, parse_counts, scores_of
+from pipeline.evaluate.segmentation.counts import PixelCounts, as_file, parse_counts, resampled_miou, scores_of
 from pipeline.evaluate.segmentation.linear import LinearHead, PatchTokens
 from pipeline.review import statistics
 
@@ -58,15 +58,20 @@ def test_the_interval_is_over_images() -> None:
     assert np.isnan([one.low, one.high]).all()
 
 
-def test_equal_models_differ_as_often_as_the_level_says() -> None:
-    """p is below 0.2 for about a fifth of the pairs that differ by chance alone, and small where one is better on the same images."""
+@pytest.mark.parametrize("num_images", [3, 5, 60])
+def test_equal_models_differ_as_often_as_the_level_says(num_images: int) -> None:
+    """p is below 0.2 for about a fifth of the pairs that differ by chance alone, also of few images."""
     rng, low = np.random.default_rng(2), 0
-    true = np.tile([0, 1], (60, 30))
+    true = np.tile([0, 1], (num_images, 30))
     for _ in range(100):
-        hard = rng.random((60, 1)) < 0.4  # For both models.
-        models = [np.where(hard & (rng.random((60, 60)) < 0.5), 1 - true, true) for _ in range(2)]
-        low += _of_same_masks(true, *models).p < 0.2
-    assert 10 <= low <= 32
+        hard = rng.random((num_images, 1)) < 0.6  # For both models.
+        wrong = [hard & (rng.random((num_images, 60)) < rng.random((num_images, 1))) for _ in range(2)]
+        low += _of_same_masks(true, *(np.where(each, 1 - true, true) for each in wrong)).p < 0.2
+    assert 10 <= low <= 30
+
+
+def test_a_model_that_is_better_on_the_same_images_is_found() -> None:
+    rng, true = np.random.default_rng(2), np.tile([0, 1], (60, 30))
     better = np.where(rng.random((60, 60)) < 0.02, 1 - true, true)
     worse = np.where(rng.random((60, 60)) < 0.03, 1 - better, better)
     found = _of_same_masks(true, better, worse)
@@ -77,10 +82,11 @@ def test_equal_models_differ_as_often_as_the_level_says() -> None:
 
 def _of_same_masks(true: np.ndarray, *predicted: np.ndarray) -> statistics.ScoreDifference:
     first, second = (counted(true, each, 2) for each in predicted)
-    return statistics.of_same_masks(scores_of(first).miou - scores_of(second).miou, first, second)
+    value = scores_of(first).miou - scores_of(second).miou
+    return statistics.of_same_masks(value, resampled_miou(first), resampled_miou(second), len(true))
 
 
-@pytest.mark.parametrize("change", ["more right than true", "another shape", "floats", "other images"])
+@pytest.mark.parametrize("change", ["more right than true", "another shape", "floats", "other images", "one row"])
 def test_counts_that_cannot_be_are_damaged(change: str) -> None:
     counts = counted(np.tile([0, 1], (3, 4)), np.tile([0, 0], (3, 4)), 2)
     back = parse_counts(as_file(counts), "here")
@@ -90,6 +96,7 @@ def test_counts_that_cannot_be_are_damaged(change: str) -> None:
         "another shape": {"true": counts.true[:, :1]},
         "floats": {"predicted": counts.predicted.astype(float)},
         "other images": {"rows": counts.rows[:2]},
+        "one row": {"rows": counts.rows[0]},
     }[change]
     with pytest.raises(UserError, match="here is damaged"):
         parse_counts(as_file(replace(counts, **broken)), "here")
