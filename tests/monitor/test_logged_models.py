@@ -110,7 +110,8 @@ def test_weights_are_looked_up_where_the_runs_of_a_folder_are_tracked(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shared = tmp_path / "shared"
-    found = checkpoint(shared, "a", 10)
+    found, empty = checkpoint(shared, "a", 10), tmp_path / "empty.db"
+    shutil.copy(tmp_path / "mlflow.db", empty)
     shutil.move(tmp_path / "mlflow.db", shared)
     tracked(shared, "a", [found], {10: 0.25})
     (model,) = logged(shared)
@@ -123,6 +124,15 @@ def test_weights_are_looked_up_where_the_runs_of_a_folder_are_tracked(
     shutil.move(shared, tmp_path / "runs")
     shutil.copytree(tmp_path / "runs" / "a", shared / "a")
     assert weights_path(model.model_uri, out="other") == found.path  # Which has no database yet.
+    # Once the run has one, as at a restart and below a study that names it, the weights are still those of runs/.
+    (tmp_path / "other").mkdir()
+    shutil.copy(empty, tmp_path / "other/mlflow.db")
+    assert weights_path(model.model_uri, out="other") == found.path
+    assert weights_path(model.model_uri, default_uri(tmp_path / "other"), out="other/study") == found.path
+    with pytest.raises(
+        UserError, match=r"models:/m-0 is not found in MLflow at sqlite:.*other/.*, nor at sqlite:.*runs/.*"
+    ):
+        weights_path("models:/m-0", out="other")
 
 
 def test_a_checkpoint_that_was_removed_or_trained_again_is_no_model_any_more(tmp_path: Path) -> None:
@@ -306,7 +316,10 @@ def test_a_server_without_logged_models_gets_the_rest(
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("models:/m-0", r"models:/m-0 is not found in MLflow at sqlite:.*m-0.* MLFLOW_TRACKING_URI names the server"),
+        (
+            "models:/m-0",
+            r"models:/m-0 is not found in MLflow at sqlite:.*mlflow\.db\. track\.uri or MLFLOW_TRACKING_URI names the server",
+        ),
         ("models:/photos@best", r"models:/photos@best is not found"),
         ("runs:/0", r"runs:/0 is not found"),
     ],
@@ -320,8 +333,8 @@ def test_other_weights_ask_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert weights_path("runs/a") == "runs/a"
-    for uri in ("", "sqlite:///typo.db"):  # The database would be created there.
-        with pytest.raises(UserError, match=r"models:/a@best: there is no .*\.db: set MLFLOW_TRACKING_URI"):
+    for uri, setting in ("", ""), ("sqlite:///typo.db", r"track\.uri or "):  # The database would be created there.
+        with pytest.raises(UserError, match=rf"models:/a@best: there is no .*\.db: set {setting}MLFLOW_TRACKING_URI"):
             weights_path("models:/a@best", uri, out="elsewhere")
     assert os.listdir(tmp_path) == ["mlflow.db"]  # The fixture's; nothing was asked or written.
 

@@ -119,21 +119,18 @@ class ModelStore(MlflowStore):
         version = found_by(partial(self.client.get_model_version_by_alias, name, alias))
         return version.tags if version else None
 
-    def find_model(self, uri: str) -> tuple[str, dict[str, str]]:
+    def find_model(self, uri: str) -> tuple[str, dict[str, str]] | None:
         """(ID, parameters and tags) of a logged model: models:/ID, models:/NAME@alias, models:/NAME/version, or runs:/ID (its best, else newest).
 
-        Raises UserError if there is none.
+        None if this store has no such model. Raises UserError for a run without models, and if the store does not answer.
         """
         from mlflow.exceptions import MlflowException
 
         try:
-            model = self.client.get_logged_model(self._model_id(uri))
+            model = found_by(lambda: self.client.get_logged_model(self._model_id(uri)))
         except MlflowException as error:
-            raise UserError(
-                f"{uri} is not found in MLflow at {hide_passwords(self.uri)} ({one_line(error)}). track.uri of a run, else "
-                "MLFLOW_TRACKING_URI names the server."
-            ) from None
-        return model.model_id, {**model.params, **model.tags}
+            raise UserError(f"{uri}: MLflow at {hide_passwords(self.uri)} does not answer: {one_line(error)}") from None
+        return None if model is None else (model.model_id, {**model.params, **model.tags})
 
     def _model_id(self, uri: str) -> str:
         scheme, _, name = uri.partition(":/")

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.base.errors import UserError
+from pipeline.base.tracking_uri import sqlite_file
 from pipeline.data.storage.checksum_cache import cache_home
 from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
 from pipeline.monitor.mlflow.reading import open_existing
 from pipeline.monitor.mlflow.refusals import one_line
+from pipeline.monitor.run_page import hide_passwords
+from pipeline.monitor.tracking import default_uri
 from pipeline.process.committed import read_checksums
 
 C = TypeVar("C", bound=Any)  # Settings with a field `weights`.
@@ -35,16 +38,14 @@ def weights_path(
 ) -> str:
     """The path of weights that MLflow names; any other path as it is.
 
-    tracking_uri: by default MLFLOW_TRACKING_URI, else mlflow.db in the folder of runs `out`, or without that file, in runs/. The
-    checkpoint is used where the run wrote it, if it has the hash that MLflow shows; else the weights that were uploaded
-    (track.upload_weights) are downloaded to the cache, once. say: called with a line that names what was found. Raises UserError
-    if there are none.
+    tracking_uri: of a run, else MLFLOW_TRACKING_URI. Where neither is set, or a local database that does not have them, mlflow.db in
+    the folder of runs `out` and in runs/ are asked. The checkpoint is used where the run wrote it, if it has the hash that MLflow
+    shows; else the weights that were uploaded (track.upload_weights) are downloaded to the cache, once. say: called with a line
+    that names what was found. Raises UserError if there are none.
     """
     if not is_uri(weights):
         return weights
-    runs = next((folder for folder in (Path(out), Path("runs")) if (folder / "mlflow.db").is_file()), Path(out))
-    store = open_existing(ModelStore, tracking_uri, runs, f"{weights}: ")
-    model_id, tags = store.find_model(weights)
+    store, model_id, tags = _find_model(weights, tracking_uri, Path(out))
     path, sha256 = tags.get("path", ""), tags.get("sha256", "")
     if not path or not sha256:
         raise UserError(f"{weights} was not logged by this pipeline: it has no tags path and sha256.")
@@ -71,6 +72,22 @@ def weights_path(
             raise UserError(f"{weights}: the download was damaged ({file}, removed). Try again.")
     say(f"{weights}: {file}, downloaded from MLflow")
     return str(file)
+
+
+def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[ModelStore, str, dict[str, str]]:
+    """(store, ID, tags) of a logged model in the first store that has it."""
+    given = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    setting = "track.uri or " if tracking_uri else ""
+    uris = [given] if given else []
+    if not given or sqlite_file(given):  # A run below a grid or a study is given the database of these.
+        uris += [default_uri(folder) for folder in (out, Path("runs")) if (folder / "mlflow.db").is_file()]
+    uris = list(dict.fromkeys(uris or [default_uri(out)]))
+    for uri in uris:
+        store = open_existing(ModelStore, uri, out, f"{weights}: ", setting)
+        if model := store.find_model(weights):
+            return store, *model
+    places = ", nor at ".join(hide_passwords(uri) for uri in uris)
+    raise UserError(f"{weights} is not found in MLflow at {places}. {setting}MLFLOW_TRACKING_URI names the server.")
 
 
 def with_local_weights(config: C) -> C:
