@@ -24,4 +24,11 @@ from pipeline.settings.commands.bench import GpuBenchConfig
 if __name__ == "__main__":
     if sys.argv[1:2] == ["gpu"]:
         del sys.argv[1]
+    elif sys.argv[1:2] in (["train"], ["data"]):
+        script = "measure_engine.py" if sys.argv[1] == "train" else "measure_loading.py"
+        print(
+            f"error: bench.py measures a GPU; tests/measure/{script} does what `bench.py {sys.argv[1]}` did.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     main(GpuBenchConfig, "data_tools.bench.gpu.gpu_bench", __doc__)

@@ -295,14 +295,12 @@ def _refusals(command: str, rest: list[str]) -> list[str]:
     """What every form of the command says against these arguments; [] if one accepts them."""
     errors = []
     for cls, subject, flag in commands()[command]:
-        # launch/bench.py has a command in its first word.
-        for arguments in (rest, rest[1:] if rest and "=" not in rest[0] else rest):
-            try:
-                _check(cls, subject, flag, arguments)
-            except UserError as error:
-                errors.append(str(error))
-            else:
-                return []
+        try:
+            _check(cls, subject, flag, rest[1:] if command == "bench.py" and rest[:1] == ["gpu"] else rest)
+        except UserError as error:
+            errors.append(str(error))
+        else:
+            return []
     return errors
 
 

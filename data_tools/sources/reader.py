@@ -67,14 +67,15 @@ class Reader:
 def read_thumbnail(tar: str, offset: int, size: int, side: int) -> np.ndarray | None:
     """The pixels of an image of a shard, (H, W, 3) uint8, reduced to at most `side`; None if it is unreadable.
 
-    Raises StorageError when the store fails.
+    Raises StorageError and LostError when the store or the machine fails.
     """
     try:
         with Reader() as reader:
             image = Image.fromarray(decode(reader.read(tar, offset, size, packed=0)))
     except StorageError:
         raise
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        raise_if_lost(error, tar)
         return None
     image.thumbnail((side, side))
     return np.asarray(image)

@@ -340,8 +340,10 @@ def test_resize_makes_large_images_small_and_copies_the_others(ray_cluster, tmp_
     assert rows["dog/small"]["size"] == len(small)
 
 
-def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int) -> None:
+def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(where: str) -> None:
+        if where == "lost":
+            raise ray_tasks.LostError("1.jpg cannot be read: Input/output error.")
         if where == "here":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "train-000000.tar")
         raise UserError("repair it")
@@ -351,6 +353,11 @@ def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int) -> None:
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "train-000000.tar")
     with pytest.raises(UserError, match=r"^repair it$"):
         list(ray_tasks.run_tasks(fail, ["there"], print, limit=1))
+    monkeypatch.setattr(ray_tasks.tasks, "RETRY_PAUSES", [0.0])
+    told: list[str] = []
+    with pytest.raises(UserError, match=r"gave up on a task after 1 retry: .*Input/output error.*"):
+        list(ray_tasks.run_tasks(fail, ["lost"], told.append, limit=1))
+    assert len(told) == 1
 
 
 def test_tasks_in_flight_are_bounded_however_many_there_are(ray_cluster: int) -> None:

@@ -259,3 +259,4 @@ def test_the_whole_benchmark_on_a_cpu(forge: Forge, tmp_path: Path, monkeypatch:
     assert [row["batch"] for row in found.values()] == [2] * 2, "what fits, instead of 4"
     assert sum("data_wait" in row for row in rows) == 2, "with few and with many log lines"
     assert "A log line every step costs" in said
+    assert not list(tmp_path.glob("tmp*")), "runs from shards that were left"
