@@ -70,17 +70,14 @@ class ManifestIndex:
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """The content of index.json. lengths: of the columns. xxh128: hex, of their files. check: checksum of the other fields.
-
-    Other formats may have other fields.
-    """
+    """The content of index.json. lengths: of the columns. xxh128: hex, of their files. check: checksum of the other fields."""
 
     format: str
-    lengths: dict[str, int] = field(default_factory=dict)
-    max_labels: int = 0
-    max_label: int = -1
-    xxh128: dict[str, str] = field(default_factory=dict)
-    check: str = ""
+    lengths: dict[str, int]
+    max_labels: int
+    max_label: int
+    xxh128: dict[str, str]
+    check: str
 
 
 def open_index(name: str, places: Sequence[Path], read: Read) -> ManifestIndex:
@@ -147,9 +144,10 @@ def _map(folder: Path, remember: bool = True) -> ManifestIndex | None:
     remember: skip files that were verified before and have not been written since.
     """
     try:
-        info = json_record.read(folder / _INFO, IndexInfo)
-        if info.format != _FORMAT:
+        content = json_record.read(folder / _INFO, dict[str, Any])
+        if content.get("format") != _FORMAT:
             return None
+        info = json_record.convert(content, IndexInfo, str(folder / _INFO))
         if info.check != _check(dataclasses.asdict(info)):
             raise _DamagedError(f"{_INFO} does not match its checksum")
         columns: dict[str, Any] = {column: _map_column(folder / column, info, remember) for column in COLUMNS}

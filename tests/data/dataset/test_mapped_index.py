@@ -153,9 +153,11 @@ def test_another_manifest_in_the_same_folder_has_an_index_of_its_own(
     assert open_dataset(new).split("train").labels_of(3).tolist() == [7]
 
 
-def test_an_index_of_an_earlier_format_is_no_damage_and_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_labels", ["1", '"one"'])
+def test_an_index_of_another_format_is_no_damage_and_is_made_again(tmp_path: Path, max_labels: str) -> None:
     (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "index.json").write_text('{"format": "vit-index/1", "lengths": {}, "max_labels": 1}')
+    text = f'{{"format": "vit-index/1", "lengths": {{}}, "max_labels": {max_labels}}}'
+    (tmp_path / "train" / "index.json").write_text(text)
     assert mapped_index.damage(tmp_path, "train", read) is None
     check(open_index("train", [tmp_path], read))
     assert json.loads((tmp_path / "train" / "index.json").read_text())["format"] == "vit-index/2"
