@@ -1,6 +1,6 @@
 """What a run can learn: `objective.py` is the interface, classification.py the objective to read first.
 
-Imports model/, data/loading, settings/, checkpoint/, monitor/ and base/. Used by most rooms.
+Imports architecture/, model/, data/loading, settings/, checkpoint/, monitor/ and base/. Used by most rooms.
 """
 
 import importlib

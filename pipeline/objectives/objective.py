@@ -98,7 +98,7 @@ class Objective(nn.Module):
         }  # fmt: skip
         if (given := [name for name, value in of_classes.items() if value]) and not cls.predicts_classes:
             raise UserError(
-                f"train.loss = {config.train.loss} predicts no classes: leave out {' and '.join(given)}, or use an objective that does, "
+                f"train.loss = {config.train.loss} predicts no classes: leave out {', '.join(given)}, or use an objective that does, "
                 "as softmax."
             )
         if config.optimizer.ema_decay and cls.teacher_momentum is not Objective.teacher_momentum:

@@ -141,6 +141,10 @@ def build_saved(cls: type[T], tree: Any, where: str) -> T:
     return converter.convert(tree, cls, "")
 
 
+# Settings of runs that no longer exist, with their defaults: the config.yaml of an earlier run has them, and is a --config, too.
+_GONE = {"profile.communication": False}
+
+
 class _SettingsConverter(Converter):
     """Converts YAML values to settings; some text is a number to the user (1e-3), and a single value is a list of one."""
 
@@ -175,8 +179,9 @@ class _SettingsConverter(Converter):
             shown = as_typed(tree)
             raise UserError(f"{self.where}: {name or 'the file'} must be a mapping of settings, not {shown}.")
         prefix, hints = f"{name}." if name else "", json_record.type_hints(kind)
-        for key in tree:
-            if key not in hints and not self.ignores_unknown:
+        for key, value in tree.items():
+            is_gone = f"{prefix}{key}" in _GONE and value == _GONE[f"{prefix}{key}"]
+            if key not in hints and not self.ignores_unknown and not is_gone:
                 guess = _did_you_mean(kind, prefix, str(key))
                 raise UserError(f"{self.where}: unknown setting {prefix}{as_typed(key)}.{guess}")
         # `out=$OUT` with a variable that is not set is no choice of the current folder.

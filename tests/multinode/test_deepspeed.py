@@ -151,6 +151,8 @@ def test_ranks_on_all_hosts_stop_when_their_launcher_is_gone(
     assert status
     assert (status.status, status.code, status.step) == ("stopped", RESUME, max(metrics(folder))), log.read_text()
     assert re.fullmatch(r"the end of its launcher \((pdsh|the ssh connection), process \d+\)", status.reason)
+    log_of_run = (folder / "log.txt").read_text()
+    assert f"at step {status.step:,}, which is committed: the same command resumes it (exit code 75)" in log_of_run
     process.wait()
 
 

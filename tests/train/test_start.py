@@ -16,12 +16,15 @@ import torch
 from forked import Forge
 from polling import until
 from ranks import settings
+from safetensors.torch import save_file
 from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import Stopped, UserError
+from pipeline.lifecycle.run_folder import Status, read_status
+from pipeline.model.weights import safetensors_metadata
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -187,6 +190,17 @@ def test_weights_in_no_file_are_refused(dataset: Path, tmp_path: Path) -> None:
         start.prepare(schema.load(RunConfig, None, given))
 
 
+def test_weights_are_named_from_within_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`init.weights=step-00000006` ended with a traceback."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
+    checkpoint.mkdir(parents=True)
+    model = models.create("ViT-mu/8", 16, 4)
+    save_file(model.state_dict(), checkpoint / "model.safetensors", safetensors_metadata(model.config, {}))
+    for place, name in ((checkpoint.parent, checkpoint.name), (checkpoint.parents[1], "checkpoints/step-00000006")):
+        monkeypatch.chdir(place)
+        assert models.read_weights(name).config.num_classes == 4
+
+
 def test_the_launcher_is_checked_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:
     run = settings(dataset, tmp_path, "x")
     (said,) = refused("pretrain", run, RANK="x")
@@ -207,6 +221,19 @@ def test_missing_weights_are_said_before_a_run_is_there(forge: Forge, dataset: P
     assert rank.wait() == [2], rank.said()
     assert rank.said() == "error: /nowhere: no such file or folder.\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ranks
+def test_weights_that_an_objective_cannot_train_end_a_run_in_one_line(
+    forge: Forge, dataset: Path, tmp_path: Path
+) -> None:
+    models.save(models.create("ViT-mu/8", 16, 4, small_stem=[16]), tmp_path / "stem.pt")
+    given = [text for text in settings(dataset, tmp_path, "x", "train.loss=mae") if not text.startswith("model.")]
+    rank = forge.start(1, [*given, f"init.weights={tmp_path / 'stem.pt'}"])
+    assert rank.wait() == [2], rank.said()
+    (line,) = [line for line in rank.said().splitlines() if "rror" in line]
+    assert "mae trains a plain ViT" in line
+    assert read_status(tmp_path / "x") == Status("refused", 0, 2, line.removeprefix("error: "))
 
 
 @pytest.mark.ranks
