@@ -127,6 +127,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     ends(run)
     # The fourth step, which was under way, and the one after it.
     assert status() == Status("stopped", 5, RESUME, "SIGUSR1")
+    assert "stopped by SIGUSR1 at step 5, which is committed: the same command resumes it (exit code 75)" in run.said()
     assert max(metrics(folder)) == 5
     assert holder(folder) is None
 

@@ -1,4 +1,4 @@
-"""Scores of a segmentation by its counts of pixels, and whether two of them differ. Shapes: n images, K classes. Needs numpy only."""
+"""Scores of a segmentation by its counts of pixels, and of resamples of its images. Shapes: n images, K classes. Needs numpy only."""
 
 import io
 from dataclasses import asdict, dataclass
