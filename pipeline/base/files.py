@@ -180,6 +180,32 @@ def hidden_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def new_output(out: Path, is_folder: bool) -> Iterator[Path]:
+    """A path in a hidden folder beside `out`, which is renamed to `out` when the block succeeds. Missing parents of `out` are made.
+
+    is_folder: whether `out` will be a folder; then nothing may be there. A file is replaced. Raises UserError for what is there.
+    """
+    if out.is_dir() or (is_folder and out.exists()):
+        raise UserError(
+            f"{out} is an existing {'folder' if out.is_dir() else 'file'}. Remove it, or choose another path."
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(out.parent, [out.name])  # It may have gigabytes.
+    try:
+        with hidden_folder(out) as folder:
+            yield folder / out.name
+            if is_folder and out.exists():
+                raise UserError(f"{out} was made by another process meanwhile. Choose another path.")
+            sync_tree(folder / out.name)  # Not all of the libraries that write it do so.
+            os.replace(folder / out.name, out)
+            sync_folder(out.parent)
+    except OSError as error:
+        if error.errno is not None:
+            error.filename, error.filename2 = str(out), None  # The error names the hidden path, or none.
+        raise
+
+
 def remove_unfinished(folder: Path, names: Container[str]) -> None:
     """Remove what killed processes left when they replaced files of these names. What is being written now stays."""
     for hidden in folder.glob(".*.tmp"):

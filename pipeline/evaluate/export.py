@@ -6,9 +6,7 @@ this project's own reader, and the output says so.
 
 import importlib.util
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
-from pipeline.base.files import hidden_folder, remove_unfinished, sync_folder, sync_tree
+from pipeline.base.files import new_output
 from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
@@ -94,7 +92,7 @@ def run(config: ExportConfig) -> LogitDifference:
 
     # ------------------------------------------------------------------ written, and compared with the target program
     out = Path(config.out)
-    with _unfinished(out, config.format) as unfinished:
+    with new_output(out, config.format in _FOLDERS) as unfinished:
         _write(model, config.format, unfinished, extra)
         name, forward = _other_side(config.format, unfinished, model.config)
         if forward is None:
@@ -112,7 +110,7 @@ def _export_mae(config: ExportConfig, path: Path, content: Weights) -> LogitDiff
     model = Mae.from_weights(content, print)
     if model is None:
         raise UserError(f"{path}: holds no decoder of MAE, as a run with train.loss=mae does. Use another format.")
-    with _unfinished(Path(config.out), config.format) as unfinished:
+    with new_output(Path(config.out), config.format in _FOLDERS) as unfinished:
         export_mae.write(model, config.format, unfinished, content.extra.get("preprocessing", {}))
         name, *found = export_mae.compare(model, config.format, unfinished)
         difference = LogitDifference(*found)
@@ -201,29 +199,6 @@ def _write_graph(model: Model, form: str, path: Path, metadata: dict[str, str]) 
     except torch.onnx.OnnxExporterError as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise UserError(f"torch.onnx cannot write this model ({reason}). Use format=torch_export.") from error
-
-
-@contextmanager
-def _unfinished(out: Path, form: str) -> Iterator[Path]:
-    """A path in a hidden folder beside `out`, which is renamed to `out` when the block succeeds."""
-    if out.is_dir() or (form in _FOLDERS and out.exists()):
-        raise UserError(
-            f"{out} is an existing {'folder' if out.is_dir() else 'file'}. Remove it, or choose another path."
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(out.parent, [out.name])  # It may have gigabytes.
-    try:
-        with hidden_folder(out) as folder:
-            yield folder / out.name
-            if form in _FOLDERS and out.exists():
-                raise UserError(f"{out} was made by another process meanwhile. Choose another path.")
-            sync_tree(folder / out.name)  # Not all of the libraries that write it do so.
-            os.replace(folder / out.name, out)
-            sync_folder(out.parent)
-    except OSError as error:
-        if error.errno is not None:
-            error.filename, error.filename2 = str(out), None  # The error names the hidden path, or none.
-        raise
 
 
 # ---------------------------------------------------------------------- other programs

@@ -1,4 +1,4 @@
-"""Figures of many images: attention maps, Grad-CAM maps, predictions, and similar images.
+"""Figures of many images: attention maps, Grad-CAM maps, predictions, similar images, and images to label.
 
 Pixels are uint8 (n, S, S, 3), as the model reads them; maps are float32 (n, h, w).
 """
@@ -162,16 +162,28 @@ def draw_predictions(
         is_right = name == prediction
         lines = [name, f"{'✓' if is_right else '✗'} {prediction}: {share:.0%}"]
         tiles.append(Tile(image, lines, _RIGHT if is_right else _WRONG))
-    return gallery([tiles[i : i + MAX_IMAGES] for i in range(0, len(tiles), MAX_IMAGES)], "Predictions", note)
+    return gallery(_in_rows(tiles), "Predictions", note)
 
 
 def draw_neighbours(image: np.ndarray, caption: str, pixels: np.ndarray, captions: Sequence[Sequence[str]]) -> Figure:
     """An image, and below it the most similar ones, the most similar first. captions: lines over each of `pixels`."""
-    tiles = [Tile(picture, lines) for picture, lines in zip(pixels, captions, strict=True)]
-    rows = [[Tile(image, [caption])], *(tiles[i : i + MAX_IMAGES] for i in range(0, len(tiles), MAX_IMAGES))]
+    rows = [[Tile(image, [caption])], *_in_rows(_captioned(pixels, captions))]
     note = "The first image, and those whose features have the largest cosine similarity to its own."
     return gallery(rows, "Similar images", note)
 
 
+def draw_choice(pixels: np.ndarray, captions: Sequence[Sequence[str]], note: str) -> Figure:
+    """Images to label, in order. captions: lines over each of `pixels`."""
+    return gallery(_in_rows(_captioned(pixels, captions)), "Images to label first", note)
+
+
+def _captioned(pixels: np.ndarray, captions: Sequence[Sequence[str]]) -> list[Tile]:
+    return [Tile(image, lines) for image, lines in zip(pixels, captions, strict=True)]
+
+
+def _in_rows(tiles: list[Tile]) -> list[list[Tile]]:
+    return [tiles[i : i + MAX_IMAGES] for i in range(0, len(tiles), MAX_IMAGES)]
+
+
 def _inputs(pixels: np.ndarray, captions: Sequence[str]) -> list[Tile]:
-    return [Tile(image, [caption]) for image, caption in zip(pixels, captions, strict=True)]
+    return _captioned(pixels, [[caption] for caption in captions])

@@ -15,6 +15,7 @@ import torch
 from model_parts import ALL_PARTS, randomised
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import new_output
 from pipeline.evaluate import export
 from pipeline.model import create, files, load, read_weights, resample_positions, safetensors_metadata, save
 from pipeline.model.files import write_safetensors
@@ -330,7 +331,7 @@ def test_what_a_killed_export_left_is_removed(weights, tmp_path):
     out = tmp_path / "out" / "timm"
     out.parent.mkdir()
     if (pid := os.fork()) == 0:
-        with export._unfinished(out, "timm") as unfinished:
+        with new_output(out, is_folder=True) as unfinished:
             unfinished.mkdir()
             os._exit(9)
     os.waitpid(pid, 0)

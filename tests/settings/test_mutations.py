@@ -24,7 +24,7 @@ CLASSES = {"data": data.ShardConfig, "index": data.IndexConfig, "grid": reports.
 FILES = [(path, CLASSES.get(path.parent.name, RunConfig)) for path in sorted((ROOT / "configs").rglob("*.yaml"))
          if path.name != "prepare.yaml"]  # fmt: skip
 OTHERS = [data.VerifyConfig, data.StatsConfig, data.DedupConfig,
-          weights.ScoreConfig, weights.PredictConfig, weights.ExplainConfig, weights.FeaturesConfig, weights.ExportConfig,
+          weights.ScoreConfig, weights.PredictConfig, weights.ExplainConfig, weights.FeaturesConfig, weights.ChooseConfig, weights.ExportConfig,
           operate.SamplesConfig, operate.SuperviseConfig, operate.PlanConfig,
           data.VtabPrepareConfig, reports.CompareConfig, reports.VtabReportConfig]  # fmt: skip
 VALUES = [

@@ -29,6 +29,8 @@ Drawing = Literal[
     "filters",
     "cost",
 ]
+# Of launch/choose.py: with 40,000, the similarities of all pairs take 6.4 GB.
+MAX_CANDIDATES = 40_000
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 
 
@@ -199,6 +201,33 @@ class FeaturesConfig(LookConfig):
             raise UserError(f"out = {as_typed(self.out)} must end with .parquet.")
         if self.sheet and not (self.like and self.sheet.endswith(".png")):
             raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png, and needs like=IMAGE.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChooseConfig(LookConfig):
+    """The images that are worth labelling first."""
+
+    num: int = setting(
+        REQUIRED, "Number of images to choose; the first of more are the same.", min=1, max=MAX_CANDIDATES
+    )
+    candidates: int = setting(
+        10_000,
+        "Images that are looked at and chosen from, a random part of more. All are compared with each other: 0.4 GB of memory for "
+        "10,000, four times as much for twice as many.",
+        min=1,
+        max=MAX_CANDIDATES,
+    )
+    labelled: list[str] = setting(
+        list, "Images that have labels already: what resembles them is not chosen again. As for images.", path=True
+    )
+    labelled_split: str = setting("train", "If labelled is a data set: its split.", needs="labelled")
+    seed: int = setting(0, "Seed of the random part.", min=0, max=MAX_SEED)
+    out: str = setting(REQUIRED, "New folder for the chosen images, their table and their sheet", output="new")
+
+    def check(self) -> None:
+        """Check the number of images. Raises UserError."""
+        if self.num > self.candidates:
+            raise UserError(f"num = {self.num:,} is more than candidates = {self.candidates:,}. Raise candidates, too.")
 
 
 @dataclass(frozen=True, kw_only=True)

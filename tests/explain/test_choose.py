@@ -1,0 +1,155 @@
+"""launch/choose.py: the choice is the greedy one, what has labels is not chosen again, and the new folder is all or nothing."""
+
+import csv
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline import model as models
+from pipeline.base.errors import UserError
+from pipeline.explain import choose, coverage
+from pipeline.settings import schema
+from pipeline.settings.commands.weights import ChooseConfig
+
+SIDE = 8
+COLOURS = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220)}
+
+
+def directions(num: int, seed: int = 0, width: int = 5) -> np.ndarray:
+    values = np.random.default_rng(seed).normal(size=(num, width))
+    return coverage.directions(values, values.mean(0))
+
+
+def covers(images: np.ndarray, chosen: list[int], covered: np.ndarray | None = None) -> float:
+    best = (images @ images[chosen].T).max(1, initial=-1.0)
+    return float((best if covered is None else np.maximum(best, covered)).sum())
+
+
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_each_image_adds_most_to_those_before(has_labels: bool) -> None:
+    images = directions(60)
+    covered = coverage.nearest(images, directions(4, seed=1))[0] if has_labels else None
+    chosen = coverage.choose(images, 12, covered).tolist()
+    for count, image in enumerate(chosen):
+        sums = [covers(images, [*chosen[:count], other], covered) for other in range(len(images))]
+        assert sums[image] == pytest.approx(max(sums), abs=1e-4)
+    assert len(set(chosen)) == 12
+    assert coverage.choose(images, 5, covered).tolist() == chosen[:5]
+
+
+def test_it_is_near_the_best_choice() -> None:
+    for seed in range(5):
+        images = directions(12, seed)
+        best = max(covers(images, list(some)) for some in itertools.combinations(range(12), 3))
+        found = covers(images, coverage.choose(images, 3).tolist())
+        assert found + 12 >= (1 - 1 / np.e) * (best + 12)
+
+
+def test_directions_and_nearest() -> None:
+    values = np.array([[3.0, 1.0], [1.0, 1.0], [1.0, 3.0]])
+    found = coverage.directions(values, np.array([1.0, 1.0]))
+    assert found.tolist() == [[1, 0], [0, 0], [0, 1]]
+    similarity, at = coverage.nearest(found, found[[2, 0]])
+    assert similarity.tolist() == [1, 0, 1]
+    assert at.tolist() == [1, 0, 0]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Twelve red, six green and three blue images, each with some noise, in one folder."""
+    rng, folder = np.random.default_rng(0), tmp_path / "photos"
+    folder.mkdir()
+    for (name, colour), num in zip(COLOURS.items(), (12, 6, 3), strict=True):
+        for number in range(num):
+            pixels = np.clip(np.array(colour) + rng.integers(-20, 20, (SIDE, SIDE, 3)), 0, 255)
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{name}_{number:02}.png")
+    return folder
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    model = models.create("ViT-mu/4", SIDE, 0)
+    models.save(model, tmp_path / "random.pt", {"preprocessing": {"image_size": SIDE, "eval_crop": "resize"}})
+    return tmp_path / "random.pt"
+
+
+def run(weights: Path, images: Path, out: Path, num: int, *more: str) -> list[str]:
+    given = [f"weights={weights}", f"images={images}", f"out={out}", f"num={num}", "device=cpu", "batch=8", *more]
+    return choose.run(schema.load(ChooseConfig, None, given))
+
+
+def colours(keys: list[str]) -> list[str]:
+    return [Path(key).stem.partition("_")[0] for key in keys]
+
+
+def test_the_folder_has_the_images_their_table_and_their_sheet(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photos / "broken.png").write_bytes(b"junk")
+    out = tmp_path / "new" / "to_label"
+    keys = run(weights, photos, out, 3)
+    assert sorted(colours(keys)) == ["blue", "green", "red"]
+    assert sorted(os.listdir(out)) == ["1.png", "2.png", "3.png", "choice.csv", "sheet.png"]
+    with (out / "choice.csv").open() as text:
+        table = list(csv.DictReader(text))
+    assert [list(row) for row in table] == [["path", "label", "key", "stands_for"]] * 3
+    assert [row["key"] for row in table] == keys
+    assert {row["label"] for row in table} == {""}
+    for row in table:
+        assert (out / row["path"]).read_bytes() == Path(row["key"]).read_bytes()
+    # Of 22 images 21 can be read: each colour's image stands for its own, in proportion to all.
+    shares = dict(zip(colours(keys), (int(row["stands_for"]) for row in table), strict=True))
+    assert shares == {"red": round(12 / 21 * 22), "green": round(6 / 21 * 22), "blue": round(3 / 21 * 22)}
+    said = capsys.readouterr().out
+    assert "broken.png  cannot be read: no image: begins with b'junk'" in said
+    assert "images: 1 unreadable image of 22 left out\n" in said
+    assert f"3 of 21 candidates of 22 images chosen, in {out}\n" in said
+    with Image.open(out / "sheet.png") as sheet:
+        assert sheet.width > 300
+
+
+def test_what_resembles_labelled_images_is_not_chosen(weights: Path, photos: Path, tmp_path: Path) -> None:
+    labelled = tmp_path / "labelled"
+    labelled.mkdir()
+    for name in ("red_00.png", "blue_01.png"):
+        (labelled / name).write_bytes((photos / name).read_bytes())
+    assert colours(run(weights, photos, tmp_path / "out", 1, f"labelled={labelled}")) == ["green"]
+    assert colours(run(weights, photos, tmp_path / "alone", 1)) == ["red"]
+
+
+def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, tmp_path: Path) -> None:
+    few = [
+        run(weights, photos, tmp_path / str(number), 4, "candidates=4", f"seed={seed}")
+        for number, seed in enumerate((0, 0, 1))
+    ]
+    assert few[0] == few[1]
+    assert set(few[0]) != set(few[2])
+
+
+@pytest.mark.parametrize(
+    ("num", "more", "message"),
+    [
+        (5, "candidates=4", "num = 5 is more than candidates = 4. Raise candidates, too."),
+        (30, "seed=1", "images has 21 readable images, fewer than num = 30."),
+        (3, "labelled=nowhere", "labelled"),
+        (3, "labelled_split=val", "labelled_split = val has no effect without labelled"),
+    ],
+)  # fmt: skip
+def test_mistakes_leave_nothing(num: int, more: str, message: str, weights: Path, photos: Path, tmp_path: Path) -> None:
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+        run(weights, photos, tmp_path / "out", num, more)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_labels_in_a_folder_are_never_replaced(weights: Path, photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "choice.csv").write_text("path,label\n1.png,cat\n")
+    with pytest.raises(UserError, match="is an existing folder"):
+        run(weights, photos, out, 3)
+    assert (out / "choice.csv").read_text() == "path,label\n1.png,cat\n"
