@@ -61,7 +61,7 @@ class WeightsConfig:
     least_bad: ClassVar[int] = 1
     max_bad_share: float = share(
         0.001,
-        "Share of unreadable images above which the command stops; predict, features, explain and segment's apply allow at least 10, unless it is 0.",
+        "Share of unreadable images above which the command stops; predict, features, choose, explain and segment's apply allow at least 10, unless it is 0.",
     )
     batch: int = batch_size(64, "Images per forward pass.")
     threads: int = cpu_threads(2, "Decoding threads.")
