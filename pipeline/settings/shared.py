@@ -31,8 +31,7 @@ def mlflow_of_runs(what: str) -> Any:
     """Where a command sends what it makes of many runs, and the runs."""
     return mlflow_uri(
         f"MLflow tracking URI of the {what} and its runs; none sends no {what}. Empty is track.uri of the runs, else "
-        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false. A URI with a password belongs into track.uri of the runs' "
-        "file, because `ps` shows the command line of each run, which has this one."
+        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false."
     )
 
 
