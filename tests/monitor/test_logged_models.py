@@ -133,6 +133,14 @@ def test_weights_are_looked_up_where_the_runs_of_a_folder_are_tracked(
         UserError, match=r"models:/m-0 is not found in MLflow at sqlite:.*other/.*, nor at sqlite:.*runs/.*"
     ):
         weights_path("models:/m-0", out="other")
+    # A server is asked below a study, too, whose runs are given its database.
+    shutil.move(tmp_path / "runs/mlflow.db", tmp_path / "server.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/server.db")
+    assert weights_path(model.model_uri, default_uri(tmp_path / "other"), out="other/study") == found.path
+    with pytest.raises(UserError, match=r"m-0 is not found in MLflow at sqlite:.*server\.db, nor at sqlite:.*other/"):
+        weights_path("models:/m-0", default_uri(tmp_path / "other"), out="other/study")
+    with pytest.raises(UserError, match=r"nowhere.db"):  # One that the user has set goes before it.
+        weights_path(model.model_uri, default_uri(tmp_path / "nowhere.db"), out="other/study")
 
 
 def test_a_checkpoint_that_was_removed_or_trained_again_is_no_model_any_more(tmp_path: Path) -> None:

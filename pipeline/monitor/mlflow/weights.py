@@ -76,10 +76,12 @@ def weights_path(
 
 def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[ModelStore, str, dict[str, str]]:
     """(store, ID, tags) of a logged model in the first store that has it."""
-    given = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    server = os.environ.get("MLFLOW_TRACKING_URI", "")
     setting = "track.uri or " if tracking_uri else ""
-    uris = [given] if given else []
-    if not given or sqlite_file(given):  # A run below a grid or a study is given the database of these.
+    # A run below a grid or a study is given their default database, and looks where one without a track.uri would, before that.
+    given = [server, tracking_uri] if tracking_uri == default_uri(out.parent) else [tracking_uri or server]
+    uris = [uri for uri in given if uri]
+    if not uris or sqlite_file(uris[-1]):
         uris += [default_uri(folder) for folder in (out, Path("runs")) if (folder / "mlflow.db").is_file()]
     uris = list(dict.fromkeys(uris or [default_uri(out)]))
     for uri in uris:
