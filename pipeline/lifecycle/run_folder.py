@@ -14,6 +14,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -151,6 +152,26 @@ def read_settings(path: Path) -> RunConfig:
     """Read config.json, without settings that no longer exist. Raises FileNotFoundError, and UserError for a damaged file."""
     file = path / "config.json"
     return schema.build_saved(RunConfig, json_record.read(file, dict[str, Any]), str(file))
+
+
+def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UserError if a checkpoint was made by another run that has the same place in checkpoint.folder, as its name is the same.
+
+    path: of the checkpoint. then, now: settings by dotted name, of the run that made it and of this one.
+    """
+    names = ("out", "name", "checkpoint.folder")
+    (out, name, _), (own_out, own_name, folder) = ([str(of.get(key, "")) for key in names] for of in (then, now))
+    other = Path(out, name)
+    if not folder or other.resolve() == Path(own_out, own_name).resolve():
+        return
+    try:
+        settings = read_settings(other)
+    except (OSError, UserError):  # It was moved, and this run is it.
+        return
+    if Path(settings.checkpoint.folder, settings.name).resolve() == Path(folder, own_name).resolve():
+        raise UserError(
+            f"{path} is of the run {other}, whose checkpoints have the same place. Choose another checkpoint.folder, or remove that run."
+        )
 
 
 def read_end(path: Path) -> Status | None:

@@ -21,6 +21,7 @@ from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.estimate.plan import Plan, accumulation
+from pipeline.lifecycle.run_folder import refuse_checkpoint_of_another
 from pipeline.model import Model
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.objectives.classification import classes_note, moved_class
@@ -97,6 +98,7 @@ def changes_since(state: State, now: dict[str, Any]) -> list[Change]:
 def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
     state = read_state(path)
+    refuse_checkpoint_of_another(path, state.identity, now)
     changed = changes_since(state, now)
     seen = batches_before(state.step, state.left_out)
     then_mixed, now_mixed = (mixed_until(identity, seen) for identity in (state.identity, now))

@@ -19,7 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder, read_state
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
-from pipeline.lifecycle.run_folder import Status, holder, read_settings
+from pipeline.lifecycle.run_folder import Status, holder, read_settings, refuse_checkpoint_of_another
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process import waits
 from pipeline.process.committed import checkpoints_of
@@ -159,12 +159,12 @@ def trained_otherwise(run: ChildRun) -> str:
     """How settings differ from those that a run was trained with so far; empty if it is to go on, or has no checkpoint.
 
     It would go on from its checkpoint, partly trained with each, and be reported as one of today's settings. Raises UserError if
-    neither its config.json nor a checkpoint tells the settings.
+    neither its config.json nor a checkpoint tells the settings, and if its checkpoint is of another run.
     """
     problem, changed = "", list[Change]()
     try:
         changed = _trained_changes(run, objectives.flat_settings(read_settings(run.folder)))
-        if not changed:
+        if not changed and how_ended(run) is not None:
             return ""
     except FileNotFoundError:
         problem = f"{run.folder / 'config.json'} is missing."
@@ -173,10 +173,14 @@ def trained_otherwise(run: ChildRun) -> str:
     found = _saves(run)
     if not found:
         return ""
-    # It goes on from a checkpoint whatever is left of its config.json.
-    for path in found if problem else []:
+    # It goes on from a checkpoint whatever its config.json says.
+    for path in found if problem or not changed else []:
+        identity: dict[str, Any] | None = None
         with contextlib.suppress(UserError):
-            changed, problem = _trained_changes(run, read_state(path).identity), ""
+            identity = read_state(path).identity
+        if identity is not None:
+            refuse_checkpoint_of_another(path, identity, objectives.flat_settings(run.config))
+            changed, problem = _trained_changes(run, identity), ""
             break
     inside = (run.folder / "checkpoints").absolute()
     elsewhere = list(dict.fromkeys(str(path.parent) for path in found if path.parent != inside))

@@ -38,6 +38,7 @@ from pipeline.review.reader import from_folder
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import CompareConfig, GridConfig
 from pipeline.settings.quantities import Limit
+from pipeline.train import resume
 from pipeline.train.run_facts import datasets_of
 from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun, make_child, read_outcome, trained_otherwise
@@ -493,6 +494,35 @@ def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_p
     (cell.folder / "config.json").write_text(written)
     (cell.folder / "scores.json").write_text('{"step": 12, "top1": 0.0, "loss": null, "num_samples": 37}')
     assert "no finite loss" in str(read_outcome(cell)), "it counts as diverged, instead of being run again without end"
+
+
+def test_runs_of_two_grids_do_not_go_on_from_each_others_checkpoints(data: Path, tmp_path: Path) -> None:
+    """With one checkpoint.folder, runs of the same name have the same place. Begun together, the second went on from the first's."""
+    (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(data)))
+
+    def cell(of: str, lr: float) -> ChildRun:
+        given = [f"out={tmp_path}/{of}", "init.weights=x", f"optimizer.lr={lr}", f"checkpoint.folder={tmp_path}/large"]
+        return make_child("lr-0.1", str(tmp_path / "run.yaml"), ["name=lr-0.1", *given])
+
+    first, second = cell("a", 0.1), cell("b", 0.2)
+    for run in (first, second):
+        leave_behind(run, "finetune", 0.5)
+        (run.folder / "status.json").write_text('{"status": "stopped", "step": 4, "code": 75, "reason": ""}')
+    step = tmp_path / "large" / "lr-0.1" / "step-00000004"
+    step.mkdir(parents=True)
+    then, now = (objectives.flat_settings(run.config) for run in (first, second))
+    (step / "state.json").write_text(json.dumps({"format": FORMAT, **asdict(State(4, then, engine=Counters(4, 4, 0)))}))
+    refused = (
+        rf"step-00000004 is of the run {tmp_path}/a/lr-0\.1, whose .* the same place\. Choose another checkpoint\.f"
+    )
+    with pytest.raises(UserError, match=refused):
+        trained_otherwise(second)
+    with pytest.raises(UserError, match=refused):
+        resume._compare(step, now, 12)
+    assert trained_otherwise(first) == ""
+    first.folder.rename(tmp_path / "moved")
+    said = f"optimizer.lr was 0.1, is 0.2; with checkpoints in {step.parent}"
+    assert trained_otherwise(second) == said
 
 
 def test_a_run_that_a_killed_grid_left_is_waited_for(data: Path, tmp_path: Path) -> None:
