@@ -25,6 +25,7 @@ from pipeline.estimate.scaling import ScalingRow, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config
 from pipeline.monitor.mlflow.weights import weights_path
+from pipeline.objectives.parameters.freeze import ENCODER
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.objective_checks import refuse_without_labels
 
@@ -212,6 +213,8 @@ def _model(config: PlanConfig, num_classes: int, names: Sequence[str]) -> Config
         return objectives.new_backbone(config, num_classes)
     if config.variant:
         plain: dict[str, Any] = {"name": config.variant, "representation": False}
+        if config.train.freeze == ENCODER and not config.init.attentive_pool:
+            plain["pool"] = "map"  # Only weights with such a pool, as SigLIP's, can be trained so.
         named = replace(config.model, **plain)
         found = objectives.new_backbone(replace(config, model=named), num_classes, covered=False)
     else:

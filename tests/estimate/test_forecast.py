@@ -235,6 +235,13 @@ def test_what_init_changes_is_planned_without_the_weights() -> None:
     assert found == configure("ViT-S/16", 384, 21841, pool="attentive", dropout=found.dropout)
 
 
+def test_an_encoder_is_frozen_below_the_pool_that_a_variant_stands_for() -> None:
+    """Of SigLIP's weights, the plan said that they have no attention pool."""
+    file = ROOT / "configs/finetune/imagenet_384px.yaml"
+    found = make_forecast(load("variant=ViT-S/16", "train.freeze=encoder", file=file)).model
+    assert found == configure("ViT-S/16", 384, 21841, pool="map", dropout=found.dropout)
+
+
 def test_weights_that_training_refuses(tmp_path: Path) -> None:
     """The plan took any: training then ended, as BiT has no dropout."""
     save(create("BiT-R50x1", 64, 5, units=(1,), width=32), tmp_path / "bit.pt")
