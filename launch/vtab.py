@@ -48,10 +48,15 @@ def vtab(config: VtabConfig) -> None:
     from pipeline.transfer.vtab import output, run
 
     config = with_local_weights(config)
-    for name in ("weights", "data", "pretrained_on"):
+    paths = [
+        ("weights", config.weights),
+        ("data", config.data),
+        *(("pretrained_on", path) for path in config.pretrained_on),
+    ]
+    for name, path in paths:
         # hf://NAME is in Hugging Face's cache of each node.
-        if (value := getattr(config, name)) and not value.startswith("hf://"):
-            shared_path(name, value)
+        if path and not path.startswith("hf://"):
+            shared_path(name, path)
     folder = Path(str(shared_path("out", str(output(config)))))
     with nullcontext() if config.plan else only_driver(folder):
         run(config, folder, partial(on_ray, config), "" if config.plan else tracking_uri(config))

@@ -39,6 +39,15 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
+class _SetOfMixture:
+    """A data set that weights were trained on. name: of its folder."""
+
+    name: str
+    fingerprint: str
+    split: str
+
+
+@dataclass(frozen=True)
 class _Extra:
     """The fields of `extra` that commands read, and that are checked; a writer may add others."""
 
@@ -49,6 +58,7 @@ class _Extra:
     loss: str | None = None
     fingerprint: str | None = None
     train_split: str | None = None
+    mixture: list[_SetOfMixture] | None = None  # where there are several; fingerprint and train_split are of the first
     decoder: DecoderFacts | None = None
 
 

@@ -271,8 +271,13 @@ class TrainingRun:
         if dataset.class_names != dataset.classes:
             extra["class_names"] = dataset.class_names
         split = self.context.prepared.data.split
-        if isinstance(split, MixedSplit) and split.class_maps:
-            extra["class_maps"] = split.class_maps
+        if isinstance(split, MixedSplit):
+            extra["mixture"] = [
+                {"name": one.path.name, "fingerprint": one.fingerprint, "split": part.name}
+                for one, part in zip(split.datasets, split.parts, strict=True)
+            ]
+            if split.class_maps:
+                extra["class_maps"] = split.class_maps
         extra |= engine.objective.extra()
         return Commit(state, engine.shapes, models.safetensors_metadata(model, extra), retention)
 

@@ -194,18 +194,39 @@ def _with_earlier(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str,
     }
 
 
-def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
-    """Task -> number of pre-training images marked as copies of its test images; None if they were not searched for."""
+def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | None]:
+    """Task -> number of pre-training images marked as copies of its test images; None if they were not searched for in all sets."""
     if not pretrained_on:
         return dict.fromkeys(sweep.datasets)
-    place, named = location_and_split(pretrained_on)
-    path = to_path(place) / DEDUP_REPORT
     extra = models.read_weights(sweep.config.weights).extra
-    trained, split = extra.get("fingerprint"), extra.get("train_split")
-    if named and split and named != split:
-        raise UserError(f"pretrained_on = {pretrained_on}, but the weights were trained on its split {split}.")
-    split = named or split or "train"
-    remedy = f"launch/dedup.py data={place} split={split} against=..."
+    mixture = {(one["fingerprint"], one["split"]): one["name"] for one in extra.get("mixture") or ()}
+    trained = list(mixture) or [(extra["fingerprint"], extra.get("train_split"))] * bool(extra.get("fingerprint"))
+    found, used = [], set()
+    for name in pretrained_on:
+        copies, one = _copies_in(sweep, name, trained)
+        found.append(copies)
+        used.add(one)
+    if left := [f"{name}:{split}" for (digest, split), name in mixture.items() if (digest, split) not in used]:
+        raise UserError(
+            f"pretrained_on = {', '.join(pretrained_on)}, but the weights were trained on {', '.join(left)}, too. Name all: "
+            "pretrained_on=[FOLDER,FOLDER]"
+        )
+    total: dict[str, int | None] = {}
+    for task in sweep.datasets:
+        counts = [count for copies in found if (count := copies[task]) is not None]
+        total[task] = sum(counts) if len(counts) == len(found) else None
+    return total
+
+
+def _copies_in(
+    sweep: Sweep, name: str, trained: list[tuple[str, str | None]]
+) -> tuple[dict[str, int | None], tuple[str, str]]:
+    """Returns (copies in one data set, as `_contamination`; its fingerprint and split). trained: the same of all, as far as known."""
+    place, named = location_and_split(name)
+    path = to_path(place) / DEDUP_REPORT
+    remedy = (
+        f"launch/dedup.py data={place} split={named or (len(trained) == 1 and trained[0][1]) or 'train'} against=..."
+    )
     try:
         report = read_dedup_report(to_path(place))
     except (FileNotFoundError, NotADirectoryError):
@@ -215,21 +236,28 @@ def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
         raise UserError(
             f"{path} is damaged, or no report of launch/dedup.py ({reason}). Make it again with {remedy}"
         ) from None
-    if trained and trained != report.data.fingerprint:
-        raise UserError(
-            f"pretrained_on = {place} is {report.data.fingerprint}, but the weights were trained on {trained}."
-        )
-    if not report.data.is_split(split):
-        known = "" if extra.get("train_split") else f", or name the split of the weights: pretrained_on={place}:SPLIT"
+    digest = report.data.fingerprint
+    splits = [split for other, split in trained if other == digest]
+    if trained and not splits:
+        known = ", ".join(dict.fromkeys(other for other, _ in trained))
+        raise UserError(f"pretrained_on = {place} is {digest}, but the weights were trained on {known}.")
+    known_splits = [split for split in splits if split]
+    if named and known_splits and named not in known_splits:
+        raise UserError(f"pretrained_on = {name}, but the weights were trained on its split {', '.join(known_splits)}.")
+    split = named or next(iter(known_splits), "train")
+    copies: dict[str, int | None] = dict.fromkeys(sweep.datasets)
+    if report.data.is_split(split):
+        tests = [part for part in report.against if part.name.endswith(f":{TEST}")] if report.marked else []
+        of_test = {part.fingerprint: part.copies for part in tests}
+        copies = {task: of_test.get(dataset.fingerprint) for task, dataset in sweep.datasets.items()}
+    else:
+        way_out = "" if known_splits else f", or name the split of the weights: pretrained_on={place}:SPLIT"
         print(
             f"note: {path} is a search of {report.data.name}, so copies of test images in its split {split} count as not searched. "
-            f"Search it with {remedy}{known}",
+            f"Search it with launch/dedup.py data={place} split={split} against=...{way_out}",
             flush=True,
         )
-        return dict.fromkeys(sweep.datasets)
-    tests = [part for part in report.against if part.name.endswith(f":{TEST}")] if report.marked else []
-    copies = {part.fingerprint: part.copies for part in tests}
-    return {name: copies.get(dataset.fingerprint) for name, dataset in sweep.datasets.items()}
+    return copies, (digest, split)
 
 
 # -------------------------------------------------------------------- what is printed

@@ -16,6 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import read_state
 from pipeline.evaluate import report
 from pipeline.lifecycle import samples
+from pipeline.model import read_weights
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.commands.weights import ScoreConfig
@@ -63,6 +64,8 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
     )
     assert whole.keys() == parts.keys()
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    trained = read_weights(folder / "parts").extra["mixture"]
+    assert [(of["name"], of["split"]) for of in trained] == [(name, "train") for name in "abc"]
     assert "changed since the checkpoint: data.mix was" in said
     # 2/3 of 72 images, then 2/5 of 72, in epochs of 90.
     assert metrics(folder / "parts", "epoch")[6] == pytest.approx((48 + 29) / 90)

@@ -464,6 +464,32 @@ def test_a_search_of_another_split_counts_as_none(
     )
 
 
+def test_copies_are_counted_in_all_sets_of_a_mixture(prepared: list[str], finished: Path, tmp_path: Path) -> None:
+    """Those of data.path alone were given as those of what the weights were trained on."""
+    data = json.loads((finished / "results.json").read_text())["data"]
+    sets = [{"name": name, "fingerprint": name * 16, "split": "train"} for name in "ab"]
+    weights = tmp_path / "weights.pt"
+    models.save(
+        models.create("ViT-mu/4", 8, 7), weights, {"fingerprint": "a" * 16, "train_split": "train", "mixture": sets}
+    )
+    for name, tasks in (("a", ["dtd", "pets"]), ("b", ["dtd"])):
+        against = [{"name": f"{task}:test", "fingerprint": data[task], "copies": 3} for task in tasks]
+        (tmp_path / name / "dedup").mkdir(parents=True)
+        report = {"data": {"fingerprint": name * 16}, "marked": True, "against": against}
+        (tmp_path / name / "dedup" / "report.json").write_text(json.dumps(report))
+
+    def given(pretrained_on: str) -> list[str]:
+        return [*prepared, f"weights={weights}", "tasks=[dtd,pets]", f"pretrained_on={pretrained_on}"]
+
+    sweep = open_sweep(schema.load(VtabConfig, None, given(f"[{tmp_path}/a,{tmp_path}/b]")), tmp_path / "out")
+    assert vtab._contamination(sweep, sweep.config.pretrained_on) == {"dtd": 6, "pets": None}
+    for one, other in ("a", "b"), ("b", "a"):
+        said = refused(tmp_path / "out", given(f"{tmp_path}/{one}"))
+        assert said.endswith(
+            f"/{one}, but the weights were trained on {other}:train, too. Name all: pretrained_on=[FOLDER,FOLDER]"
+        )
+
+
 def test_a_sweep_of_a_checkpoint_is_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = schema.load(VtabConfig, PROTOCOLS / "lightweight.yaml", ["weights=runs/a/checkpoints/step-00001000"])

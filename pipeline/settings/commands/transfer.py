@@ -137,11 +137,13 @@ class VtabConfig:
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
     kernel: Kernel | None = kernel_setting()
-    pretrained_on: str = setting(
-        "",
-        "Data set that the weights were trained on, as folder or folder:split; the results then include the number of copies of test "
-        "images that launch/dedup.py marked in it. Without a split it is that of the weights' run, or train.",
+    pretrained_on: list[str] = setting(
+        list,
+        "Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as [datasets/a,datasets/b]; the "
+        "results then include the number of copies of test images that launch/dedup.py marked in them. Without a split it is that of the "
+        "weights' run, or train.",
         path=True,
+        distinct=True,
     )
     micro_batch: int = batch_size(
         64,
