@@ -63,7 +63,7 @@ class Answer:
 def run(config: HostsConfig) -> list[dict[str, Any]]:
     """Write `.deepspeed_env`, check every host, print a table; returns the answers. Raises UserError if a check fails."""
     slots = read_hostfile(Path(config.hostfile))
-    of_run = schema.load(RunConfig, config.run)
+    of_run = schema.load(RunConfig, config.run, config.settings)
     carried = write_environment(of_run.launch)
     print(f"{_ENVIRONMENT_FILE}: {', '.join(carried) or 'nothing'} will reach every host")
     out = Path(of_run.out).resolve()

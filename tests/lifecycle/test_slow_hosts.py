@@ -76,13 +76,15 @@ def test_what_a_killed_check_left_is_removed(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "hosts").write_text("node1 slots=1\n")
     run = {
         "name": "x",
-        "out": str(tmp_path / "runs"),
+        "out": str(tmp_path / "other"),
         "data": {"path": "d"},
         "train": {"length": "9 steps"},
         "model": {"name": "ViT-S/16"},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(run))
-    config = HostsConfig(hostfile=str(tmp_path / "hosts"), run=str(tmp_path / "run.yaml"))
+    config = HostsConfig(
+        hostfile=str(tmp_path / "hosts"), run=str(tmp_path / "run.yaml"), settings=[f"out={tmp_path / 'runs'}"]
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "..deepspeed_env.0123abcd.tmp").write_text("SECRET=1")
 

@@ -103,6 +103,10 @@ class HostsConfig:
 
     hostfile: str = setting(REQUIRED, "DeepSpeed's hostfile: one line per host, as 'name slots=8'", path=True)
     run: str = setting(REQUIRED, "YAML file of the run", path=True)
+    settings: list[str] = setting(
+        list,
+        "Settings that override the run's file, as on its command line: [out=/shared/runs,data.path=/shared/pets].",
+    )
     min_free_gb: float = setting(20.0, "Free space that the output folder needs, in GB.", min=0)
     max_clock_offset: float = setting(5.0, "Largest accepted difference from this host's clock, in seconds.", min=0)
 
