@@ -60,6 +60,9 @@ def run_here(
             except UserError as error:
                 on_failure(index, str(error))
                 break
+            except PermissionError as error:  # Of a folder of this job, as of another user: the others may be ours.
+                on_failure(index, f"{error.filename or error}: permission denied.")
+                break
             except LostError as error:
                 if pause is None:
                     on_failure(index, str(error))

@@ -255,6 +255,8 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         if not file.exists() and not (run.folder / _SCORES).exists():  # Nothing was begun.
             return None, ""
         return None, f"{error.filename or error} is missing."
+    except PermissionError as error:  # It is of another user.
+        return None, f"{error.filename or run.folder}: permission denied."
     except UserError as error:
         return None, str(error)
     if other := _changes_since(run, objectives.flat_settings(config)):

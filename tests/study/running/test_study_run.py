@@ -1,6 +1,7 @@
 """Studies as they run: what becomes of cells, kills of workers and of the driver, shared steps, hours."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -14,12 +15,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from child_runs import leave_behind
 from forked import Forge
 from safetensors.torch import load_file
 from tiny_study import write_run
 from tiny_vtab import SETTINGS, prepare_tasks
 from tiny_vtab import run_here as run_vtab_here
 
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import LostError, run_here, tasks
@@ -30,7 +33,8 @@ from pipeline.settings.run import RunConfig
 from pipeline.study.results import StudyResults, read_results
 from pipeline.study.running import cell_run, driver
 from pipeline.study.running.cells import open_study
-from pipeline.transfer import vtab
+from pipeline.transfer import child_run, vtab
+from pipeline.transfer.child_run import make_child
 
 ROOT = Path(__file__).resolve().parents[3]
 TUNE = """
@@ -201,6 +205,32 @@ def test_what_diverges_or_fails_is_reported_and_the_others_go_on(
             f"finetune=[{base.with_name('tune.yaml')}]", "score=finetune:tuned",
         ]), no_pause)  # fmt: skip
     assert started == []
+
+
+def test_a_cell_whose_folder_is_of_another_user_fails_and_the_others_go_on(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the study, before any cell ran. Root may read all, so the folder only seems to be forbidden."""
+
+    def forbidden(path: Path, *_: object) -> Any:
+        if Path(path).parent.name == "one-seed0":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return None if path.name == "lock" else read(path, *_)
+
+    def start(command: str, arguments: list[str], *_: object) -> int:
+        run = make_child("two-seed0", arguments[1], arguments[2:])
+        return leave_behind(run, command, 0.5)
+
+    read = json_record.read
+    monkeypatch.setattr(json_record, "read", forbidden)
+    monkeypatch.setattr(child_run, "holder", lambda folder: forbidden(folder / "lock"))
+    monkeypatch.setattr(cell_run, "start_command", start)
+    config = make(base, "foreign", "ablation", "models=[{name: one},{name: two,settings: [model.width=32]}]")
+    with pytest.raises(
+        UserError, match=r"1 of 2 cells failed, such as one-seed0: .*/one-seed0/lock: permission denied\."
+    ):
+        driver.run(config, run_here)
+    assert by_name(read_results(base.parent / "runs" / "foreign"))["two-seed0"].state == "done"
 
 
 def test_a_hybrid_and_a_vit_are_scored_on_vtab(base: Path, started: Started, tmp_path: Path) -> None:
