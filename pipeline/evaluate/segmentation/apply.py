@@ -7,6 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pipeline.base.errors import UserError
+from pipeline.base.files import remove_unfinished
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.decode import DecodeError
@@ -57,8 +58,12 @@ def write_masks(
 ) -> dict[int, str]:
     """Write the predicted mask of each image, as a PNG with the values of the masks learnt from.
 
-    Returns row of an image -> why it cannot be read. Raises UserError if none can be.
+    Prints how many others are in the folder. Returns row of an image -> why it cannot be read. Raises UserError if none can be.
     """
+    files = {row: others.folder / f"{name}.png" for name, row in others.names.items()}
+    names = {file.name for file in files.values()}
+    for folder in {file.parent for file in files.values()}:
+        remove_unfinished(folder, names)
     reader, problems = ShardReader(others.images), dict[int, str]()
     head.eval()
 
@@ -70,11 +75,10 @@ def write_masks(
 
     with tqdm(total=len(others.names), desc="masks", unit=" images", disable=None) as bar:
         found = in_order(read, others.names.values(), config.threads, 2 * config.threads)
-        for (name, row), pixels in zip(others.names.items(), found, strict=True):
+        for (row, file), pixels in zip(files.items(), found, strict=True):
             if isinstance(pixels, str):
                 problems[row] = pixels
             else:
-                file = others.folder / f"{name}.png"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(file) as out:
                     out.write(classes.encoded(segment(pixels, tokens, head, config)))
@@ -85,4 +89,7 @@ def write_masks(
         raise UserError(
             f"none of the {counted(len(problems), 'image')} of apply can be read; {others.images.keys([row])[0]}: {why}."
         )
+    written = {file for row, file in files.items() if row not in problems}
+    if older := sum(file not in written for file in others.folder.rglob("*.png")):
+        print(f"{others.folder} also has {counted(older, 'mask')} of earlier commands, maybe of another layer")
     return problems

@@ -154,6 +154,7 @@ def test_a_trained_layer_is_applied_to_other_images(
     capsys.readouterr()
     again = run.run(command(weights, (images, masks), tmp_path / "out", ignore, f"apply={others}", "num_drawn=1"))
     said = capsys.readouterr().out
+    assert "earlier commands" not in said
     assert f"trained already: {tmp_path / 'out/head.safetensors'}" in said
     assert "no mask: " in said
     assert f"4 masks: {tmp_path / 'out/predicted_masks'}" in said
@@ -173,6 +174,12 @@ def test_a_trained_layer_is_applied_to_other_images(
         expected = COLOURS[true.clip(max=2)] if colours else true[..., None]
         right.append((found.reshape(*true.shape, -1) == expected)[known].all(-1).mean())
     assert np.mean(right) > 0.6
+    # What a killed command left is removed, and masks that are not of this command are counted.
+    others, _ = write_pairs(1, "fewer")
+    (tmp_path / "out/predicted_masks/part.0/.0.png.0123abcd.tmp").touch()
+    run.run(command(weights, (images, masks), tmp_path / "out", ignore, f"apply={others}"))
+    assert f"{tmp_path / 'out/predicted_masks'} also has 3 masks of earlier commands" in capsys.readouterr().out
+    assert not list((tmp_path / "out/predicted_masks").rglob("*.tmp"))
     run.run(command(weights, (images, masks), tmp_path / "out", ignore, "seed=1"))
     assert "is of other settings or damaged: it is trained from its beginning" in capsys.readouterr().out
 
