@@ -87,6 +87,9 @@ def open_pairs(config: SegmentConfig) -> tuple[MaskedPairs, MaskedPairs]:
                 f"{config.images[0]} has no split {config.val_split!r}. It has: {', '.join(splits)}. Set val_split, or val_split='' to hold out "
                 "val_share of the images."
             )
+        config.refuse_val_share(
+            f"split {config.val_split!r} of {config.images[0]} is scored on. Leave it out, or set val_split=''."
+        )
         return train, _paired(config, config.images, config.masks, config.val_split)
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in train.names]
     places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))

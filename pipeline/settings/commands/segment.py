@@ -79,9 +79,16 @@ class SegmentConfig(WeightsConfig):
     mlflow: str = mlflow_uri("MLflow tracking URI for the scores and the sheet; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
+    def refuse_val_share(self, why: str) -> None:
+        """Raise UserError if `val_share` is set, which has no effect for this reason."""
+        if self.val_share != SegmentConfig.val_share:
+            raise UserError(f"val_share = {self.val_share} has no effect: {why}")
+
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
         if bool(self.val_images) != bool(self.val_masks):
             raise UserError("val_images and val_masks belong together: set both, or neither.")
+        if self.val_images:
+            self.refuse_val_share("val_images are scored on. Leave out one of them.")
         if self.scale_min > self.scale_max:
             raise UserError(f"scale_min = {self.scale_min} is larger than scale_max = {self.scale_max}.")

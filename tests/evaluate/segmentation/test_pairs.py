@@ -2,6 +2,7 @@
 
 import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.data.dataset.manifest import Dataset
 from pipeline.evaluate.segmentation.masks import NO_CLASS
 from pipeline.evaluate.segmentation.pairs import PairReader, open_pairs, scan
 
@@ -94,12 +96,28 @@ def test_held_out_images_of_their_own(write_pairs: Write) -> None:
     with pytest.raises(UserError, match="val_images and val_masks belong together"):
         settings(images, masks, f"val_images={others}")
     with pytest.raises(
+    with pytest.raises(
+        UserError, match=r"^val_share = 0.3 has no effect: val_images are scored on. Leave out one of them"
+    ):
+        opened(images, masks, f"val_images={others}", f"val_masks={their_masks}", "val_share=0.3")
         UserError, match=r"val_share = 0.0 of 5 images leaves none to learn from or none to be scored on"
     ):
         opened(images, masks, "val_share=0")
 
 
 def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_data_set_val_share_needs_no_val_split(make_dataset: Callable[..., Dataset]) -> None:
+    data = make_dataset({"train": [[0]] * 4, "val": [[0]] * 2}, ["any"]).path
+    assert [len(names) for names in opened(data, data)] == [4, 2]
+    with pytest.raises(
+        UserError,
+        match=r"^val_share = 0.3 has no effect: split 'val' of .*photos is scored on. Leave it out, or set val_split=''",
+    ):
+        opened(data, data, "val_share=0.3")
+    train, val = opened(data, data, "val_share=0.3", "val_split=")
+    assert len(train) + len(val) == 4
+
+
     images, masks = write_pairs(6)
     Image.new("L", (5, 24)).save(masks / "part.0/0.png")
     (masks / "part.1/1.png").write_bytes(b"no image")
