@@ -87,13 +87,21 @@ def decode(
         if part is None:
             part = _decode_jpeg(data, stored, factor)
         if part is not None:
-            return _upright(part, orientation)
+            return upright(part, orientation)
     pixels, orientation = with_pillow(data, _to_rgb)
-    pixels = _upright(pixels, orientation)
+    pixels = upright(pixels, orientation)
     if choose is None:
         return pixels
     top, left, height, width = choose(*pixels.shape[:2])
     return pixels[top : top + height, left : left + width]
+
+
+def decode_with_orientation(data: bytes) -> tuple[np.ndarray, int]:
+    """(what `decode` returns of all of the image, the EXIF orientation by which it was turned: see `upright`). Raises DecodeError."""
+    if _format(data) == "jpg":
+        return decode(data), exif_orientation(data)
+    pixels, orientation = with_pillow(data, _to_rgb)
+    return upright(pixels, orientation), orientation
 
 
 def exif_orientation(jpeg: bytes) -> int:
@@ -270,12 +278,12 @@ def _tiff_tag(image: Image.Image, tag: int) -> int | None:
     return value[0] if isinstance(value, tuple) else value
 
 
-def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Apply an EXIF orientation to (H, W, 3): 2-4 mirror or rotate by 180 degrees, 5-8 also transpose."""
+def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """Apply an EXIF orientation to (H, W, 3) or (H, W): 2-4 mirror or rotate by 180 degrees, 5-8 also transpose."""
     if orientation == 1:
         return pixels
     if orientation >= 5:
-        pixels = pixels.transpose(1, 0, 2)
+        pixels = pixels.swapaxes(0, 1)
     if orientation in _UPSIDE_DOWN:
         pixels = pixels[::-1]
     if orientation in _MIRRORED:
@@ -284,7 +292,7 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _stored_region(choose: Callable[[int, int], Region], height: int, width: int, orientation: int) -> Region:
-    """Map the region chosen in the upright image to the stored image: the inverse of `_upright`."""
+    """Map the region chosen in the upright image to the stored image: the inverse of `upright`."""
     _refuse_bomb(height, width)
     is_transposed = orientation >= 5
     if is_transposed:

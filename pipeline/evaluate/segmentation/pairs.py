@@ -22,7 +22,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.augment import MAX_ASPECT
-from pipeline.data.loading.decode import EXTENSIONS, DecodeError, decode
+from pipeline.data.loading.decode import EXTENSIONS, DecodeError, decode_with_orientation, upright
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
 from pipeline.evaluate.segmentation.masks import MaskClasses, decode_mask, find_classes, read_names
@@ -169,10 +169,14 @@ def _below(key: str, places: Sequence[str]) -> str:
 
 
 class PairReader:
-    """Reads pairs. Thread-safe. Use it as a context manager."""
+    """Reads pairs. Thread-safe. Use it as a context manager.
+
+    turned: numbers of the pairs read whose image is turned upright by its EXIF tag, while the mask has the size of both, the upright image
+    and the one as stored. The mask is taken as upright, as annotation tools draw it.
+    """
 
     def __init__(self, pairs: MaskedPairs, classes: MaskClasses) -> None:
-        self.pairs, self.classes = pairs, classes
+        self.pairs, self.classes, self.turned = pairs, classes, set[int]()
         self._images, self._masks = ShardReader(pairs.images), ShardReader(pairs.masks)
 
     def __enter__(self) -> "PairReader":
@@ -185,11 +189,16 @@ class PairReader:
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray] | str:
         """(pixels uint8 (H, W, 3), numbers of classes int16 (H, W)) of a pair, or why it cannot be used. Raises StorageError as `ShardReader.read`."""
         try:
-            pixels = read_image(self._images, int(self.pairs.rows[number]))
+            pixels, orientation = _read_image(self._images, int(self.pairs.rows[number]))
             mask = decode_mask(self._masks.read(int(self.pairs.mask_rows[number])))
         except (DecodeError, OSError) as error:
             return str(error)
         height, width = pixels.shape[:2]
+        stored = (width, height) if orientation >= 5 else (height, width)
+        if mask.shape == stored != (height, width):  # It was drawn on the image as stored.
+            mask = upright(mask, orientation)
+        elif mask.shape == stored and orientation != 1:
+            self.turned.add(number)
         if mask.shape != (height, width):
             return f"{width} x {height} pixels, its mask {mask.shape[1]} x {mask.shape[0]}"
         return pixels, self.classes.numbers(mask)
@@ -197,11 +206,16 @@ class PairReader:
 
 def read_image(reader: ShardReader, row: int) -> np.ndarray:
     """uint8 (H, W, 3). Raises DecodeError, also for an image that is too long to be resized, and as `ShardReader.read`."""
-    pixels = decode(reader.read(row))
+    return _read_image(reader, row)[0]
+
+
+def _read_image(reader: ShardReader, row: int) -> tuple[np.ndarray, int]:
+    """(pixels, EXIF orientation)."""
+    pixels, orientation = decode_with_orientation(reader.read(row))
     height, width = pixels.shape[:2]
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise DecodeError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
-    return pixels
+    return pixels, orientation
 
 
 def in_order(work: Callable[[int], Result], items: Iterable[int], threads: int, ahead: int) -> Iterator[Result]:

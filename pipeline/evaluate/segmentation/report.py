@@ -55,6 +55,8 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if scores["num_unreadable"]:
         rows.append(("images that cannot be read (left out)", f"{scores['num_unreadable']:,}"))
+    if scores["num_turned"]:
+        rows.append(("images turned by EXIF, masks taken as upright", f"{scores['num_turned']:,}"))
     return rows
 
 

@@ -96,11 +96,11 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     begin = time.perf_counter()
     not_learnt = _train(training, train, masks.classes, folder, identity)
     trained = time.perf_counter()
-    counts, examples, problems = _score(training, test, masks.classes)
+    counts, examples, problems, num_turned = _score(training, test, masks.classes)
     scores: dict[str, Any] = {
         "weights": config.weights, "run": loaded.extra.get("run"), "step": loaded.extra.get("step"), "data": ", ".join(config.val_images or config.images),
         **report.numbers(counts, masks.classes, learnt, scored),
-        "num_learnt": len(train) - len(not_learnt), "num_samples": len(test), "num_unreadable": len(problems), "image_size": min(loaded.image_size), "short_side": config.short_side or min(loaded.image_size),
+        "num_learnt": len(train) - len(not_learnt), "num_samples": len(test), "num_unreadable": len(problems), "num_turned": num_turned, "image_size": min(loaded.image_size), "short_side": config.short_side or min(loaded.image_size),
         "grid": list(tokens.model.config.grid), "layers": config.layers, "steps": config.steps, "train_batch": config.train_batch,
         "lr": config.lr, "loss": float(training.loss), "seed": config.seed, "precision": config.precision, "device": str(loaded.device),
         "seconds_training": round(trained - begin, 1), "seconds_scoring": round(time.perf_counter() - trained, 1),
@@ -226,6 +226,7 @@ def _train(
                     torch.save({**begun, **training.state()}, out)
                 saved = time.monotonic()
     _tell(problems, pairs.named, "not learnt from")
+    _tell_turned(reader, "learnt from")
     return problems
 
 
@@ -268,8 +269,8 @@ def _resume(training: HeadTraining, folder: Path, identity: str) -> dict[int, st
 
 def _score(
     training: HeadTraining, pairs: MaskedPairs, classes: MaskClasses
-) -> tuple[PixelCounts, list[SegmentedImage], dict[int, str]]:
-    """(counts of the pairs that can be read, images for the sheet, number of a pair -> why it cannot be read)."""
+) -> tuple[PixelCounts, list[SegmentedImage], dict[int, str], int]:
+    """(counts of the pairs that can be read, images for the sheet, number of a pair -> why it cannot be read, number of `PairReader.turned`)."""
     config = training.config
     order = random_numbers.permutation(len(pairs), config.seed, _DRAWN)[: config.num_drawn]
     drawn: dict[int, SegmentedImage] = {}
@@ -285,7 +286,7 @@ def _score(
         counts, problems = count(reader, training.tokens, training.head, config, bar.update, keep)
     _refuse(problems, pairs, config)
     _tell(problems, pairs.named, "not scored")
-    return counts, [drawn[number] for number in sorted(drawn)], problems
+    return counts, [drawn[number] for number in sorted(drawn)], problems, _tell_turned(reader, "scored on")
 
 
 def _budget(config: SegmentConfig) -> BadBudget:
@@ -309,6 +310,19 @@ def _tell(problems: dict[int, str], names: Callable[[list[int]], list[str]], wha
         print(printable(f"{what}: {name} cannot be read ({problems[number]})"))
     if len(problems) > _NUM_TOLD:
         print(f"{what}: {len(problems) - _NUM_TOLD:,} more")
+
+
+def _tell_turned(reader: PairReader, what: str) -> int:
+    """Warn of `PairReader.turned`. Returns their number."""
+    if number := len(reader.turned):
+        first = reader.pairs.names[min(reader.turned)]
+        print(
+            printable(
+                f"warning: EXIF turns {counted(number, 'image')} {what}, such as {first}: the masks are taken as upright, which their sizes "
+                "cannot confirm"
+            )
+        )
+    return number
 
 
 def _named(pairs: MaskedPairs, problems: dict[int, str]) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect
+from pipeline.data.loading.decode import DecodeError, check_end, decode, decode_with_orientation, inspect
 
 Encode = Callable[..., bytes]
 # Three blocks of a colour that JPEG keeps within a few levels, so that all orientations can be distinguished.
@@ -147,6 +147,7 @@ def test_one_pixel(format: str, encode: Encode) -> None:
 def test_pictures_are_turned_upright(orientation: int, encode: Encode) -> None:
     data = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(orientation))
     check(decode(data), UPRIGHT[orientation](CORNERS), within=6)
+    assert decode_with_orientation(data)[1] == orientation
     # Pillow stores the tag of each of these formats elsewhere.
     for format, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})):
         found = decode(encode(CORNERS, format, exif=exif(orientation), **options))

@@ -13,6 +13,7 @@ from PIL import Image
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.loading.decode import upright
 from pipeline.evaluate.segmentation.masks import NO_CLASS
 from pipeline.evaluate.segmentation.pairs import PairReader, open_pairs, scan
 
@@ -96,16 +97,15 @@ def test_held_out_images_of_their_own(write_pairs: Write) -> None:
     with pytest.raises(UserError, match="val_images and val_masks belong together"):
         settings(images, masks, f"val_images={others}")
     with pytest.raises(
-    with pytest.raises(
         UserError, match=r"^val_share = 0.3 has no effect: val_images are scored on. Leave out one of them"
     ):
         opened(images, masks, f"val_images={others}", f"val_masks={their_masks}", "val_share=0.3")
+    with pytest.raises(
         UserError, match=r"val_share = 0.0 of 5 images leaves none to learn from or none to be scored on"
     ):
         opened(images, masks, "val_share=0")
 
 
-def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.CaptureFixture[str]) -> None:
 def test_of_a_data_set_val_share_needs_no_val_split(make_dataset: Callable[..., Dataset]) -> None:
     data = make_dataset({"train": [[0]] * 4, "val": [[0]] * 2}, ["any"]).path
     assert [len(names) for names in opened(data, data)] == [4, 2]
@@ -118,6 +118,7 @@ def test_of_a_data_set_val_share_needs_no_val_split(make_dataset: Callable[..., 
     assert len(train) + len(val) == 4
 
 
+def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.CaptureFixture[str]) -> None:
     images, masks = write_pairs(6)
     Image.new("L", (5, 24)).save(masks / "part.0/0.png")
     (masks / "part.1/1.png").write_bytes(b"no image")
@@ -140,6 +141,31 @@ def test_of_a_data_set_val_share_needs_no_val_split(make_dataset: Callable[..., 
         np.concatenate([numbers[numbers >= 0] for _, numbers in whole] + [np.zeros(120, np.int16)]), minlength=3
     )
     assert share.tolist() == pytest.approx((counts / (4 * 24 * 32 + 120)).tolist())
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("size", [(24, 32), (24, 24)])
+def test_an_image_that_exif_turns_and_its_mask(orientation: int, size: tuple[int, int], write_pairs: Write) -> None:
+    """Of a mask as drawn on the image as it is stored, and of one as drawn on the upright image."""
+    images, masks = write_pairs(4, size=size)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for name in ("part.0/0", "part.1/1"):
+        Image.open(images / f"{name}.png").save(images / f"{name}.jpg", quality=95, subsampling=0, exif=exif)
+        (images / f"{name}.png").unlink()
+    drawn_upright = upright(np.asarray(Image.open(masks / "part.1/1.png")), orientation)
+    Image.fromarray(drawn_upright).save(masks / "part.1/1.png")
+    config = settings(images, masks, f"val_images={images}", f"val_masks={masks}")
+    train, _ = open_pairs(config)
+    with PairReader(train, scan(config, BUDGET, train).classes) as reader:
+        found = {name: reader.read(number) for number, name in enumerate(train.names)}
+        turned = {train.names[number] for number in reader.turned}
+    told_by_size = size[0] != size[1] and orientation >= 5
+    assert turned == (set() if told_by_size or orientation == 1 else {"part.0/0", "part.1/1"})
+    for name in ["part.0/0"] * told_by_size + ["part.1/1"]:
+        pixels, numbers = found[name]
+        known = numbers != NO_CLASS
+        assert np.abs(pixels[known].astype(int) - COLOURS[numbers[known]]).mean() < 20, name
 
 
 def test_what_masks_cannot_tell_is_said_before_any_training(write_pairs: Write) -> None:

@@ -277,6 +277,21 @@ def test_what_is_refused_before_anything_is_written(
     assert not list(out.iterdir())
 
 
+def test_masks_that_nothing_tells_to_be_upright_are_counted(
+    write_pairs: Write, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, masks = write_pairs(4)
+    (exif := Image.Exif())[0x0112] = 3
+    for file in images.glob("part.1/*.png"):
+        Image.open(file).save(file, exif=exif)
+    given = [f"weights={weights}", f"out={tmp_path / 'out'}", "steps=1", f"val_images={images}", f"val_masks={masks}"]
+    assert run.run(settings(images, masks, *given))["num_turned"] == 2
+    said = capsys.readouterr().out
+    for what in ("learnt from", "scored on"):
+        assert f"warning: EXIF turns 2 images {what}, such as part.1/1: " in said
+    assert "| images turned by EXIF, masks taken as upright | 2 |" in (tmp_path / "out/report.md").read_text()
+
+
 def test_images_that_are_scored_on_twice_are_told(
     write_pairs: Write, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
