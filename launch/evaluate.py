@@ -1,7 +1,8 @@
 """Command: score weights on a data set and write a report. See `pipeline/evaluate/report.py`.
 
 Score weights on a split of a data set: top-1, top-5 (of more than five classes) and loss; precision, recall and F1 of
-each class; a confusion matrix; few-shot linear and kNN accuracy of the features. Runs in one process, on a GPU or a CPU.
+each class; a confusion matrix; few-shot linear and kNN accuracy of the features. Accuracies have 95 % intervals over
+the images. Runs in one process, on a GPU or a CPU.
 
   python launch/evaluate.py weights=runs/vit_b16 data=datasets/imagenet
   python launch/evaluate.py weights=ViT-B_16.npz data=datasets/pets split=test classify=false shots=10

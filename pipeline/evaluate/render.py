@@ -11,6 +11,7 @@ from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markd
 from pipeline.base.words import counted, shorten
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
+from pipeline.evaluate.intervals import of_samples
 
 SCORES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "macro_precision": "precision, mean over classes",
           "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
@@ -24,7 +25,11 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each score in `scores`, as lines for the terminal."""
     rows = []
     if "top1" in scores:
-        rows += [(text, f"{scores[name]:.2%}") for name, text in SCORES.items() if name in scores]
+        for name, text in SCORES.items():
+            if name in scores:
+                rows.append((text, f"{scores[name]:.2%}"))
+            if name in ("top1", "top5") and name in scores:
+                rows += _interval(scores[name], scores)
         over = f", of {counted(scores['num_samples'] - scores['num_unreadable'], 'image')}" * bool(
             scores["num_unreadable"]
         )
@@ -39,8 +44,10 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append(
                 (f"  its standard deviation over {counted(len(row['top1_of_seeds']), 'seed')}", f"{row['std']:.2%}")
             )
+        rows += _interval(row["top1"], scores)
     if "knn" in scores:
         rows.append((f"accuracy of {scores['knn']['neighbours']} nearest neighbours", f"{scores['knn']['top1']:.2%}"))
+        rows += _interval(scores["knn"]["top1"], scores)
     if "spread" in scores:
         found = scores["spread"]
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
@@ -53,6 +60,14 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("images without a label (counted as wrong)", f"{scores['num_unlabelled']:,}"))
     rows.append(("images/s", f"{scores['images_per_second']:,.1f}"))
     return rows
+
+
+def _interval(accuracy: float, scores: dict[str, Any]) -> list[tuple[str, str]]:
+    """The row of an accuracy's interval over the images of the split, Wilson's; of a mean over seeds it is too wide rather than too narrow."""
+    if np.isnan(accuracy):
+        return []
+    found = of_samples(accuracy, scores["num_samples"])
+    return [("  its 95 % interval over images", f"{found.low:.2%} to {found.high:.2%}")]
 
 
 def page(scores: dict[str, Any], picture: bytes | None) -> str:

@@ -191,6 +191,24 @@ def test_mistakes_on_the_command_line(
     assert not out.exists()
 
 
+def test_each_accuracy_has_an_interval() -> None:
+    """Of few-shot and kNN as of top-1, on the same images; none of an accuracy that is unknown."""
+    row = {"shots": 1, "l2": 1024.0, "top1": 0.5, "std": 0.0, "top1_of_seeds": [0.5, 0.5]}
+    scores = {"loss_kind": "softmax", "top1": 0.5, "top5": 1.0, "loss": 1.0, "fewshot": [row], "knn": {"neighbours": 3, "top1": 0.5},
+              "num_samples": 8, "num_unreadable": 0, "images_per_second": 1.0}  # fmt: skip
+    rows = render.summary(scores)
+    found = {
+        name: rows[place + 1 + (name == "1-shot linear accuracy, mean")]
+        for place, (name, _) in enumerate(rows)
+        if "accuracy" in name
+    }
+    half, all_right = (("  its 95 % interval over images", text) for text in ("21.52% to 78.48%", "67.56% to 100.00%"))
+    assert found == {"top-1 accuracy": half, "top-5 accuracy": all_right, "1-shot linear accuracy, mean": half,
+                     "accuracy of 3 nearest neighbours": half}  # fmt: skip
+    scores["knn"]["top1"] = float("nan")
+    assert len(render.summary(scores)) == len(rows) - 1
+
+
 def test_images_without_a_label_are_counted(weights: Path, make_dataset, tmp_path: Path, capsys) -> None:
     """With several labels an image, as with one, they lowered the accuracy without a word in the report."""
     labels = [[0], [1, 2], [3]]
