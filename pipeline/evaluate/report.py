@@ -40,10 +40,11 @@ from pipeline.objectives.classification import unnamed_note
 from pipeline.settings.commands.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
-# Keys of the scores that MLflow shows as parameters.
+# Keys of the scores, and settings of the probes, that MLflow shows as parameters.
 _PARAMETERS = (
     "weights", "step", "data", "split", "image_size", "eval_crop", "eval_resize", "resize_filter", "precision", "excluded",
 )  # fmt: skip
+_OF_PROBES = ("train_split", "shots_seeds", "l2", "temperature", "neighbour_images")
 
 
 def run(config: ScoreConfig) -> dict[str, Any]:
@@ -142,8 +143,10 @@ def _send(
     description = (
         f"**Scores** of `{config.weights}`" + (f", step {step:,}," if step else "") + f" on {data}, {split.name}."
     )
+    parameters = {key: value for key, value in scores.items() if key in _PARAMETERS}
+    parameters |= {name: getattr(config, name) for name in _OF_PROBES if config.reads_labels}
     facts = RunFacts(
-        name, "evaluation", {key: value for key, value in scores.items() if key in _PARAMETERS},
+        name, "evaluation", parameters,
         {"model": architecture.name_of(loaded.model.config), "data": dataset.fingerprint, "dataset": data},
         (DatasetFacts(data, str(dataset.path), dataset.fingerprint, split.name, len(split), dataset.num_classes, "evaluation"),),
         description, {"parent": origin.run_id} if origin.run_id else {}, score=score, scored_on=scored_on, origin=origin,

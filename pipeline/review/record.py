@@ -335,7 +335,9 @@ class RunRecord:
 
     @property
     def scored_split(self) -> tuple[str, str]:
-        """(data set, split) of a score that is a probe's; ("", "") for other scores."""
+        """(data set, split) of a score that is the probe's of a run in training; ("", "") for scores on the run's evaluation split."""
+        if self.kind == "evaluation":
+            return "", ""
         data = self.settings.get("probe.data") or self.settings.get("data.path")
         return (str(data), str(self.settings.get("probe.split"))) if self.scored in self.probes else ("", "")
 

@@ -298,17 +298,19 @@ def _measure(record: RunRecord) -> Hashable:
         return (*probed, score.name, _fit(record))
     facts = record.dataset("evaluation")
     data = (facts.digest or facts.source) if facts else str(record.results.get("data") or record.tags.get("data", ""))
-    kind = "accuracy" if score.is_accuracy else f"{score.name} {record.settings.get('train.loss')}"
+    kind = "accuracy" if score.is_accuracy else f"{score.name} {record.settings.get('train.loss')}{_fit(record)}"
     split = record.split or str(record.results.get("split", ""))
     return (data, split, score.num_samples, kind)
 
 
 def _fit(record: RunRecord) -> str:
-    """How the probe that is a run's score is fitted, as far as it differs from the defaults: ", probe.neighbour_images=10000"."""
-    defaults = changes.defaults(RunConfig)
-    names = [f"probe.{name}" for name in (_KNN if record.scored.endswith("nn") else _FEW_SHOT)]
+    """How the probe that is a run's score is fitted, as far as it differs from the defaults: ", probe.neighbour_images=10000"; "" of other scores."""
+    if record.scored not in record.probes:
+        return ""
+    defaults, section = changes.defaults(RunConfig), "" if record.kind == "evaluation" else "probe."
+    names = {f"{section}{name}": f"probe.{name}" for name in (_KNN if record.scored.endswith("nn") else _FEW_SHOT)}
     values = {name: str(record.settings[name]) for name in names if name in record.settings}
-    return "".join(f", {name}={value}" for name, value in values.items() if value != str(defaults[name]))
+    return "".join(f", {name}={value}" for name, value in values.items() if value != str(defaults[names[name]]))
 
 
 def _draw_their_own(records: Records) -> bool:
@@ -382,7 +384,7 @@ def scored_on(record: RunRecord) -> str:
     split = record.split or record.results.get("split", "unknown")
     count = f", {counted(score.num_samples, 'image')}" if score.num_samples else ""
     fingerprint = f", fingerprint {facts.digest}" if facts and facts.digest else ""
-    return f"{name}, split {split}{count}{fingerprint}{', by ' + score.name if not score.is_accuracy else ''}"
+    return f"{name}, split {split}{count}{fingerprint}{f', by {score.name}{_fit(record)}' if not score.is_accuracy else ''}"
 
 
 def _by_value(records: Records, value: Callable[[RunRecord], V]) -> dict[V, list[str]]:

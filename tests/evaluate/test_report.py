@@ -515,6 +515,11 @@ def test_scores_are_sent_to_mlflow_beside_the_run_of_the_weights(
     assert (sent.info.run_name, sent.data.tags["kind"]) == (f"try on {data.path.name}:val", "evaluation")
     assert sent.data.metrics["eval/val_top1"] == scores["top1"]
     assert sent.data.metrics[f"probe/{data.path.name}_1shot"] == scores["fewshot"][0]["top1"]
+    assert {name: sent.data.params[name] for name in ("train_split", "temperature", "l2")} == {
+        "train_split": "train",
+        "temperature": "0.07",
+        "l2": "[1024.0]",
+    }
     assert sent.data.tags["parent_run_id"] == trained.info.run_id
     (given,) = sent.inputs.dataset_inputs
     assert (given.dataset.digest, given.tags[0].value) == (data.fingerprint, "evaluation")

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from review_runs import write_run
+from review_runs import TEST, write_run
 
 from pipeline.base.metric import Metric
 from pipeline.base.page import PngImage, Table, markdown
@@ -103,6 +103,18 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     assert "Set 2, pets, split val, by pets 20nn, probe.neighbour_images=100: few." in comparable(
         records | {"few": few}, groups
     )
+    # Of launch/evaluate.py classify=false, which has no settings of a run: its own split.
+    val, test = (
+        dataclasses.replace(record, kind="evaluation", settings={}, datasets=(dataclasses.replace(TEST, split=split),))
+        for split in ("val", "test")
+    )
+    hot = dataclasses.replace(test, settings={"temperature": "1.0"})
+    evaluated = {"val": val, "test": test, "again": test, "hot": hot}
+    groups = list(by_evaluation(evaluated).values())
+    assert groups == [["val"], ["test", "again"], ["hot"]]
+    said = list(comparable(evaluated, groups))
+    assert "Set 1, digits, split val, fingerprint 863e11667db2eff9, by pets 20nn: val." in said
+    assert "Set 3, digits, split test, fingerprint 863e11667db2eff9, by pets 20nn, temperature=1.0: hot." in said
     assert "metric_pets_20nn.png" in [picture.name for picture in budgets.curves(records)]
     lines = list(
         compare.summary(
