@@ -5,7 +5,7 @@ Metrics have the names of metrics.jsonl: the groups by which MLflow shows them a
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -374,13 +374,16 @@ class RunRecord:
         series, metric = self.metrics[name], self.metric(name)
         step, value = int(series.steps[number]), float(series.values[number])
         if name in self.probes:
-            return Score(title_of(name), value, step, metric=metric)
+            if self.kind != "evaluation":  # On how many images is not known.
+                return Score(title_of(name), value, step, metric=metric)
+            metric = replace(metric, unit="proportion")
         num = self.num_evaluated(step)
         interval = of_samples(value, num) if num and metric.unit == "proportion" and 0 <= value <= 1 else None
         if name.endswith("_miou") and self.resampled_miou is not None:
             interval = Interval(*bootstrap_interval(self.resampled_miou), OVER_SAMPLES)
-        title = title_of(name.removeprefix(f"{self.split}_"))
-        return Score(f"{self.split} {title}", value, step, num, interval, metric)
+        own = name.removeprefix(f"{self.split}_")
+        title = title_of(name) if name in self.probes else f"{self.split} {title_of(own)}"
+        return Score(title, value, step, num, interval, metric)
 
     @cached_property
     def last_score(self) -> Score | None:

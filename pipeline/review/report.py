@@ -214,7 +214,7 @@ def _score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
             record.num_evaluated(int(series.steps[-1])),
         )
         if name in probed:
-            shown, count = f"probe {name}", 0
+            shown, count = f"probe {name}", count if record.kind == "evaluation" else 0
         cells = []
         for number in (len(series) - 1, best_of(series, record.metric(name))):
             cells += [str(record.score_at(number, name)), f"{series.steps[number]:,}"]

@@ -298,9 +298,14 @@ def _measure(record: RunRecord) -> Hashable:
         return (*probed, score.name, _fit(record))
     facts = record.dataset("evaluation")
     data = (facts.digest or facts.source) if facts else str(record.results.get("data") or record.tags.get("data", ""))
-    kind = "accuracy" if score.is_accuracy else f"{score.name} {record.settings.get('train.loss')}{_fit(record)}"
+    kind = f"{score.name} {record.settings.get('train.loss')}{_fit(record)}" if _is_named(record) else "accuracy"
     split = record.split or str(record.results.get("split", ""))
     return (data, split, score.num_samples, kind)
+
+
+def _is_named(record: RunRecord) -> bool:
+    """Whether a run's score is another than the accuracy of its head, so that its name says what it compares with."""
+    return record.scored in record.probes or not (record.last_score and record.last_score.is_accuracy)
 
 
 def _fit(record: RunRecord) -> str:
@@ -384,7 +389,7 @@ def scored_on(record: RunRecord) -> str:
     split = record.split or record.results.get("split", "unknown")
     count = f", {counted(score.num_samples, 'image')}" if score.num_samples else ""
     fingerprint = f", fingerprint {facts.digest}" if facts and facts.digest else ""
-    return f"{name}, split {split}{count}{fingerprint}{f', by {score.name}{_fit(record)}' if not score.is_accuracy else ''}"
+    return f"{name}, split {split}{count}{fingerprint}{f', by {score.name}{_fit(record)}' if _is_named(record) else ''}"
 
 
 def _by_value(records: Records, value: Callable[[RunRecord], V]) -> dict[V, list[str]]:

@@ -15,7 +15,7 @@ from pipeline.monitor.tracking import default_uri
 from pipeline.review import budgets, compare, report
 from pipeline.review.reader import RunReader, from_folder, from_mlflow
 from pipeline.review.record import RunRecord
-from pipeline.review.statistics import by_evaluation, comparable
+from pipeline.review.statistics import PROPORTIONS, by_evaluation, comparable
 
 DECLARED = {
     "test_alignment": Metric("", "lower", "eval"),
@@ -113,8 +113,22 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     groups = list(by_evaluation(evaluated).values())
     assert groups == [["val"], ["test", "again"], ["hot"]]
     said = list(comparable(evaluated, groups))
-    assert "Set 1, digits, split val, fingerprint 863e11667db2eff9, by pets 20nn: val." in said
-    assert "Set 3, digits, split test, fingerprint 863e11667db2eff9, by pets 20nn, temperature=1.0: hot." in said
+    assert "Set 1, digits, split val, 400 images, fingerprint 863e11667db2eff9, by pets 20nn: val." in said
+    assert (
+        "Set 3, digits, split test, 400 images, fingerprint 863e11667db2eff9, by pets 20nn, temperature=1.0: hot."
+        in said
+    )
+    assert str(test.last_score) == "75.00 % [70.53, 78.99]"
+    (pair,) = compare.groups_of({"test": test, "again": dataclasses.replace(test)})[0].pairs
+    assert (pair.difference.value, pair.difference.method) == (0, PROPORTIONS)
+    assert (
+        "probe pets_20nn",
+        "75.00 % [70.53, 78.99]",
+        "20",
+        "75.00 % [70.53, 78.99]",
+        "20",
+        "400",
+    ) in report._score_rows(test)
     assert "metric_pets_20nn.png" in [picture.name for picture in budgets.curves(records)]
     lines = list(
         compare.summary(
