@@ -328,7 +328,9 @@ def adapted(
                 f"{path}: attentive_pool reads tokens after the last LayerNorm, and that of these weights is of their mean (pool_norm)."
             )
         if config.registers and not config.has_class_token:
-            raise UserError(f"{path}: attentive_pool is not for weights with registers and without class token.")
+            raise UserError(
+                f"{path}: attentive_pool is not for weights with registers and without class token. Use mean_pool, for the mean of the patches."
+            )
         changes["pool"] = "attentive" if config.has_class_token else "map"
     return replace(config, representation=representation, **changes)
 
