@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.architecture.config import OPTIONS
-from pipeline.architecture.variants import check_name
+from pipeline.architecture.variants import check_name, num_blocks
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.effect import refuse_without_effect
@@ -96,10 +96,15 @@ class RunConfig:
 
     def without_effect(self) -> list[str]:
         """A line for each setting that a value of another section takes its effect from; what must be set is named by its `needs`."""
-        decay, freeze = self.optimizer.layer_decay, self.train.freeze
-        if decay == 1 or freeze not in _FREEZE_ALL_BLOCKS:
-            return []
-        return [f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"]
+        decay, freeze, model, found = self.optimizer.layer_decay, self.train.freeze, vars(self.model), list[str]()
+        if decay != 1 and freeze in _FREEZE_ALL_BLOCKS:
+            found = [
+                f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"
+            ]
+        # The first block's is 0.
+        if model["drop_path"] and model["name"] and num_blocks(model["name"], model["depth"]) == 1:
+            found.append(f"model.drop_path = {model['drop_path']:g} has no effect on a model of one block")
+        return found
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""

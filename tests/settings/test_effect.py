@@ -105,6 +105,11 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
             ["optimizer.layer_decay=0.75", *WEIGHTS, "init.attentive_pool=true", "train.freeze=encoder"],
             "optimizer.layer_decay = 0.75 has no effect with train.freeze = encoder, which trains no block",
         ),
+        (["model.depth=1", "model.drop_path=0.1"], "model.drop_path = 0.1 has no effect on a model of one block"),
+        (["model.name=ViT-mu/16", "model.drop_path=0.1"], "model.drop_path = 0.1 has no effect on a model of one block"),
+        (["model.name=Axial-ViT-B/16", "model.depth=1", "model.drop_path=0.1"], ""),
+        (["model.drop_path=0.1"], ""),
+        (["model.drop_path=0.1", *WEIGHTS], ""),
         (["init.new_head=false"], "init.new_head = false has no effect without init.weights"),
         (["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"], "objective.local_size = 64 has no effect without objective.local_views"),
         (["train.loss=dino", "objective.centring=sinkhorn", "objective.centre_momentum=0.8"], ""),  # Held-out images are centred.
