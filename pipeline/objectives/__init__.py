@@ -5,7 +5,7 @@ Imports architecture/, model/, data/loading, settings/, checkpoint/, monitor/ an
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,12 @@ def describe_groups(config: RunConfig, model: Config, num_steps: int) -> list[st
     return optimizers.describe_groups(objective, config.optimizer)
 
 
+def of_saved(config: RunConfig) -> RunConfig:
+    """The settings that a run saved, without those of its objective that no longer exist, as `schema.build_saved` leaves out a run's."""
+    known = {field.name for field in fields(kind(config.train.loss).Settings)}
+    return replace(config, objective={name: value for name, value in config.objective.items() if name in known})
+
+
 def flat_settings(config: RunConfig) -> dict[str, Any]:
     """All settings of a run by dotted name, with those of its objective that are not given."""
     return flatten(to_dict(config) | {"objective": to_dict(kind(config.train.loss).settings(config))})
@@ -120,7 +126,9 @@ def teacher_digest(config: RunConfig) -> str:
 
 def facts(loss: str) -> dict[str, Fact]:
     """What a change of each of these means, for a value of `train.loss`."""
-    return {**facts_of(RunConfig), **facts_of(kind(loss).Settings, "objective.", "run")}
+    # Without the section, which would stand for its entries, and so for those that no longer exist.
+    of_run = {name: fact for name, fact in facts_of(RunConfig).items() if name != "objective"}
+    return {**of_run, **facts_of(kind(loss).Settings, "objective.", "run")}
 
 
 def settings_help(arguments: Sequence[str]) -> str:

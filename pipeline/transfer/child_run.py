@@ -163,7 +163,7 @@ def trained_otherwise(run: ChildRun) -> str:
     """
     problem, changed = "", list[Change]()
     try:
-        changed = _trained_changes(run, objectives.flat_settings(read_settings(run.folder)))
+        changed = _trained_changes(run, objectives.flat_settings(objectives.of_saved(read_settings(run.folder))))
         if not changed and how_ended(run) is not None:
             return ""
     except FileNotFoundError:
@@ -250,7 +250,7 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         if status.status not in ("finished", "diverged"):
             return None, ""
         # Built, so that settings which did not exist then have their defaults.
-        config = read_settings(run.folder)
+        before = objectives.flat_settings(objectives.of_saved(read_settings(run.folder)))
     except FileNotFoundError as error:
         if not file.exists() and not (run.folder / _SCORES).exists():  # Nothing was begun.
             return None, ""
@@ -259,7 +259,7 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         return None, f"{error.filename or run.folder}: permission denied."
     except UserError as error:
         return None, str(error)
-    if other := _changes_since(run, objectives.flat_settings(config)):
+    if other := _changes_since(run, before):
         return None, f"{run.folder} was trained with other settings: {'; '.join(map(str, other))}."
     return status, ""
 
