@@ -5,7 +5,7 @@ Everything is computed from the settings and the manifest; nothing is measured, 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.balance import describe_balance
+from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
@@ -32,7 +33,10 @@ from pipeline.settings.objective_checks import refuse_without_labels
 
 @dataclass(frozen=True)
 class Data:
-    """Size of the data: of all sets of a mixture. shards, bytes: 0 if it does not exist yet. epoch_samples: see `RunData`. balance: see `Plan`."""
+    """Size of the data: of all sets of a mixture. shards, bytes: 0 if it does not exist yet. epoch_samples: see `RunData`. balance: see `Plan`.
+
+    label_notes: as the function of that name.
+    """
 
     samples: int
     epoch_samples: int
@@ -41,6 +45,7 @@ class Data:
     bytes: int
     source: str
     balance: str = ""
+    label_notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -201,7 +206,8 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     if isinstance(split, MixedSplit):
         source = f"manifests; {split.describe()}"
     num_bytes = int(split.shard_bytes.sum())
-    data = Data(len(split), found.epoch_samples, found.dataset.num_classes, used, num_bytes, source, balance)
+    notes = label_notes(found, config.train.loss)
+    data = Data(len(split), found.epoch_samples, found.dataset.num_classes, used, num_bytes, source, balance, notes)
     return config, data, found.dataset.classes
 
 

@@ -126,14 +126,17 @@ def losses(
     kind "softmax": cross-entropy with the mean of the labels, smoothed over all classes. "sigmoid": binary cross-entropy
     summed over the classes, as the paper's authors train on multi-label data (big_vision, configs/vit_i21k.py).
     own: for a batch mixed in pairs, weight of each sample's own labels, float32 (B,) (`data/loading/mix.py`).
+    With softmax, a sample without a label has the loss 0, and in a mixed pair only its partner's labels count.
     """
     logits = logits.float()
-    target = targets(labels, logits.shape[1])
+    target, unlabelled = targets(labels, logits.shape[1]), (labels < 0).all(1, keepdim=True).float()
     if kind == "softmax":
         target = target / target.sum(1, keepdim=True).clamp(min=1)
     if own is not None:
-        target = mix_pairs(target, own)
+        target, unlabelled = mix_pairs(target, own), mix_pairs(unlabelled, own)
     if kind == "sigmoid":
         return F.binary_cross_entropy_with_logits(logits, target, reduction="none").sum(1)
-    target = target * (1 - label_smoothing) + label_smoothing / logits.shape[1]
+    # Smoothed as far as there are labels: else an image without one would be trained to the uniform distribution.
+    smoothing = label_smoothing / logits.shape[1]
+    target = target * (1 - label_smoothing) + (smoothing - smoothing * unlabelled)
     return -(target * F.log_softmax(logits, dim=1)).sum(1)

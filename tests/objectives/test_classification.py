@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.data.loading.mix import mix_pairs
 from pipeline.objectives.classification import losses, targets
 from pipeline.objectives.objective import mean_of_valid
 
@@ -35,6 +36,25 @@ def test_softmax_of_several_labels_is_against_their_mean(logits: torch.Tensor) -
     expected = F.cross_entropy(logits[[1, 2]], HOT[[1, 2]] / torch.tensor([[2.0], [3.0]]), reduction="none")
     torch.testing.assert_close(losses(logits, MANY, "softmax")[[1, 2]], expected)
     assert losses(logits, MANY, "softmax")[3] == 0  # no label
+
+
+def test_label_smoothing_teaches_nothing_of_a_sample_without_a_label(logits: torch.Tensor) -> None:
+    """It was trained to the uniform distribution."""
+    assert losses(logits, MANY, "softmax", 0.1)[3] == 0
+    # Of mixed pairs, what is labelled: row 2's labels are a share of 0.7 of its own target, and of 0.3 of row 3's.
+    own = torch.full((6,), 0.7)
+    smoothed = 0.9 * (HOT / HOT.sum(1, keepdim=True).clamp(min=1)) + 0.1 / 5
+    smoothed[3] = 0
+    expected = -(mix_pairs(smoothed, own) * logits.log_softmax(1)).sum(1)
+    torch.testing.assert_close(losses(logits, MANY, "softmax", 0.1, own), expected)
+
+
+def test_label_smoothing_of_labelled_samples_keeps_its_bits(logits: torch.Tensor) -> None:
+    own = torch.tensor([0.3, 0.3, 0.123, 0.123, 0.9, 0.9])
+    for weight in (None, own):
+        target = targets(ONE, 5) if weight is None else mix_pairs(targets(ONE, 5), weight)
+        as_ever = -((target * (1 - 0.1) + 0.1 / 5) * F.log_softmax(logits, dim=1)).sum(1)
+        assert torch.equal(losses(logits, ONE, "softmax", 0.1, weight), as_ever)
 
 
 def test_sigmoid_is_summed_over_classes(logits: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shar
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.views import train_view
+from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.run_data import RunData, open_run_data
@@ -279,3 +280,36 @@ def test_metrics_are_named_after_the_folder_of_a_url() -> None:
         entry = MixedSet(path=f"s3://bucket/web{options}", weight=1, eval_split="val")
         assert entry.evaluated == {"web_val": "val"}
         assert RunProbeConfig(data=entry.path).prefix == "web"
+
+
+def labelled(data: RunData, labels: list[list[int]]) -> RunData:
+    """The data with these labels in place of the first part's."""
+    values = np.array([label for of_one in labels for label in of_one], np.int32)
+    starts = np.concatenate([[0], np.cumsum([len(of_one) for of_one in labels])])
+    index = replace(data.own.split("train").index, labels=values, label_starts=starts, max_labels=max(map(len, labels)))
+    part = replace(data.split.parts[0], index=index)
+    if isinstance(data.split, MixedSplit):
+        return replace(data, split=replace(data.split, sets=(part, *data.split.sets[1:])))
+    return replace(data, split=part)
+
+
+def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> None:
+    """A run on one of four classes was at 100 % without a word, as one whose images have no label."""
+    data = open_run_data(DataConfig(path=str(sets / "a"), exclude="none"), 0, 20, "learned")
+    assert label_notes(data, "softmax") == []
+    one = labelled(data, [[2]] * 90)
+    single = "of 4 classes, all labels to train on are 'class2': the loss falls to 0, and nothing is learned"
+    bare = "train.loss = softmax learns nothing from 30 of 90 samples: no label"
+    assert label_notes(one, "softmax") == label_notes(one, "sigmoid") == [single]
+    assert label_notes(one, "dino") == label_notes(one, "distill_classes") == []
+    some = labelled(data, [[2], [], [2]] * 30)
+    assert label_notes(some, "softmax") == [bare, single]
+    assert label_notes(some, "sigmoid") == []  # It learns whether an image has the label.
+    for labels in ([[2], [], [1, 2]] * 30, [[1], [], [2, 3]] * 30, [[2], [], [2]] * 29 + [[2], [], [3]]):
+        assert label_notes(labelled(data, labels), "softmax") == [bare]
+    # As many as are not excluded, and of the classes of a mixture.
+    kept = replace(some, split=some.split.only(np.arange(1, 90, 3)))
+    assert label_notes(kept, "softmax") == ["train.loss = softmax learns nothing from 30 of 30 samples: no label"]
+    to_one = f"class_map: {{{', '.join(f'{name}: class2' for name in data.dataset.classes)}}}"
+    assert label_notes(labelled(opened(sets, f"{{path: b, weight: 1, {to_one}}}"), [[2]] * 90), "softmax") == [single]
+    assert label_notes(labelled(opened(sets, "{path: b, weight: 1}"), [[2]] * 90), "softmax") == []

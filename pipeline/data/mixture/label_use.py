@@ -1,0 +1,57 @@
+"""What a run that learns labels should know of those of its training split: samples that have none, and a single class."""
+
+import numpy as np
+
+from pipeline.base.json_record import quoted
+from pipeline.base.words import counted
+from pipeline.data.dataset.split import Split
+from pipeline.data.mixture.run_data import RunData
+from pipeline.data.mixture.split import MixedSplit
+from pipeline.settings.run_sections import LABELS
+
+# Samples of which labels are read at a time: first so many, then up to the other number.
+_FIRST, _MOST = 1024, 2**20
+
+
+def label_notes(data: RunData, loss: str) -> list[str]:
+    """Lines about labels that a run with this `train.loss` learns little from; often none.
+
+    Reads a few labels where there are several classes, and counts the labels of each sample only where there may be none.
+    """
+    if LABELS.get(loss) != "learned":
+        return []
+    split, lines, bare = data.split, list[str](), sum(map(_num_unlabelled, data.split.parts))
+    if bare and loss == "softmax":
+        lines.append(f"train.loss = softmax learns nothing from {bare:,} of {counted(len(split), 'sample')}: no label")
+    classes = _some_classes(split)
+    # Sigmoids learn whether an image has the label.
+    if len(classes) == 1 < data.dataset.num_classes and (loss == "softmax" or not bare):
+        name = quoted(data.dataset.classes[classes.pop()])
+        of = counted(data.dataset.num_classes, "class")
+        lines.append(f"of {of}, all labels to train on are {name}: the loss falls to 0, and nothing is learned")
+    return lines
+
+
+def _num_unlabelled(split: Split) -> int:
+    index = split.index
+    if split.max_labels == 1 and len(index.labels) == len(index):
+        return 0
+    has_none = np.diff(index.label_starts) == 0
+    return int(has_none.sum() - has_none[split.excluded_rows].sum())
+
+
+def _some_classes(split: Split) -> set[int]:
+    """Classes of the labels of a split, all if it has fewer than two."""
+    label_maps = split.label_maps if isinstance(split, MixedSplit) else (None,)
+    found: set[int] = set()
+    for part, label_map in zip(split.parts, label_maps, strict=True):
+        start, size, index = 0, _FIRST, part.index
+        while start < len(part) and len(found) < 2:
+            rows = part.manifest_rows(np.arange(start, min(start + size, len(part))))
+            first, end = index.label_starts[rows], index.label_starts[rows + 1]
+            has_any = end > first
+            # A sample with several labels has different ones, so its first and last one do.
+            labels = np.unique(np.concatenate([index.labels[first[has_any]], index.labels[end[has_any] - 1]]))
+            found.update((labels if label_map is None else label_map[labels]).tolist())
+            start, size = start + size, min(2 * size, _MOST)
+    return found
