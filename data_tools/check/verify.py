@@ -305,13 +305,16 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
     table = unfit.select(["split", "row", "key"]).append_column("reason", reasons)
     table = table.group_by(["split", "row"], use_threads=False).aggregate([("key", "first"), ("reason", "first")])
     try:
-        return exclusion.write_list(dataset, LIST, table.rename_columns(["split", "row", "key", "reason"]))
+        exclusion.write_list(dataset, LIST, table.rename_columns(["split", "row", "key", "reason"]))
     except OSError as error:  # The data set may be read-only; the report has its own folder.
         print(
             f"note: {path} cannot be written ({error.strerror or error}): training excludes what it did before",
             file=sys.stderr,
         )
         return None
+    if note := exclusion.lost_copies(dataset, LIST):
+        print(note)
+    return path
 
 
 def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:

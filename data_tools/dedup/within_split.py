@@ -40,12 +40,12 @@ from data_tools.dedup.thumbnails import FINE, PLAIN, load
 from data_tools.driver import only_driver
 from pipeline import ray_tasks
 from pipeline.base.words import aligned, counted
-from pipeline.data.dataset.exclusion import EXCLUDED, excluded_rows, names_of_lists
+from pipeline.data.dataset.exclusion import EXCLUDED, NEAR_COPIES, excluded_rows, names_of_lists
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree
 from pipeline.settings.commands.data import DedupConfig
 
-LIST, REPORT, SHEET = "near_copies", "near_copies.json", "near_copies.png"
+LIST, REPORT, SHEET = NEAR_COPIES, "near_copies.json", "near_copies.png"
 # How the folders of results begin.
 _OURS = "within-"
 # Images of a block: its index takes 0.2 GiB in each worker. A kill loses the comparisons within one block.

@@ -27,6 +27,9 @@ from pipeline.data.storage.retry import StorageError
 from pipeline.settings.quantities import Limit
 
 FOLDER = "exclude"
+# The list of copies within a split, whose reasons name the image that was kept: "copy of KEY, distance 0.031".
+NEAR_COPIES = "near_copies"
+_COPY_OF = r"^copy of (?P<kept>.*), distance \d"
 # row: the sample's row in its split in the manifest (`dataset.table(split)`). reason: one line for people.
 EXCLUDED = pa.schema([("split", pa.string()), ("row", pa.int64()), ("key", pa.string()), ("reason", pa.string())])
 # Metadata of a list's file. samples: SHA-256 of the samples.parquet it was made for; with the same file, keys need not be compared.
@@ -81,6 +84,23 @@ def earlier_list(dataset: ManifestTables, name: str) -> pa.Table:
         raise
     except UserError:
         return EXCLUDED.empty_table()
+
+
+def lost_copies(dataset: ManifestTables, name: str) -> str:
+    """A line about images that are excluded as near copies of one that the list `name` excludes, too, so that none of them is left; "" for none."""
+    copies, listed = (earlier_list(dataset, of) for of in (NEAR_COPIES, name))
+    lost = []
+    for split in listed["split"].unique().to_pylist() if name != NEAR_COPIES else []:
+        keys, of_split = (table.filter(pc.equal(table["split"], split)) for table in (listed, copies))
+        kept = pc.struct_field(pc.extract_regex(of_split["reason"], _COPY_OF), "kept")
+        is_lost = pc.and_not(pc.is_in(kept, keys["key"]), pc.is_in(of_split["key"], keys["key"]))
+        lost += of_split["key"].filter(is_lost).to_pylist()
+    if not lost:
+        return ""
+    return (
+        f"note: the list {name} has images whose near copies are excluded for them: {counted(len(lost), 'copy')}, such as {lost[0]}. To have one "
+        f"of each back: python launch/dedup.py data={dataset.path} within_split=true"
+    )
 
 
 def excluded_rows(

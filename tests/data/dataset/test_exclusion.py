@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.exclusion import EXCLUDED, excluded_rows, read_lists, write_list
+from pipeline.data.dataset.exclusion import EXCLUDED, excluded_rows, lost_copies, read_lists, write_list
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
@@ -150,3 +150,20 @@ def test_lists_that_do_not_fit_are_refused(dataset: Dataset, tmp_path: Path, mak
     path.write_bytes(b"PAR1")
     with pytest.raises(UserError, match=r"a.parquet is damaged\. Remove it"):
         dataset.split("train")
+
+
+def test_near_copies_of_an_image_that_a_later_list_excludes_are_said(dataset: Dataset) -> None:
+    """All of them were gone from training, without a word."""
+    copies = {4: "class/3, distance 1", 5: "class/3", 6: "class/3", 9: "class/8"}
+    reasons = [f"copy of {key}, distance 0.031{', which has other labels' * (row == 5)}" for row, key in copies.items()]
+    assert lost_copies(dataset, "damaged") == ""
+    near = listed(list(copies))
+    write_list(dataset, "near_copies", near.set_column(3, "reason", [reasons]))
+    assert lost_copies(dataset, "damaged") == lost_copies(dataset, "near_copies") == ""
+    write_list(dataset, "damaged", listed([1, 7, 9]))
+    assert lost_copies(dataset, "damaged") == ""
+    write_list(dataset, "damaged", listed([3, 6]))  # Of row 3, rows 5 and 6 are copies, and row 6 is no loss.
+    assert lost_copies(dataset, "damaged") == (
+        "note: the list damaged has images whose near copies are excluded for them: 1 copy, such as class/5. To have one of each back: "
+        f"python launch/dedup.py data={dataset.path} within_split=true"
+    )
