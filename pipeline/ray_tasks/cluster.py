@@ -67,8 +67,8 @@ def shared_path(name: str, value: str) -> AnyPath:
 def connect(num_cpus: int = 0) -> int:
     """Join the cluster of RAY_ADDRESS or `ray job submit`, else start one on this machine. Returns its number of CPUs.
 
-    num_cpus: size of a cluster that is started here; 0 is all CPUs. SIGTERM to this process is then as Ctrl-C. Raises UserError when the
-    cluster cannot be reached, or started.
+    num_cpus: size of a cluster that is started here; 0 is all CPUs. SIGTERM to this process is as Ctrl-C from here on. Raises UserError
+    when the cluster cannot be reached, or started.
     """
     _prepare_environment()
     _check_reachable(os.environ.get("RAY_ADDRESS", ""))
@@ -94,6 +94,10 @@ def connect(num_cpus: int = 0) -> int:
             _leave_out_services()
         try:
             ray.init(logging_level="ERROR", log_to_driver=False, **options)
+        except SystemExit as error:
+            if error.code != signal.SIGTERM:
+                raise
+            raise KeyboardInterrupt from None  # Ray's handler of SIGTERM exits with the signal's number, without a word.
         except Exception as error:  # Ray raises a bare one when its node does not start in time.
             if address := os.environ.get("RAY_ADDRESS"):
                 if isinstance(error, (ConnectionError, ray.exceptions.RpcError)):

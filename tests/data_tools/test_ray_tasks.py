@@ -184,12 +184,32 @@ def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.Mon
 def test_what_else_ray_refuses_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no cluster that cannot be reached: here, an address of another kind, which Ray looks for a module of."""
     monkeypatch.setenv("RAY_ADDRESS", "nosuch://here")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # An earlier test may have started it.
     with pytest.raises(
         UserError, match=r"^RAY_ADDRESS = nosuch://here: Ray did not join this cluster: .*nosuch"
     ) as error:
         ray_tasks.connect()
     assert "no Ray cluster" not in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_sigterm_while_ray_starts_is_as_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own handler of that time exited with the signal's number, 15, and without a word."""
+    import ray
+
+    def receive(handler: Callable[..., None]) -> None:
+        signal.signal(signal.SIGTERM, handler)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # An earlier test may have started it.
+    monkeypatch.setattr("ray._private.utils.set_sigterm_handler", receive)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ray_tasks.connect()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 LATE = """
