@@ -674,6 +674,22 @@ def test_the_mlflow_run_is_found_again_when_its_file_is_damaged(out: Path, capfd
         assert len(runs(out)) == 2, name
 
 
+def test_a_damaged_file_is_said_when_the_store_answers_first_at_a_later_start(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The start that did not reach the store replaced the file, and nobody heard of it."""
+    live(out, range(1, 3), 1.0, step=0)
+    (out / "run" / "mlflow.json").write_text("{")
+    with monkeypatch.context() as away:
+        away.setattr(mlflow_sender, "ModelStore", lambda uri: 1 / 0)
+        live(out, range(3, 5), 1.0, step=2)
+    assert "was damaged" not in capfd.readouterr().err
+    live(out, range(5, 7), 1.0, step=4)
+    (line,) = warnings_in(capfd.readouterr().err)
+    assert "mlflow.json, which names the MLflow run, was damaged (" in line
+    assert history(out, "loss") == [(step, step + 1.0) for step in range(1, 7)]
+
+
 def test_a_new_mlflow_run_begins_when_none_carries_the_tag(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     live(out, range(1, 11), 1.0, step=0)
     client(out).delete_run(runs(out)[0].info.run_id)

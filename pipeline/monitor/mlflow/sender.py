@@ -275,7 +275,8 @@ class MlflowSender:
         self._lock_folder()
         with self._lock:
             state = self._states.setdefault(self.shown_uri, SyncState())
-            if starts:  # So launch/track_sync.py knows the store also if it does not answer.
+            # So launch/track_sync.py knows the store also if it does not answer. A damaged file is replaced once it is said what follows.
+            if starts and not self._damage:
                 self._save()
         store = ModelStore(self.uri)
         run = store.active_run(state.run_id) if state.run_id else None
