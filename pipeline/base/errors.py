@@ -56,7 +56,7 @@ def raise_outage(error: BaseException, path: object) -> None:
 
 
 class Interrupted(Exception):  # noqa: N818 - no error
-    """The data that a rank waits for is no longer needed."""
+    """The data that a rank or a thread waits for is no longer needed."""
 
 
 class Stopped(Exception):  # noqa: N818 - no error

@@ -43,6 +43,7 @@ from pipeline.checkpoint.store import (
     write_status,
 )
 from pipeline.checkpoint.writer import WriterError, save
+from pipeline.data.storage.retry import Retry
 from pipeline.process import committed, waits
 from pipeline.process.distributed import Ranks
 from pipeline.process.running_time import RunningClock
@@ -361,7 +362,7 @@ def test_a_checkpoint_is_read_again_while_the_file_server_fails(
 
     monkeypatch.setattr(Path, "open", fail)
     monkeypatch.setattr(committed, "read_bytes", lambda file: fail(file, "rb").read())
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(Retry, "_pause", lambda retry, seconds: None)
     assert verify(path) is None
     assert set(failures.values()) == {0}
     failures["checksums.json"] = 1

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from pipeline.data.loading.views import train_view
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.content import content_hash
-from pipeline.data.storage.retry import StorageError
+from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.commands.data import ShardConfig, VerifyConfig
 from pipeline.settings.run import AugmentConfig
@@ -490,7 +489,7 @@ def test_a_shard_of_a_file_server_that_fails_for_a_moment_is_read_again(
 
     monkeypatch.setattr(ShardReader, "_open", count)
     monkeypatch.setattr(os, "pread", fail)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(Retry, "_pause", lambda retry, seconds: None)
     assert reader.read(0) == expected
     assert (len(opened), retry.retries) == (2, 2)
 

@@ -87,7 +87,9 @@ class Loader:
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type | None, *rest: object) -> None:
+        if kind is KeyboardInterrupt:  # Otherwise Ctrl-C waited for retries, for data.retry_minutes at worst.
+            self.split.storage.retry.give_up()
         self.close()
 
     def close(self) -> None:

@@ -3,12 +3,11 @@
 import random
 import re
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pipeline.base.errors import OneRankError, is_outage
+from pipeline.base.errors import Interrupted, OneRankError, is_outage
 from pipeline.base.words import on_one_line
 from pipeline.process.running_time import running_time
 from pipeline.process.waits import Wait, waiting
@@ -53,6 +52,7 @@ class Retry:
     stall_seconds: float = 20.0
     retries: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _given_up: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def __reduce__(self) -> tuple:
         return Retry, (self.seconds, self.setting, self.stall_seconds)
@@ -61,6 +61,14 @@ class Retry:
         """Count so many more retries."""
         with self._lock:
             self.retries += retries
+
+    def give_up(self) -> None:
+        """Make all threads that would retry, now or later, raise Interrupted instead: this process is about to end."""
+        self._given_up.set()
+
+    def _pause(self, seconds: float) -> None:
+        if self._given_up.wait(max(seconds, 0)):
+            raise Interrupted
 
     def call(self, url: str, action: Callable[[], T], is_transfer: bool = False) -> T:
         """Returns action(), which is repeated while it fails for a passing reason. Announced as a wait (pipeline/process/waits.py).
@@ -86,7 +94,7 @@ class Retry:
             pause = _FIRST_PAUSE
             while True:
                 self.add(1)
-                time.sleep(max(min(pause * random.uniform(0.5, 1), wait.left), 0))
+                self._pause(min(pause * random.uniform(0.5, 1), wait.left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 try:
                     return action()
@@ -120,5 +128,5 @@ class Retry:
             self.add(1)
             # Random, so that a thousand ranks that met the same outage do not return at the same moment. Nothing else
             # depends on this random number.
-            time.sleep(min(pause * random.uniform(0.5, 1), max(deadline - now, 0)))
+            self._pause(min(pause * random.uniform(0.5, 1), deadline - now))
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,5 +1,7 @@
 """Batches: the same for any number of threads; a bad sample is counted and changes no other; too many stop the run."""
 
+import errno
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Batch, Loader, normalise
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import ViewWriter, eval_view, train_view
+from pipeline.data.storage import retry
 from pipeline.settings.run import AugmentConfig
 
 COUNT = 40
@@ -45,6 +48,29 @@ def spoil(split: Split, row: int, at: int = 0, count: int = 0) -> None:
     with open(split.shard_paths[int(split.shard_of(row))], "r+b") as file:
         file.seek(split.place_of(row)[0] + at)
         file.write(b"\x55" * (count or split.place_of(row)[1]))
+
+
+def test_ctrl_c_waits_for_no_retry(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for as long as a disk or a store failed, ten minutes at worst."""
+    split = dataset.split("train")
+    attempts, interrupted = list[tuple[int, int]](), list[bool]()
+
+    def fail(file: int, size: int, offset: int) -> bytes:
+        attempts.append((size, offset))
+        raise OSError(errno.EIO, "failed")
+
+    def interrupt() -> bool:
+        if split.storage.retry.retries and not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(os, "pread", fail)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE", 60.0)
+    view = eval_view(AugmentConfig(), 24)
+    with pytest.raises(KeyboardInterrupt), Loader(split, view, 2, 2, 0.0, is_stop_wanted=interrupt) as loader:
+        list(loader.batches(requests()))
+    assert len(set(attempts)) == len(attempts)  # A thread may have begun another image meanwhile.
 
 
 def test_samples_are_read_from_where_they_are(dataset: Dataset) -> None:

@@ -1,10 +1,12 @@
 """A command that waits for an object store prints what it waits for; failed requests are retried for a limited time."""
 
+import errno
 from collections.abc import Callable
 
 import pytest
 from polling import until
 
+from pipeline.base.errors import Interrupted
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.process import waits
 
@@ -85,3 +87,17 @@ def test_an_impossible_endpoint_is_not_retried() -> None:
     with pytest.raises(StorageError, match="no valid URL can be made of the bucket's name and the endpoint"):
         retry.call("s3://b/x", fail)
     assert retry.retries == 0
+
+
+@pytest.mark.parametrize("method", [Retry.call, Retry.read_file])
+def test_what_is_given_up_is_not_retried(method: Callable[..., None]) -> None:
+    retry, attempts = Retry(seconds=600), list[int]()
+
+    def fail() -> None:
+        attempts.append(1)
+        retry.give_up()
+        raise OSError(errno.EIO, "failed")
+
+    with pytest.raises(Interrupted):
+        method(retry, "s3://bucket/x", fail)
+    assert len(attempts) == 1
