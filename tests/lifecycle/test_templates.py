@@ -157,11 +157,20 @@ def test_slurm_with_the_supervisor(home: Path, code: str, stop_by: signal.Signal
 
 
 @pytest.mark.parametrize(
-    ("code", "stop_by", "expected"),
-    [("75", signal.SIGTERM, 75), ("0", None, 0), ("2", None, 2), ("-1", None, 255), ("", None, 1)],
+    ("code", "stop_by", "plan", "expected"),
+    [
+        ("75", signal.SIGTERM, 0, 75),
+        ("0", None, 0, 0),
+        ("2", None, 0, 2),
+        ("-1", None, 0, 255),
+        ("", None, 0, 1),
+        ("", None, 2, 2),  # A misspelt setting, or no data: it was tried again.
+    ],
 )
-def test_kubernetes(home: Path, code: str, stop_by: signal.Signals | None, expected: int) -> None:
+def test_kubernetes(home: Path, code: str, stop_by: signal.Signals | None, plan: int, expected: int) -> None:
     """A pod ends as its run did; 2, which fails the whole job, only when the run was refused. Nor does it as the run's last start."""
+    (home / "bin/vit").write_text(f'#!/bin/bash\n[ "$1" = plan ] && exit {plan}\n')
+    (home / "bin/vit").chmod(0o755)
     (home / "runs" / "vit").mkdir(parents=True)
     (home / "runs" / "vit" / "status.json").write_text('{"code": 0}')
     _, job = yaml.safe_load_all((ROOT / "launch/kubernetes_job.yaml").read_text())
