@@ -30,6 +30,8 @@ from pipeline.settings.run import RunConfig
 RESUME = 75
 _UNKNOWN_HOLDER = "an unidentified run"
 _PREVIOUS = "previous_status.json"
+# In the identity of a checkpoint: the folder of its run, whatever folder a relative `out` began in.
+RUN_FOLDER = "the run's folder"
 # Begins a rank's failure record when its watchdog ended it (pipeline/monitor/watchdog.py).
 HANG = "hang: "
 
@@ -161,16 +163,19 @@ def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Map
     """
     names = ("out", "name", "checkpoint.folder")
     (out, name, _), (own_out, own_name, folder) = ([str(of.get(key, "")) for key in names] for of in (then, now))
-    other = Path(out, name)
-    if not folder or other.resolve() == Path(own_out, own_name).resolve():
+    other, own = Path(str(then.get(RUN_FOLDER) or Path(out, name))), Path(own_out, own_name)
+    if not folder or other.resolve() == own.resolve():
         return
     try:
+        if own.exists() and other.samefile(own):  # By another mount.
+            return
         settings = read_settings(other)
     except (OSError, UserError):  # It was moved, and this run is it.
         return
     if Path(settings.checkpoint.folder, settings.name).resolve() == Path(folder, own_name).resolve():
         raise UserError(
-            f"{path} is of the run {other}, whose checkpoints have the same place. Choose another checkpoint.folder, or remove that run."
+            f"{path} is of the run {other}, whose checkpoints have the same place. Choose another checkpoint.folder, or remove that run and "
+            "its checkpoints."
         )
 
 

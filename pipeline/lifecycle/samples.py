@@ -62,8 +62,12 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         table = _of_step(dataset, split, order, number * batch + config.rank * len(rows), rows, uses)
         if config.sheet:
             parts = of_run.parts()  # With train.image_sizes, of which step is in the same as `Feed.part` says.
-            is_saved = state is not None or path.is_dir()
-            _draw(parts[(config.step * len(parts) - 1) // steps], is_saved, split, rows, uses, Path(config.sheet))
+            part = parts[(config.step * len(parts) - 1) // steps]
+            if state is not None or path.is_dir():
+                from pipeline.objectives import of_saved  # Late, as in `_draw`.
+
+                part = of_saved(part)
+            _draw(part, split, rows, uses, Path(config.sheet))
         when = "trained" if config.step <= trained else "not trained yet"
         when += f" (the newest checkpoint is of step {trained:,})" if state else ""
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
@@ -202,18 +206,17 @@ def _show(table: list[dict[str, Any]], file: str) -> None:
         print(line)
 
 
-def _draw(config: RunConfig, is_saved: bool, split: Split, rows: np.ndarray, epochs: np.ndarray, file: Path) -> None:
+def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray, file: Path) -> None:
     """Write a contact sheet of the augmented images, row by row in table order; unreadable images are black.
 
-    The views of an image stand side by side, all in one scale. is_saved: whether the settings are those of a run.
+    The views of an image stand side by side, all in one scale.
     """
     import cv2  # Late: tables need neither OpenCV nor torch.
 
     from pipeline.data.loading.loader import Loader
     from pipeline.data.loading.views import train_views
-    from pipeline.objectives import kind, of_saved
+    from pipeline.objectives import kind
 
-    config = of_saved(config) if is_saved else config
     writer = train_views(kind(config.train.loss).views(config), config.seed)
     with Loader(split, writer, config.data.threads, prefetch=1, max_bad_share=1.0) as loader:
         batch = next(loader.batches([(rows, epochs)]))

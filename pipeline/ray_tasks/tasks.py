@@ -11,6 +11,7 @@ from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
 from pipeline.process import waits
 from pipeline.ray_tasks.cluster import first_line, full_disk
+from pipeline.settings.command import mistake_in_words
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -61,7 +62,7 @@ def run_here(
                 on_failure(index, str(error))
                 break
             except PermissionError as error:  # Of a folder of this job, as of another user: the others may be ours.
-                on_failure(index, f"{error.filename or error}: permission denied.")
+                on_failure(index, mistake_in_words(error) or str(error))
                 break
             except LostError as error:
                 if pause is None:

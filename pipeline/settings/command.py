@@ -120,6 +120,11 @@ def read_settings(
         )
     hidden = json.loads(base64.b64decode(os.environ.get(_HIDDEN_SETTINGS, "e30=")))
     overrides = [hidden.get(override, override) for override in given.overrides]
+    for override in overrides:
+        if ":***@" in override:
+            raise UserError(
+                f"{override} has *** in place of its password, which the environment of this process has lost. Give it in the file of settings."
+            )
     return schema.load(cls, given.config[0] if given.config else None, overrides)
 
 

@@ -20,6 +20,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.plan import Plan
+from pipeline.lifecycle.run_folder import RUN_FOLDER
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter, Trace
@@ -259,7 +260,7 @@ class TrainingRun:
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "engine": asdict(engine.counters()),
             "model": model.to_dict(),
-            "identity": self.context.identity,
+            "identity": self.context.identity | {RUN_FOLDER: str(Path(config.out, config.name).resolve())},
             "losses": list(spikes.scores.recent),
             "left_out": progress.skipped_batches,
             "counts": asdict(self.monitoring.counts.to_save(spikes.num_spikes)),

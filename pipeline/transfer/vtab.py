@@ -61,7 +61,7 @@ def run(
     if config.plan:
         _print_plan(sweep)
         return None
-    contamination = _contamination(sweep, config.pretrained_on)
+    contamination = _contamination(sweep, list(filter(None, config.pretrained_on)))
     sweep.claim()
     earlier = _earlier_results(folder)
 
@@ -200,10 +200,13 @@ def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | No
         return dict.fromkeys(sweep.datasets)
     extra = models.read_weights(sweep.config.weights).extra
     mixture = {(one["fingerprint"], one["split"]): one["name"] for one in extra.get("mixture") or ()}
-    trained = list(mixture) or [(extra["fingerprint"], extra.get("train_split"))] * bool(extra.get("fingerprint"))
-    found, used = [], set()
+    digest = extra.get("fingerprint")
+    trained = list(mixture) or ([(digest, extra.get("train_split"))] if digest else [])
+    found, used = [], set[tuple[str, str]]()
     for name in pretrained_on:
         copies, one = _copies_in(sweep, name, trained)
+        if one in used:
+            raise UserError(f"pretrained_on names {name} twice.")
         found.append(copies)
         used.add(one)
     if left := [f"{name}:{split}" for (digest, split), name in mixture.items() if (digest, split) not in used]:
@@ -224,9 +227,8 @@ def _copies_in(
     """Returns (copies in one data set, as `_contamination`; its fingerprint and split). trained: the same of all, as far as known."""
     place, named = location_and_split(name)
     path = to_path(place) / DEDUP_REPORT
-    remedy = (
-        f"launch/dedup.py data={place} split={named or (len(trained) == 1 and trained[0][1]) or 'train'} against=..."
-    )
+    likely = named or next((split for _, split in trained if split), "train")
+    remedy = f"launch/dedup.py data={place} split={likely} against=..."
     try:
         report = read_dedup_report(to_path(place))
     except (FileNotFoundError, NotADirectoryError):

@@ -98,6 +98,9 @@ def test_a_password_is_in_the_environment_of_a_run_and_not_on_its_command_line(m
     assert set(environment[hidden]) <= {*string.ascii_letters, *string.digits, *"+/="}  # No shell changes it.
     monkeypatch.setenv(hidden, environment[hidden])
     assert command.read_settings(RunConfig, words[words.index("--config") :]) == run.config
+    monkeypatch.delenv(hidden)  # As a launcher that starts with an environment of its own.
+    with pytest.raises(UserError, match=r"^track\.uri=.*:\*\*\*@h/db has \*\*\* in place of its password"):
+        command.read_settings(RunConfig, words[words.index("--config") :])
 
 
 @pytest.mark.parametrize("launcher", ["nosuchlauncher --num_gpus 8", "''", "/dev/null"])

@@ -29,7 +29,7 @@ from pipeline.checkpoint.store import FORMAT, Counters, State
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import hold_out, open_run_data
-from pipeline.lifecycle.run_folder import RESUME
+from pipeline.lifecycle.run_folder import RESUME, RUN_FOLDER, refuse_checkpoint_of_another
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
@@ -520,6 +520,11 @@ def test_runs_of_two_grids_do_not_go_on_from_each_others_checkpoints(data: Path,
     with pytest.raises(UserError, match=refused):
         resume._compare(step, now, 12)
     assert trained_otherwise(first) == ""
+    relative = then | {"out": "runs", RUN_FOLDER: str(first.folder)}  # Its `out` began in another folder.
+    with pytest.raises(UserError, match=refused):
+        refuse_checkpoint_of_another(step, relative, now | {"out": "runs"})
+    (tmp_path / "link").symlink_to(first.folder.parent)
+    refuse_checkpoint_of_another(step, then, then | {"out": str(tmp_path / "link")})
     first.folder.rename(tmp_path / "moved")
     said = f"optimizer.lr was 0.1, is 0.2; with checkpoints in {step.parent}"
     assert trained_otherwise(second) == said

@@ -451,6 +451,9 @@ def test_a_search_of_another_split_counts_as_none(
         sweep = open_sweep(schema.load(VtabConfig, None, [*settings, *more]), tmp_path / "out")
         return vtab._contamination(sweep, sweep.config.pretrained_on)["dtd"]
 
+    bare = tmp_path / "bare.pt"  # Of another project, say: it names no data set.
+    models.save(models.create("ViT-mu/4", 8, 7), bare)
+    assert copies("train", [*prepared, f"weights={bare}"]) == 3
     assert copies("train", prepared) == copies("trainval", of_run) == copies("trainval", prepared, ":trainval") == 3
     assert "not searched" not in capsys.readouterr().out
     assert copies("val", prepared) is None
@@ -483,6 +486,8 @@ def test_copies_are_counted_in_all_sets_of_a_mixture(prepared: list[str], finish
 
     sweep = open_sweep(schema.load(VtabConfig, None, given(f"[{tmp_path}/a,{tmp_path}/b]")), tmp_path / "out")
     assert vtab._contamination(sweep, sweep.config.pretrained_on) == {"dtd": 6, "pets": None}
+    twice = refused(tmp_path / "out", given(f"[{tmp_path}/a,{tmp_path}/b,{tmp_path}/b:train]"))
+    assert twice == f"pretrained_on names {tmp_path}/b:train twice."
     for one, other in ("a", "b"), ("b", "a"):
         said = refused(tmp_path / "out", given(f"{tmp_path}/{one}"))
         assert said.endswith(

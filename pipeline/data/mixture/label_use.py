@@ -28,7 +28,7 @@ def label_notes(data: RunData, loss: str) -> list[str]:
     if len(classes) == 1 < data.dataset.num_classes and (loss == "softmax" or not bare):
         name = quoted(data.dataset.classes[classes.pop()])
         of = counted(data.dataset.num_classes, "class")
-        lines.append(f"of {of}, all labels to train on are {name}: the loss falls to 0, and nothing is learned")
+        lines.append(f"of {of}, all labels to train on are {name}: there is nothing to learn")
     return lines
 
 

@@ -298,7 +298,7 @@ def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> Non
     data = open_run_data(DataConfig(path=str(sets / "a"), exclude="none"), 0, 20, "learned")
     assert label_notes(data, "softmax") == []
     one = labelled(data, [[2]] * 90)
-    single = "of 4 classes, all labels to train on are 'class2': the loss falls to 0, and nothing is learned"
+    single = "of 4 classes, all labels to train on are 'class2': there is nothing to learn"
     bare = "train.loss = softmax learns nothing from 30 of 90 samples: no label"
     assert label_notes(one, "softmax") == label_notes(one, "sigmoid") == [single]
     assert label_notes(one, "dino") == label_notes(one, "distill_classes") == []
