@@ -117,7 +117,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     }
     write_files(folder, files, mark="scores.json")
     for name, value in render.summary(scores):
-        print(f"{name:<44} {value:>12}")
+        print(f"{name:<44} {value:>18}")
     print(f"report: {folder / 'report.md'}")
     if origin is not None:
         written = [folder / name for name, content in files.items() if content]

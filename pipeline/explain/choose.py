@@ -1,6 +1,6 @@
 """Chooses the images that are worth labelling first, and writes them as files, a table and a sheet; entry point: `run`.
 
-Shapes: D features, n images.
+Shapes: D features, n candidates.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.decode import inspect
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
+from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.predict import read_class_names, with_readable_labels
 from pipeline.evaluate.probes.features import extract
@@ -38,35 +38,44 @@ def run(config: ChooseConfig) -> list[str]:
     config = with_local_weights(config)
     loaded = load_model(config)
     names = read_class_names(config.class_names) or loaded.extra.get("classes") or []
-    images = with_readable_labels(open_adhoc_split(config.images, config.split, config.exclude, names), loaded)
+    images = open_adhoc_split(config.images, config.split, config.exclude, names)
     labelled = None
     if config.labelled:
-        labelled = open_adhoc_split(config.labelled, config.labelled_split, config.exclude, names, "labelled").split
+        labelled = open_adhoc_split(config.labelled, config.labelled_split, config.exclude, names, "labelled")
+    for line in images.split.notes() + (labelled.split.notes() if labelled else []):
+        print(line)
+    candidates = np.sort(random_numbers.permutation(len(images.split), config.seed, _CANDIDATES)[: config.candidates])
+    rows, values = _features(config, loaded, images.split, candidates, "images")
+    mean = values.mean(0)
+    found = coverage.directions(values, mean)
+    covered = np.full(len(found), -1, np.float32)
+    if labelled:
+        _, theirs = _features(config, loaded, labelled.split, _with_labels(labelled, config), "labelled")
+        covered, _ = coverage.nearest(found, coverage.directions(theirs, mean))
+    chosen = coverage.choose(found, config.num, covered)
+    if len(chosen) < config.num:
+        copies = "no copies of each other" + (" or of labelled ones" if labelled else "")
+        more = ". Raise candidates" if len(candidates) < len(images.split) else ""
+        raise UserError(
+            f"of {counted(len(candidates), 'candidate')} {len(chosen):,} can be read and are {copies}, fewer than num = {config.num:,}{more}."
+        )
     with new_output(Path(config.out), is_folder=True) as folder:
-        for line in images.split.notes():
-            print(line)
-        candidates = _random_rows(len(images.split), config.candidates, config.seed, _CANDIDATES)
-        rows, values = _features(config, loaded, images.split, candidates, "images")
-        if len(rows) < config.num:
-            raise UserError(f"images has {counted(len(rows), 'readable image')}, fewer than num = {config.num:,}.")
-        mean = values.mean(0)
-        found = coverage.directions(values, mean)
-        covered = None
-        if labelled is not None:
-            _, theirs = _features(config, loaded, labelled, np.arange(len(labelled)), "labelled")
-            covered, _ = coverage.nearest(found, coverage.directions(theirs, mean))
-        chosen = coverage.choose(found, config.num, covered)
-        folder.mkdir()
         table = _write_images(folder, images, rows[chosen], _stands_for(found, chosen, len(images.split)))
-        _draw(config, loaded, images, rows[chosen], table, folder)
-    _report(config, found, chosen, covered, len(images.split))
+        _draw(config, loaded, images, rows[chosen], table, folder / "sheet.png")
+    _report(config, found, chosen, covered if labelled else None, len(images.split))
     return [line["key"] for line in table]
 
 
-def _random_rows(num_rows: int, most: int, seed: int, purpose: Purpose) -> np.ndarray:
-    """int64, ascending: all rows, or `most` random ones."""
-    rows = np.arange(num_rows)
-    return np.sort(rows[np.argsort(random_numbers.bits(seed, purpose, rows), kind="stable")[:most]])
+def _with_labels(labelled: AdhocSplit, config: ChooseConfig) -> np.ndarray:
+    """int64: the rows of images with a label, if they are of a data set that has classes; of others, all."""
+    if not (is_dataset(config.labelled) and labelled.label_names):
+        return np.arange(len(labelled.split))
+    rows = np.flatnonzero(np.diff(labelled.split.label_offsets))
+    if without := len(labelled.split) - len(rows):
+        print(f"labelled: {counted(without, 'image')} without a label not counted")
+    if not len(rows):
+        raise UserError(f"labelled = {config.labelled[0]}: no image of split {config.labelled_split!r} has a label.")
+    return rows
 
 
 def _features(
@@ -87,21 +96,21 @@ def _stands_for(found: np.ndarray, chosen: np.ndarray, num_images: int) -> list[
     """About how many of all images each chosen one is the most similar of the chosen ones to."""
     _, at = coverage.nearest(found, found[chosen])
     shares = np.bincount(at, minlength=len(chosen)) / len(found)
-    return [max(1, round(share * num_images)) for share in shares.tolist()]
+    return [round(share * num_images) for share in shares.tolist()]
 
 
 def _write_images(folder: Path, images: AdhocSplit, rows: np.ndarray, stands_for: list[int]) -> list[dict[str, str]]:
     """Write the files and choice.csv. Returns the rows of the table."""
+    (folder / "images").mkdir(parents=True)
     table, digits = [], len(str(len(rows)))
+    described = zip(rows.tolist(), images.split.keys(rows), images.labels(rows), stands_for, strict=True)
     reader = ShardReader(images.split)
     try:
-        for number, (row, key, label, stands) in enumerate(
-            zip(rows.tolist(), images.split.keys(rows), images.labels(rows), stands_for, strict=True), 1
-        ):
+        for number, (row, key, label, stands) in enumerate(described, 1):
             data = reader.read(row)
-            name = f"{number:0{digits}}.{inspect(data, decode_all=False)[0]}"
-            (folder / name).write_bytes(data)
-            table.append({"path": name, "label": label or "", "key": key, "stands_for": str(stands)})
+            path = f"images/{number:0{digits}}.{inspect(data, decode_all=False)[0]}"
+            (folder / path).write_bytes(data)
+            table.append({"path": path, "label": label or "", "key": key, "stands_for": str(stands)})
     finally:
         reader.close()
     (folder / "choice.csv").write_bytes(table_csv(table))
@@ -109,37 +118,38 @@ def _write_images(folder: Path, images: AdhocSplit, rows: np.ndarray, stands_for
 
 
 def _draw(
-    config: ChooseConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, table: list[dict[str, str]], folder: Path
+    config: ChooseConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, table: list[dict[str, str]], sheet: Path
 ) -> None:  # fmt: skip
-    drawn = min(len(rows), _MAX_DRAWN)
-    _, pixels = read_images(config, loaded, images.split, rows[:drawn])
+    lines = dict(zip(rows.tolist(), table, strict=True))
+    kept, pixels = read_images(config, loaded, images.split, rows[:_MAX_DRAWN])
+    labels = with_readable_labels(images, loaded).labels(kept)
     captions = [
-        [line["path"].partition(".")[0], f"stands for {int(line['stands_for']):,}", *filter(None, [line["label"]])]
-        for line in table[:drawn]
+        [Path(line["path"]).stem, f"stands for {int(line['stands_for']):,}", *filter(None, [label])]
+        for line, label in zip((lines[row] for row in kept.tolist()), labels, strict=True)
     ]
-    of_all = "" if drawn == len(rows) else f"The first {drawn} of {len(rows):,}. "
+    of_all = "" if len(kept) == len(rows) else f"{len(kept)} of {len(rows):,}. "
     about = counted(len(images.split), "image")
     note = f"{of_all}Each stands for about so many of {about} that it is the most similar chosen one to."
-    figure = galleries.draw_choice(pixels.numpy(), captions, note)
-    (folder / "sheet.png").write_bytes(png(figure, DPI))
+    sheet.write_bytes(png(galleries.draw_choice(pixels.numpy(), captions, note), DPI))
 
 
 def _report(
     config: ChooseConfig, found: np.ndarray, chosen: np.ndarray, covered: np.ndarray | None, num_images: int
 ) -> None:
-    """Print how well the choice covers the images, beside as many images at random."""
+    """Print how well the choice covers the images, beside as many images at random. covered: None without labelled images."""
 
-    def mean_similarity(indices: np.ndarray) -> float:
-        similarity, _ = coverage.nearest(found, found[indices])
-        return float((similarity if covered is None else np.maximum(similarity, covered)).mean())
+    def similarity(indices: np.ndarray) -> str:
+        nearest, _ = coverage.nearest(found, found[indices])
+        return f"{(nearest if covered is None else np.maximum(nearest, covered)).mean():.3f}"
 
-    of_all = "" if len(found) == num_images else f" of {len(found):,} candidates"
+    of_all = "" if len(found) == num_images else f" of {counted(len(found), 'candidate')}"
     print(f"{len(chosen):,}{of_all} of {counted(num_images, 'image')} chosen, in {config.out}")
     at_random = random_numbers.permutation(len(found), config.seed, _AT_RANDOM)
     sizes = sorted({max(1, len(chosen) // part) for part in (8, 4, 2, 1)})
-    print("mean cosine of an image and the nearest chosen one, and in brackets the nearest of as many at random: " + ", ".join(
-        f"{size:,}: {mean_similarity(chosen[:size]):.3f} ({mean_similarity(at_random[:size]):.3f})" for size in sizes
-    ))  # fmt: skip
-    print(
-        f"fill in the column label of {config.out}/choice.csv, then: python launch/shard.py source={config.out}/choice.csv out=..."
-    )
+    cells = [f"{size:,}: {similarity(chosen[:size])} ({similarity(at_random[:size])})" for size in sizes]
+    kind = "chosen"
+    if covered is not None:
+        kind, cells = "chosen or labelled", [f"0: {covered.mean():.3f}", *cells]
+    print(f"mean cosine of an image and the nearest {kind} one (in brackets as many at random): {', '.join(cells)}")
+    table = f"{config.out}/choice.csv"
+    print(f"fill in the column label of {table}, then: python launch/shard.py source={table} out=...")

@@ -218,7 +218,10 @@ class ChooseConfig(LookConfig):
         max=MAX_CANDIDATES,
     )
     labelled: list[str] = setting(
-        list, "Images that have labels already: what resembles them is not chosen again. As for images.", path=True
+        list,
+        "Images that have labels already: what resembles them is not chosen again. As for images; of a data set with labels, those that have one. "
+        "All are read.",
+        path=True,
     )
     labelled_split: str = setting("train", "If labelled is a data set: its split.", needs="labelled")
     seed: int = setting(0, "Seed of the random part.", min=0, max=MAX_SEED)

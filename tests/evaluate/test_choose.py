@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import json
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from PIL import Image
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
-from pipeline.explain import choose, coverage
+from pipeline.explain import choose, coverage, galleries
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ChooseConfig
 
@@ -24,15 +25,18 @@ def directions(num: int, seed: int = 0, width: int = 5) -> np.ndarray:
     return coverage.directions(values, values.mean(0))
 
 
-def covers(images: np.ndarray, chosen: list[int], covered: np.ndarray | None = None) -> float:
-    best = (images @ images[chosen].T).max(1, initial=-1.0)
-    return float((best if covered is None else np.maximum(best, covered)).sum())
+def nothing(num: int) -> np.ndarray:
+    return np.full(num, -1, np.float32)
+
+
+def covers(images: np.ndarray, chosen: list[int], covered: np.ndarray) -> float:
+    return float(np.maximum((images @ images[chosen].T).max(1, initial=-1.0), covered).sum())
 
 
 @pytest.mark.parametrize("has_labels", [False, True])
 def test_each_image_adds_most_to_those_before(has_labels: bool) -> None:
     images = directions(60)
-    covered = coverage.nearest(images, directions(4, seed=1))[0] if has_labels else None
+    covered = coverage.nearest(images, directions(4, seed=1))[0] if has_labels else nothing(60)
     chosen = coverage.choose(images, 12, covered).tolist()
     for count, image in enumerate(chosen):
         sums = [covers(images, [*chosen[:count], other], covered) for other in range(len(images))]
@@ -44,12 +48,21 @@ def test_each_image_adds_most_to_those_before(has_labels: bool) -> None:
 def test_it_is_near_the_best_choice() -> None:
     for seed in range(5):
         images = directions(12, seed)
-        best = max(covers(images, list(some)) for some in itertools.combinations(range(12), 3))
-        found = covers(images, coverage.choose(images, 3).tolist())
+        best = max(covers(images, list(some), nothing(12)) for some in itertools.combinations(range(12), 3))
+        found = covers(images, coverage.choose(images, 3, nothing(12)).tolist(), nothing(12))
         assert found + 12 >= (1 - 1 / np.e) * (best + 12)
 
 
-def test_directions_and_nearest() -> None:
+def test_copies_are_not_chosen() -> None:
+    images = directions(10)
+    twice = np.concatenate([images, images])
+    assert sorted(coverage.choose(twice, 20, nothing(20)) % 10) == list(range(10))
+    labelled, _ = coverage.nearest(images, images[[2, 5]])
+    assert sorted(coverage.choose(images, 10, labelled)) == [0, 1, 3, 4, 6, 7, 8, 9]
+
+
+def test_directions_and_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "_BLOCK", 4)  # Two images at a time.
     values = np.array([[3.0, 1.0], [1.0, 1.0], [1.0, 3.0]])
     found = coverage.directions(values, np.array([1.0, 1.0]))
     assert found.tolist() == [[1, 0], [0, 0], [0, 1]]
@@ -93,7 +106,8 @@ def test_the_folder_has_the_images_their_table_and_their_sheet(
     out = tmp_path / "new" / "to_label"
     keys = run(weights, photos, out, 3)
     assert sorted(colours(keys)) == ["blue", "green", "red"]
-    assert sorted(os.listdir(out)) == ["1.png", "2.png", "3.png", "choice.csv", "sheet.png"]
+    assert sorted(os.listdir(out)) == ["choice.csv", "images", "sheet.png"]
+    assert sorted(os.listdir(out / "images")) == ["1.png", "2.png", "3.png"]
     with (out / "choice.csv").open() as text:
         table = list(csv.DictReader(text))
     assert [list(row) for row in table] == [["path", "label", "key", "stands_for"]] * 3
@@ -133,17 +147,59 @@ def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, t
 @pytest.mark.parametrize(
     ("num", "more", "message"),
     [
-        (5, "candidates=4", "num = 5 is more than candidates = 4. Raise candidates, too."),
-        (30, "seed=1", "images has 21 readable images, fewer than num = 30."),
-        (3, "labelled=nowhere", "labelled"),
+        (5, "candidates=4", r"num = 5 is more than candidates = 4\. Raise candidates, too\."),
+        (30, "seed=1", r"of 21 candidates 21 can be read and are no copies of each other, fewer than num = 30\.$"),
+        (11, "candidates=11", r"of 11 candidates \d+ can be read and .* fewer than num = 11\. Raise candidates\.$"),
+        (21, "labelled=PHOTOS", r"of 21 candidates 0 can .* no copies of each other or of labelled ones, fewer than num = 21\.$"),
+        (3, "labelled=nowhere", "labelled = nowhere: no such file or folder"),
         (3, "labelled_split=val", "labelled_split = val has no effect without labelled"),
     ],
 )  # fmt: skip
 def test_mistakes_leave_nothing(num: int, more: str, message: str, weights: Path, photos: Path, tmp_path: Path) -> None:
+    if num == 11:  # More than half of the images are copies of one.
+        for path in photos.glob("red_*"):
+            path.write_bytes((photos / "red_00.png").read_bytes())
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(UserError, match=message.replace(".", r"\.")):
-        run(weights, photos, tmp_path / "out", num, more)
+    with pytest.raises(UserError, match=message):
+        run(weights, photos, tmp_path / "new" / "out", num, more.replace("PHOTOS", str(photos)))
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_the_table_has_the_classes_and_the_sheet_their_readable_names(
+    weights: Path, make_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data set that is made of the table has the same classes."""
+    data = make_dataset({"train": [[0], [1], [], [0, 1]]}, ["n01", "n02"])
+    info = json.loads((data.path / "dataset.json").read_text())
+    del info["checksum"]
+    (data.path / "dataset.json").write_text(json.dumps({**info, "class_names": ["dog, hound", "cat"]}))
+    drawn = list[str]()
+    draw = galleries.draw_choice
+    monkeypatch.setattr(
+        galleries,
+        "draw_choice",
+        lambda pixels, captions, note: (
+            drawn.extend(line[2] for line in captions if line[2:]) or draw(pixels, captions, note)
+        ),
+    )
+    run(weights, data.path, tmp_path / "out", 4, "split=train")
+    with (tmp_path / "out" / "choice.csv").open() as text:
+        assert sorted(row["label"] for row in csv.DictReader(text)) == ["", "n01", "n01;n02", "n02"]
+    assert sorted(drawn) == ["cat", "dog, hound", "dog, hound;cat"]
+
+
+def test_images_of_a_labelled_data_set_without_a_label_do_not_count(
+    weights: Path, make_dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Labelling may stop at any image: the others of choice.csv have none."""
+    data = make_dataset({"train": [[0], [], [], [1]], "none": [[], []]}, ["ant", "bee"])
+    keys = run(weights, data.path, tmp_path / "out", 2, "split=train", f"labelled={data.path}")
+    assert sorted(keys) == ["train1", "train2"]
+    said = capsys.readouterr().out
+    assert "labelled: 2 images without a label not counted\n" in said
+    assert "the nearest chosen or labelled one (in brackets as many at random): 0: 0." in said
+    with pytest.raises(UserError, match="no image of split 'none' has a label"):
+        run(weights, data.path, tmp_path / "no", 2, "split=train", f"labelled={data.path}", "labelled_split=none")
 
 
 def test_labels_in_a_folder_are_never_replaced(weights: Path, photos: Path, tmp_path: Path) -> None:
