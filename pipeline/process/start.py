@@ -25,7 +25,7 @@ from pipeline.base.errors import UserError
 _ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # mallopt(3)
-_INTERRUPTED = "stopped: the same command resumes it\n"
+_INTERRUPTED = "stopped: to go on, run the same command again\n"
 
 
 def guard(module: str) -> None:

@@ -58,7 +58,7 @@ IMPORTING = "from pipeline.process.start import guard; guard('__main__'); print(
 
 
 def test_ctrl_c_during_the_imports_is_one_line() -> None:
-    assert interrupt(IMPORTING, "ready") == (130, "stopped: the same command resumes it\n")
+    assert interrupt(IMPORTING, "ready") == (130, "stopped: to go on, run the same command again\n")
     assert interrupt(IMPORTING, "ready", {"RANK": "3"}) == (130, "")
 
 
@@ -79,7 +79,7 @@ def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
         "    finally: print('tidied up')\n"
         "main(ShardConfig, work, '')"
     )
-    assert interrupt(script, "ready") == (130, "tidied up\nstopped: the same command resumes it\n")
+    assert interrupt(script, "ready") == (130, "tidied up\nstopped: to go on, run the same command again\n")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
@@ -120,7 +120,7 @@ def test_a_real_command_that_is_interrupted_early(module: str, tmp_path: Path) -
     )
     command = [sys.executable, str(ROOT / "launch" / "pretrain.py"), "--help"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "stopped: the same command resumes it\n")
+    assert (done.returncode, done.stderr) == (130, "stopped: to go on, run the same command again\n")
 
 
 def test_freed_memory_is_kept_for_the_next_tensors() -> None:

@@ -287,7 +287,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         run(interrupt, monkeypatch, "source=a", "out=b")
     assert isinstance(stop.value, SystemExit)
     assert stop.value.code == 130
-    assert capsys.readouterr().err == "stopped: the same command resumes it\n"
+    assert capsys.readouterr().err == "stopped: to go on, run the same command again\n"
 
 
 def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
