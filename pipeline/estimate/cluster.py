@@ -10,8 +10,8 @@ from pipeline.base.words import counted
 from pipeline.estimate.memory import Memory, largest_micro_batch, moments, rank_memory
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
+from pipeline.settings.objective_checks import OF_WHOLE_BATCH
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import OF_WHOLE_BATCH
 
 # Largest share of a GPU's nominal memory that a layout may fill: the prediction may be off by 10 %.
 HEADROOM = 0.9

@@ -23,10 +23,10 @@ from pipeline.objectives import kind, on_meta, optimizers
 from pipeline.objectives.objective import FROZEN_TEACHER, TEACHER, Objective, constants, trained_parameters
 from pipeline.objectives.parameters.freeze import NOTHING
 from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, kernel_shape, orthogonal_flops
+from pipeline.settings.objective_checks import OF_WHOLE_BATCH
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
-from pipeline.settings.run_sections import OF_WHOLE_BATCH
 
 # Sizes in elements: DeepSpeed's defaults, which train/zero/engine.py sets explicitly.
 REDUCE_BUCKET = 500_000_000  # upper limit, see reduce_bucket

@@ -7,9 +7,9 @@ from functools import cached_property
 from pipeline.architecture.variants import as_yaml, overridden
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.settings.objective_checks import OF_WHOLE_BATCH
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import ModelConfig, RunConfig
-from pipeline.settings.run_sections import OF_WHOLE_BATCH
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import Count, Limits
 from pipeline.base.metric import GROUPS, Metric, as_tag, metric_of
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
-from pipeline.settings.run_sections import OBJECTIVES
+from pipeline.settings.objective_checks import OBJECTIVES
 
 if TYPE_CHECKING:
     from pipeline.data.dataset.manifest import Dataset

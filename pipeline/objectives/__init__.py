@@ -20,9 +20,8 @@ from pipeline.objectives.objective import Objective
 from pipeline.settings import effect
 from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.command import listed
-from pipeline.settings.objective_checks import refuse_without_labels
+from pipeline.settings.objective_checks import OBJECTIVES, refuse_without_labels
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import OBJECTIVES
 from pipeline.settings.schema import flatten, to_dict
 
 

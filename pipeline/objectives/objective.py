@@ -1,6 +1,6 @@
 """What a run learns: the interface of an objective.
 
-An objective is one file of this folder, and one line of `OBJECTIVES` in settings/run_sections.py. It says, in this order: its
+An objective is one file of this folder, and one line of `OBJECTIVES` in settings/objective_checks.py. It says, in this order: its
 settings; the module that is trained, which is the backbone (a model of `pipeline.model`: what is exported, probed and
 fine-tuned) and what the objective adds to it; what it reads of a batch; the loss; what is measured on held-out images; what
 happens around a step; how its parameters are grouped. The training loop, the engine and the evaluators know no objective by name.

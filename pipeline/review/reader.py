@@ -38,8 +38,8 @@ from pipeline.monitor.run_page import (
 from pipeline.process.outputs import kind_of
 from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, as_count, as_number
 from pipeline.settings import schema
+from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import OBJECTIVES
 from pipeline.settings.yaml_reader import parse_yaml
 from pipeline.transfer import grid
 from pipeline.transfer.score_table import check_results

@@ -1,7 +1,7 @@
-"""What objectives need of a run's other settings, as far as it is known without torch; their classes check the rest."""
+"""The objectives by name, and what they need of a run's other settings, as far as it is known without torch; their classes check the rest."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.architecture.config import OPTIONS, Config, ViTConfig
 from pipeline.architecture.variants import configure
@@ -9,11 +9,28 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import finite
 from pipeline.base.words import counted
 from pipeline.settings.quantities import MAX_SIDE, ImageSize
-from pipeline.settings.run_sections import LABELS, OBJECTIVES
 
 if TYPE_CHECKING:
     from pipeline.settings.run import RunConfig
 
+# What a run learns: value of train.loss -> file and class of pipeline/objectives/.
+OBJECTIVES = {
+    "softmax": "classification:Classification",
+    "sigmoid": "classification:Classification",
+    "dino": "dino:Dino",
+    "lejepa": "lejepa:Lejepa",
+    "mae": "mae:Mae",
+    "masked_mean_color": "masked_patches:MaskedPatches",
+    "masked_small_patch": "masked_patches:MaskedPatches",
+    "masked_pixels": "masked_patches:MaskedPatches",
+    "distill": "distill:Distill",
+    "distill_classes": "distill_classes:DistillClasses",
+}
+# Those whose loss is of all samples of a step at once: a step is one micro-batch of each rank. Here, for the supervisor, without torch.
+OF_WHOLE_BATCH = frozenset({"lejepa"})
+# What the others do with labels. "scored": only held-out images need some. Here, because data sets are opened before torch is imported.
+Labels = Literal["learned", "scored", "unread"]
+LABELS: dict[str, Labels] = {"softmax": "learned", "sigmoid": "learned", "distill_classes": "scored"}
 # Defaults of objective.local_size and objective.mask_share. Here, because they are compared with the patches of a model before torch is
 # imported.
 LOCAL_SIZE, MASK_SHARE = 96, 0.75

@@ -13,7 +13,7 @@ from pipeline.architecture.variants import check_name, num_blocks
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.effect import refuse_without_effect
-from pipeline.settings.objective_checks import check_objective
+from pipeline.settings.objective_checks import LABELS, Labels, check_objective
 from pipeline.settings.quantities import MAX_SEED, ImageSize
 from pipeline.settings.run_execution import (
     CheckpointConfig,
@@ -28,10 +28,8 @@ from pipeline.settings.run_execution import (
     TrackConfig,
 )
 from pipeline.settings.run_sections import (
-    LABELS,
     AugmentConfig,
     DataConfig,
-    Labels,
     ModelConfig,
     OptimizerConfig,
     RunScheduleConfig,

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
+from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS, ImageSize, Length, Limit
 from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.shared import batch_size, cpu_threads, minutes, pixels, share
@@ -14,24 +15,6 @@ from pipeline.settings.shared import batch_size, cpu_threads, minutes, pixels, s
 T = TypeVar("T")
 
 Precision = Literal["fp32", "bf16"]
-# What a run learns: value of train.loss -> file and class of pipeline/objectives/.
-OBJECTIVES = {
-    "softmax": "classification:Classification",
-    "sigmoid": "classification:Classification",
-    "dino": "dino:Dino",
-    "lejepa": "lejepa:Lejepa",
-    "mae": "mae:Mae",
-    "masked_mean_color": "masked_patches:MaskedPatches",
-    "masked_small_patch": "masked_patches:MaskedPatches",
-    "masked_pixels": "masked_patches:MaskedPatches",
-    "distill": "distill:Distill",
-    "distill_classes": "distill_classes:DistillClasses",
-}
-# Those whose loss is of all samples of a step at once: a step is one micro-batch of each rank. Here, for the supervisor, without torch.
-OF_WHOLE_BATCH = frozenset({"lejepa"})
-# What the others do with labels. "scored": only held-out images need some. Here, because data sets are opened before torch is imported.
-Labels = Literal["learned", "scored", "unread"]
-LABELS: dict[str, Labels] = {"softmax": "learned", "sigmoid": "learned", "distill_classes": "scored"}
 # What settings need of training crops that choose a box of the image, and of those that resize it first.
 _BOX, _RESIZE = "crop=inception,random_resized", "crop=resize_crop,resize_small_crop"
 

@@ -31,7 +31,7 @@ from pipeline.process.outputs import try_output
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.commands.weights import ScoreConfig
-from pipeline.settings.run_sections import LABELS
+from pipeline.settings.objective_checks import LABELS
 from pipeline.transfer.child_run import (
     ChildRun,
     make_child,

@@ -7,8 +7,8 @@ import pytest
 from pipeline import objectives
 from pipeline.base.metric import GROUPS, UNITS, Metric, as_tag, from_tag, metric_of, score_of
 from pipeline.settings import schema
+from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import OBJECTIVES
 
 RUN = [
     "name=x",

@@ -30,7 +30,7 @@ from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import read_state
 from pipeline.model import build, configure, save
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
-from pipeline.settings.run_sections import LABELS
+from pipeline.settings.objective_checks import LABELS
 
 _STEPS = 60
 _OBJECTIVES = {

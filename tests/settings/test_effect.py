@@ -14,8 +14,8 @@ from pipeline.estimate.forecast_text import describe
 from pipeline.settings import run, run_execution, run_sections, schema
 from pipeline.settings.commands import bench, data, operate, reports, study, transfer, weights
 from pipeline.settings.effect import without_effect
+from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import OBJECTIVES
 
 ROOT = Path(__file__).parents[2]
 MODULES = (run, run_execution, run_sections, bench, data, operate, reports, study, transfer, weights)

@@ -33,10 +33,9 @@ from pipeline.settings.commands import study as study_settings
 from pipeline.settings.commands import transfer as transfer_settings
 from pipeline.settings.commands import weights as weights_settings
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepareConfig
-from pipeline.settings.objective_checks import check_small_views
+from pipeline.settings.objective_checks import OF_WHOLE_BATCH, check_small_views
 from pipeline.settings.quantities import Length, Limit, whole_number
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import OF_WHOLE_BATCH
 from pipeline.transfer.grid import make_run
 from pipeline.transfer.sweep import settings_of
 from pipeline.transfer.vtab_cell import warmup_steps

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.objectives.objective import Objective
-from pipeline.settings.run_sections import OBJECTIVES
+from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.train.resume import _other_comparison
 
 NOW = {

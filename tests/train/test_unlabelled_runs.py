@@ -27,8 +27,9 @@ from pipeline.evaluate.report import run as evaluate
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.commands.weights import ScoreConfig
+from pipeline.settings.objective_checks import LABELS, OBJECTIVES
 from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import LABELS, OBJECTIVES, DataConfig
+from pipeline.settings.run_sections import DataConfig
 from pipeline.train.run_facts import run_facts
 from pipeline.train.start import prepare
 from pipeline.transfer.sweep import _check_dataset as check_of_task

@@ -7,7 +7,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
-from pipeline.settings.run_sections import LABELS
+from pipeline.settings.objective_checks import LABELS
 
 # Samples of which labels are read at a time: first so many, then up to the other number.
 _FIRST, _MOST = 1024, 2**20

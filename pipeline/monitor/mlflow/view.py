@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.settings.run_sections import OBJECTIVES
+from pipeline.settings.objective_checks import OBJECTIVES
 
 VIEW_KEY = "overview"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
