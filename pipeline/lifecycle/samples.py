@@ -73,7 +73,12 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
         said = f"step {config.step:,} of {steps:,}{share}: {counted(len(rows), 'sample')}, {when}"
     else:
-        table = _of_sample(order, split.row_of(config.sample), steps, trained, config.ranks, skipped_batches)
+        table = []
+        for row in split.rows_of(config.sample):
+            uses_of_row = _of_sample(order, row, steps, trained, config.ranks, skipped_batches)
+            of_set = {"set": split.set_names[split.set_of(np.array([row]))[0]]} if isinstance(split, MixedSplit) else {}
+            table += [{**of_set, **use} for use in uses_of_row]
+        table.sort(key=lambda use: (use["step"], use["place"]))
         seen = sum(row["trained"] == "yes" for row in table)
         said = f"{config.sample}: seen {counted(seen, 'time')} in the {counted(trained, 'step')} trained, {len(table)} in all {steps:,}"
     _show(table, config.csv)

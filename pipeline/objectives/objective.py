@@ -101,10 +101,13 @@ class Objective(nn.Module):
                 f"train.loss = {config.train.loss} predicts no classes: leave out {', '.join(given)}, or use an objective that does, "
                 "as softmax."
             )
-        if config.optimizer.ema_decay and cls.teacher_momentum is not Objective.teacher_momentum:
-            raise UserError(
-                f"train.loss = {config.train.loss} has a teacher, which is the average of the weights: leave out optimizer.ema_decay."
-            )
+        if cls.teacher_momentum is not Objective.teacher_momentum:
+            # The average is of trained weights: a teacher would not have the frozen ones after a restart, and no factors of LoRA.
+            taught = {"optimizer.ema_decay": config.optimizer.ema_decay, "train.freeze": config.train.freeze != NOTHING}
+            if given := [name for name, value in taught.items() if value]:
+                raise UserError(
+                    f"train.loss = {config.train.loss} has a teacher, which is the average of all weights: leave out {', '.join(given)}."
+                )
 
     @classmethod
     def check_classes(cls, config: RunConfig, num_classes: int, names: Sequence[str]) -> str:

@@ -25,12 +25,16 @@ OBJECTIVES = {
     "masked_pixels": "masked_patches:MaskedPatches",
     "distill": "distill:Distill",
     "distill_classes": "distill_classes:DistillClasses",
+    "pseudo_labels": "pseudo_labels:PseudoLabels",
 }
 # Those whose loss is of all samples of a step at once: a step is one micro-batch of each rank. Here, for the supervisor, without torch.
 OF_WHOLE_BATCH = frozenset({"lejepa"})
-# What the others do with labels. "scored": only held-out images need some. Here, because data sets are opened before torch is imported.
-Labels = Literal["learned", "scored", "unread"]
-LABELS: dict[str, Labels] = {"softmax": "learned", "sigmoid": "learned", "distill_classes": "scored"}
+# What the others do with labels. "partly": they learn those that there are, and some sets may have none. "scored": only held-out images need
+# some. Here, because data sets are opened before torch is imported.
+Labels = Literal["learned", "partly", "scored", "unread"]
+LABELS: dict[str, Labels] = {
+    "softmax": "learned", "sigmoid": "learned", "distill_classes": "scored", "pseudo_labels": "partly",
+}  # fmt: skip
 # Defaults of objective.local_size and objective.mask_share. Here, because they are compared with the patches of a model before torch is
 # imported.
 LOCAL_SIZE, MASK_SHARE = 96, 0.75
@@ -72,9 +76,9 @@ def refuse_without_labels(config: "RunConfig", num_classes: int) -> None:
             f"train.loss = {config.train.loss} needs labels, and this data set has none (0 classes). Use an objective that needs "
             f"none (train.loss={' | '.join(others)}), or a data set with labels."
         )
-    if config.train.loss == "softmax" and num_classes == 1:
+    if config.train.loss in ("softmax", "pseudo_labels") and num_classes == 1:
         raise UserError(
-            "train.loss = softmax needs at least two classes, and this data set has one: its loss is 0 and its accuracy 100 % from the "
+            f"train.loss = {config.train.loss} needs at least two classes, and this data set has one: its loss is 0 and its accuracy 100 % from the "
             f"first step, and nothing is learned. Use an objective that needs no labels (train.loss={' | '.join(others)}), or "
             "train.loss=sigmoid if some images do not have the label."
         )

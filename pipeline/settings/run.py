@@ -84,7 +84,7 @@ class RunConfig:
 
     @property
     def labels(self) -> Labels:
-        """What the run does with labels: learn them, only score classes with them, or neither."""
+        """What the run does with labels: learn them, learn those that there are, only score classes with them, or neither."""
         return LABELS.get(self.train.loss, "unread")
 
     @property

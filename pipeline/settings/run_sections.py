@@ -65,9 +65,13 @@ class MixedSet:
     class_map: dict[str, str] = setting(
         dict, "Classes of this set that have another name in the mixture, as {kitty: cat}."
     )
+    labels: bool = setting(
+        True,
+        "Whether its labels are read. With train.loss=pseudo_labels, false makes its images unlabelled; data.path may then be named again.",
+    )
     from_step: int = setting(
         0,
-        "Step from which the set has this weight. An entry with the path and split of an earlier one changes its weight.",
+        "Step from which the set has this weight. An entry with the path, split and labels of an earlier one changes its weight.",
         min=0,
         max=10**12,
     )
@@ -85,9 +89,9 @@ class MixedSet:
         return {f"{folder}_{name}": name for name in _named(self.eval_split)}
 
     @property
-    def name(self) -> tuple[str, str]:
-        """What identifies a set: path and split."""
-        return self.path.rstrip("/"), self.split
+    def name(self) -> tuple[str, str, bool]:
+        """What identifies a set: path, split, and whether its labels are read."""
+        return self.path.rstrip("/"), self.split, self.labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +304,8 @@ class TrainConfig:
         "sigmoid",
         "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino), "
         "prediction between views with normal projections (lejepa), a masked autoencoder (mae), prediction of the features (distill) or the "
-        "classes (distill_classes) of published weights, or masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
+        "classes (distill_classes) of published weights, or masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such "
+        "colours, or of the pixels; or of few labels and of what an average of the weights is sure of in images without one (pseudo_labels).",
         choices=OBJECTIVES,
         on_change="run",
     )
@@ -334,7 +339,9 @@ class TrainConfig:
         needs="lora_rank",
         on_change="run",
     )
-    label_smoothing: float = share(0.0, "Softmax: share of the target spread over all classes.", needs="loss=softmax")
+    label_smoothing: float = share(
+        0.0, "Softmax: share of the target spread over all classes.", needs="loss=softmax,pseudo_labels"
+    )
     log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
     max_skipped_steps: int = setting(
         20,

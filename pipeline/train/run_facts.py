@@ -127,8 +127,10 @@ def _training_data(dataset: Dataset, split: Split) -> Iterator[DatasetFacts]:
     if not isinstance(split, MixedSplit):
         yield _data_facts(dataset, split, "training", {"test_copies": _test_copies(dataset, split.name)})
         return
-    for one, part, share in zip(split.datasets, split.parts, split.shares, strict=True):
-        yield _data_facts(one, part, "training", {"test_copies": _test_copies(one, part.name), "share": share})
+    for one, part, share, entry in zip(split.datasets, split.parts, split.shares, split.mixture.sets, strict=True):
+        facts = _data_facts(one, part, "training", {"test_copies": _test_copies(one, part.name), "share": share})
+        # Another name, because MLflow shows a data set of the same name and content once.
+        yield facts if entry.labels else replace(facts, name=f"{facts.name} without labels", num_classes=0)
 
 
 def _data_facts(dataset: Dataset, split: Split, context: str, notes: dict[str, str]) -> DatasetFacts:

@@ -4,6 +4,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def run_of(loss: str, *more: str) -> tuple[RunConfig, Config]:
         ("mae", ["objective.decoder_depth=4"]),
         ("lejepa", ["objective.local_size=64", "objective.local_views=2"]),
         ("lejepa", ["objective.local_size=16"]),
+        ("pseudo_labels", []),
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
@@ -73,7 +75,7 @@ def test_prediction_is_what_a_backward_pass_holds(loss: str, more: list[str], ch
     objective = objectives.create(config, build(model, seed=0)).train()
     objective.backbone.activation_checkpointing = checkpointing
     shapes = [(g.count, *ImageSize.parse(g.size)) for g in objectives.kind(loss).views(config)]
-    pixels = noise_views(shapes, IMAGES)
+    pixels = replace(noise_views(shapes, IMAGES), labels=torch.full((IMAGES, 1), -1))
     for p in objective.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None  # Of the first micro-batch.
     with LiveTensors() as live, operators_of_a_gpu():

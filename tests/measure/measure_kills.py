@@ -39,6 +39,8 @@ _OBJECTIVES = {
     "lejepa": ("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16"),
     "distill": ("model.name=ViT-Ti/4", "objective.teacher={out}/teacher.pt"),
     "distill_classes": ("augment.mixup=0.5", "objective.teacher={out}/teacher.pt"),
+    "pseudo_labels": ("augment.mixup=0.5", "objective.threshold=0.26", "objective.momentum=0.9", "data.limit=30",
+                      "data.mix=[{{path: {out}/dataFalse, weight: 5}}]"),
 }  # fmt: skip
 _OF_ALL = (
     "train.micro_batch=12", f"train.length={_STEPS} steps", "checkpoint.every=2 steps", "evaluate.every=20 steps", "augment.crop=random_resized",

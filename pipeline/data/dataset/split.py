@@ -99,6 +99,15 @@ class Split:
         """The largest number of labels of one sample, excluded or not."""
         return self.index.max_labels
 
+    @property
+    def num_unlabelled(self) -> int:
+        """Number of samples without a label. Looks at each sample, unless all have one."""
+        index = self.index
+        if index.max_labels == 1 and len(index.labels) == len(index):
+            return 0
+        has_none = np.diff(index.label_starts) == 0
+        return int(has_none.sum() - has_none[self.excluded_rows].sum())
+
     def refuse_without_score(self, where: object, reads_labels: bool) -> None:
         """Raise UserError if nothing can be scored on it: without images, and for a score of labels, without those. where: its data set."""
         missing = (
@@ -152,6 +161,10 @@ class Split:
                 f"sample {key!r} of split {self.name!r} is excluded, by a list of excluded samples or by data.limit."
             )
         return row - before
+
+    def rows_of(self, key: str) -> list[int]:
+        """`row_of` a key, which in a mixture may be of several sets."""
+        return [self.row_of(key)]
 
     def place_of(self, row: int) -> tuple[int, int]:
         """(offset inside its tar, size) in bytes of one image."""

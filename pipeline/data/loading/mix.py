@@ -61,23 +61,23 @@ def mix_images(images: Tensor, valid: Tensor, mixing: Mixing) -> tuple[Tensor, T
 
     valid: bool (B,); a pair with an unreadable sample is not mixed: its weight is 1.
     """
-    both_valid = (valid & _partner(valid)).float()
+    both_valid = (valid & partner(valid)).float()
     own = 1 - both_valid * (1 - mixing.own)
     if mixing.box is None:
         return mix_pairs(images, own), own
     top, left, bottom, right = mixing.box
     inside = torch.zeros(images.shape[2:], dtype=torch.bool, device=images.device)
     inside[top:bottom, left:right] = True
-    return torch.where(inside & both_valid.bool()[:, None, None, None], _partner(images), images), own
+    return torch.where(inside & both_valid.bool()[:, None, None, None], partner(images), images), own
 
 
 def mix_pairs(values: Tensor, own: Tensor) -> Tensor:
     """Returns own * values + (1 - own) * values of the partner, for values (B, ...) and own (B,)."""
     own = own.reshape(-1, *[1] * (values.ndim - 1))
-    return _partner(values).mul_(1 - own).add_(own * values)
+    return partner(values).mul_(1 - own).add_(own * values)
 
 
-def _partner(values: Tensor) -> Tensor:
+def partner(values: Tensor) -> Tensor:
     """Swap rows 0 and 1, 2 and 3, ... of (B, ...)."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 

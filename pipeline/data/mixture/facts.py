@@ -15,6 +15,7 @@ def mixture_facts(split: MixedSplit) -> dict[str, Any]:
     """As plain values: each set with its content, and from which batch on how many samples in a period come from each."""
     sets = [
         {"path": entry.path, "split": entry.split, "limit": str(entry.limit), "fingerprint": dataset.fingerprint, "excluded": part.excluded}
+        | ({} if entry.labels else {"labels": False})
         for entry, dataset, part in zip(split.mixture.sets, split.datasets, split.parts, strict=True)
     ]  # fmt: skip
     return {
@@ -36,6 +37,7 @@ def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
             f"{of_phase[number]}/{sum(of_phase)}" + f" from step {start}" * bool(start) for start, of_phase in phases
         )
         excluded = "" if one["excluded"] == NOTHING_EXCLUDED else f" without {one['excluded']}"
+        excluded += "" if one.get("labels", True) else " without its labels"
         words.append(f"set {number}: {one['fingerprint']} split {one['split']}{excluded}, {shares}")
     return "; ".join(words)
 

@@ -18,26 +18,24 @@ def label_notes(data: RunData, loss: str) -> list[str]:
 
     Reads a few labels where there are several classes, and counts the labels of each sample only where there may be none.
     """
-    if LABELS.get(loss) != "learned":
+    if LABELS.get(loss) not in ("learned", "partly"):
         return []
-    split, lines, bare = data.split, list[str](), sum(map(_num_unlabelled, data.split.parts))
-    if bare and loss == "softmax":
+    split, lines, bare = data.split, list[str](), data.split.num_unlabelled
+    if loss == "pseudo_labels":
+        have = len(split) - bare
+        lines.append(
+            f"{have:,} of {counted(len(split), 'sample')} {'has' if have == 1 else 'have'} a label" if bare
+            else "all samples have a label: nothing gets a pseudo-label. Add images without one (data.mix)"
+        )  # fmt: skip
+    elif bare and loss == "softmax":
         lines.append(f"train.loss = softmax learns nothing from {bare:,} of {counted(len(split), 'sample')}: no label")
     classes = _some_classes(split)
     # Sigmoids learn whether an image has the label.
-    if len(classes) == 1 < data.dataset.num_classes and (loss == "softmax" or not bare):
+    if len(classes) == 1 < data.dataset.num_classes and (loss != "sigmoid" or not bare):
         name = quoted(data.dataset.classes[classes.pop()])
         of = counted(data.dataset.num_classes, "class")
         lines.append(f"of {of}, all labels to train on are {name}: there is nothing to learn")
     return lines
-
-
-def _num_unlabelled(split: Split) -> int:
-    index = split.index
-    if split.max_labels == 1 and len(index.labels) == len(index):
-        return 0
-    has_none = np.diff(index.label_starts) == 0
-    return int(has_none.sum() - has_none[split.excluded_rows].sum())
 
 
 def _some_classes(split: Split) -> set[int]:

@@ -1,10 +1,14 @@
 """What data.path and data.mix say: the sets of a run, and the phases of their weights."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
 from pipeline.settings.run_sections import DataConfig, MixedSet
+
+# How the same images can be learned twice.
+WAY_OUT = ", or give one of them labels: false (train.loss=pseudo_labels)."
 
 
 class Phase(NamedTuple):
@@ -28,6 +32,9 @@ def mixture_of(data: DataConfig) -> Mixture:
     main = MixedSet(path=data.path, weight=data.weight, split=data.train_split, exclude=data.exclude, limit=data.limit)
     sets, weights = {main.name: main}, {(0, main.name): main.weight}
     for number, entry in enumerate(data.mix):
+        without_labels = replace(entry, labels=False)
+        if entry.from_step and entry.name not in sets and without_labels.name in sets:
+            entry = without_labels  # A later weight of a set that is there without its labels alone.
         _add(entry, f"data.mix[{number}]", sets, weights, entry.name == main.name)
     phases, now = [], dict.fromkeys(sets, 0.0)
     for start in sorted({start for start, _ in weights}):
@@ -39,14 +46,15 @@ def mixture_of(data: DataConfig) -> Mixture:
 
 
 def _add(
-    entry: MixedSet, where: str, sets: dict[tuple[str, str], MixedSet], weights: dict[tuple[int, tuple[str, str]], float],
-    is_main: bool,
+    entry: MixedSet, where: str, sets: dict[tuple[str, str, bool], MixedSet],
+    weights: dict[tuple[int, tuple[str, str, bool]], float], is_main: bool,
 ) -> None:  # fmt: skip
     """Add an entry of data.mix to the sets, and to the weights by (first batch, name of the set)."""
     if (entry.from_step, entry.name) in weights:
         own = "data.path itself, whose weight is data.weight" if is_main else "there twice"
         at = f" from step {entry.from_step}" if entry.from_step else ""
-        raise UserError(f"{where}: {entry.path}, split {entry.split!r}, is {own}{at}. Leave one of them out.")
+        way_out = WAY_OUT if is_main and not entry.from_step else "."
+        raise UserError(f"{where}: {entry.path}, split {entry.split!r}, is {own}{at}. Leave one of them out{way_out}")
     if not entry.weight and not entry.from_step:
         raise UserError(f"{where}.weight = 0: leave the set out, or end it at a later step with from_step.")
     weights[entry.from_step, entry.name] = entry.weight

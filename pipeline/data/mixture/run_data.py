@@ -13,7 +13,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.order import first_share
-from pipeline.data.mixture.phases import mixture_of
+from pipeline.data.mixture.phases import WAY_OUT, mixture_of
 from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import MixedSplit, mix
 from pipeline.data.storage.cache import Storage
@@ -75,7 +75,8 @@ def open_run_data(
     """Open the data sets of a run and check them. storage: of all sets, with one cache for them.
 
     labels: what the run does with them. If they are only scored, those of data.path and of sets that are evaluated are there; if they are
-    unread, those of data.path alone. Raises UserError as `open_dataset` and `run_splits` do, and for sets that do not go together.
+    learned partly, those of sets that have some; if they are unread, those of data.path alone. Raises UserError as `open_dataset` and
+    `run_splits` do, and for sets that do not go together.
     """
     reads_labels = labels != "unread"
     own = dataset = open_dataset(data.path, storage)
@@ -88,13 +89,22 @@ def open_run_data(
     if len(mixture.sets) == 1:
         _refuse_without_score(evaluated, reads_labels and bool(own.classes))
         _refuse_remote(data, split)
+        _refuse_unlabelled(split, own, labels)
         return RunData(own, own, split, evaluated, eval_split, len(split))
     datasets, splits = [own], [split]
     for entry in mixture.sets[1:]:
         other, part = _open(entry, own.storage, seed)
+        if (
+            data.dev_share
+            and evaluation is not None
+            and (other.fingerprint, entry.split) == (own.fingerprint, split.name)
+        ):
+            part = _without(part, evaluation)
         datasets.append(other)
         splits.append(part)
     _refuse_same(mixture.sets, datasets)
+    for entry in mixture.sets[1:]:
+        _refuse_needless(entry, labels)
     try:
         shares = [shares_of(phase.weights) for phase in mixture.phases]
     except ValueError as error:
@@ -107,10 +117,15 @@ def open_run_data(
                 f"it ({most:.2%} of train.global_batch = {global_batch}): the same image several times. Give it a smaller weight, or "
                 "use a smaller batch."
             )
-    # Where labels are only scored, images are all that is read of a set of which no split is.
+    if labels == "partly" and not own.classes and any(other.classes for other in datasets):
+        raise UserError(
+            f"data.path = {own.path} has no labels: name the set that has them in data.path, and this one in data.mix."
+        )
+    # Of the other sets, the images are all that is read.
     joined = [
-        number for number, entry in enumerate(mixture.sets)
+        number for number, (entry, other) in enumerate(zip(mixture.sets, datasets, strict=True))
         if number == 0 or labels == "learned" or (labels == "scored" and entry.evaluated)
+        or (labels == "partly" and entry.labels and (other.classes or entry.evaluated))
     ]  # fmt: skip
     splits = [part if number in joined else part.without_labels() for number, part in enumerate(splits)]
     label_maps: list[np.ndarray | None] = [None] * len(datasets)
@@ -130,6 +145,7 @@ def open_run_data(
     epoch_note = f"an epoch is one of {own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
     mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes])
     _refuse_remote(data, mixed)
+    _refuse_unlabelled(mixed, own, labels)
     return RunData(own, dataset, mixed, evaluated, eval_split, epoch_samples)
 
 
@@ -175,6 +191,13 @@ def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
     return split.only(rows[~is_dev]), replace(split.only(rows[is_dev]), name="dev")
 
 
+def _without(split: Split, held_out: Split) -> Split:
+    """A split without samples that are held out of the same split of the same data set, which is there twice (`MixedSet.labels`)."""
+    rows = np.arange(len(split))
+    taken = held_out.manifest_rows(np.arange(len(held_out)))
+    return split.only(rows[~np.isin(split.manifest_rows(rows), taken)])
+
+
 def _refuse_remote(data: DataConfig, split: Split) -> None:
     """Raise UserError if processes were to read a bucket, whose client does not survive a fork. A local manifest may list shards of one."""
     remote = next((path for path in split.shard_paths if "://" in path), "") if data.processes else ""
@@ -213,15 +236,39 @@ def _refuse_without_score(evaluated: dict[str, tuple[Dataset, Split]], reads_lab
         split.refuse_without_score(dataset.path, reads_labels)
 
 
+def _refuse_needless(entry: MixedSet, labels: Labels) -> None:
+    """Raise UserError for a set whose labels are not to be read, where that means nothing or contradicts another of its keys."""
+    if entry.labels:
+        return
+    if labels != "partly":
+        raise UserError(
+            f"data.mix, {entry.path}: labels = false is for train.loss=pseudo_labels, which learns from images with and without labels. "
+            "Leave it out."
+        )
+    if entry.class_map or entry.evaluated:
+        key = "class_map" if entry.class_map else "eval_split"
+        raise UserError(
+            f"data.mix, {entry.path}: {key} reads its labels, and labels = false. Leave one of the two out."
+        )
+
+
+def _refuse_unlabelled(split: Split, own: Dataset, labels: Labels) -> None:
+    """Raise UserError if no sample has a label where some must. A data set without any classes is refused by what reads them."""
+    if labels == "partly" and own.classes and split.num_unlabelled == len(split):
+        raise UserError(
+            f"no training image has a label (split {split.name!r} of {own.path}): nothing is learned. Name a split or a set with labels."
+        )
+
+
 def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:
     """Raise UserError for the same images twice, under whatever path."""
-    seen: dict[tuple[str, str], MixedSet] = {}
+    seen: dict[tuple[str, str, bool], MixedSet] = {}
     for entry, dataset in zip(sets, datasets, strict=True):
-        other = seen.setdefault((dataset.fingerprint, entry.split), entry)
+        other = seen.setdefault((dataset.fingerprint, entry.split, entry.labels and bool(dataset.classes)), entry)
         if other is not entry:
             raise UserError(
                 f"data.mix: {entry.path} and {other.path} are the same data set ({dataset.fingerprint}), both with split "
-                f"{entry.split!r}. Leave one of them out, and give the other the weight of both."
+                f"{entry.split!r}. Leave one of them out, and give the other the weight of both{WAY_OUT}"
             )
 
 

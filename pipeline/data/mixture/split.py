@@ -37,7 +37,7 @@ class MixedSplit(Split):
 
     # Inherited, they would silently be those of the first part.
     place_of = hash_of = label_offsets = label_values = property(_ask_the_parts)
-    only = relabelled = without_labels = property(_ask_the_parts)
+    only = relabelled = without_labels = row_of = property(_ask_the_parts)
 
     @property
     def parts(self) -> tuple[Split, ...]:
@@ -46,6 +46,10 @@ class MixedSplit(Split):
     @property
     def max_labels(self) -> int:
         return max(part.max_labels for part in self.sets)
+
+    @property
+    def num_unlabelled(self) -> int:
+        return sum(part.num_unlabelled for part in self.sets)
 
     def labels_of(self, row: int) -> np.ndarray:
         # Not through `part_of`: a loader calls this for each sample.
@@ -78,8 +82,8 @@ class MixedSplit(Split):
             found[mine] = part.keys(rows[mine] - self.first_rows[number])
         return found.tolist()
 
-    def row_of(self, key: str) -> int:
-        """The row of a key. Raises UserError as `Split.row_of`, and when several sets have it."""
+    def rows_of(self, key: str) -> list[int]:
+        """The rows of a key, one of each set that has it. Raises UserError as `Split.row_of`."""
         found, first_error = [], None
         for number, part in enumerate(self.sets):
             try:
@@ -89,18 +93,14 @@ class MixedSplit(Split):
         if not found:
             assert first_error is not None
             raise first_error
-        if len(found) > 1:
-            raise UserError(
-                f"{len(found)} sets of the mixture have a sample {key!r}, so the key does not tell which. Ask by step=..."
-            )
-        return found[0]
+        return found
 
     @property
     def set_names(self) -> list[str]:
-        """Of each part, as people call it: the name of its folder, and of its split if it is another than train."""
+        """Of each part, as people call it: the name of its folder, of its split if it is another than train, and whether it has no labels read."""
         return [
-            dataset.path.name + f":{part.name}" * (part.name != "train")
-            for dataset, part in zip(self.datasets, self.sets, strict=True)
+            dataset.path.name + f":{part.name}" * (part.name != "train") + " without labels" * (not entry.labels)
+            for dataset, part, entry in zip(self.datasets, self.sets, self.mixture.sets, strict=True)
         ]
 
     @property

@@ -1,0 +1,278 @@
+"""Pseudo-labels against their formula, what the teacher sees, which labels are read, and a run on images with and without labels."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from forked import Forge
+from ranks import metrics, settings
+from safetensors.numpy import load_file
+from tiny import make_dataset
+from torch import Tensor
+
+from pipeline import objectives
+from pipeline.base.errors import UserError
+from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shard, open_dataset, write_dataset
+from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.mix import Mixing
+from pipeline.data.mixture.facts import mixed_until, mixture_facts
+from pipeline.data.mixture.label_use import label_notes
+from pipeline.data.mixture.phases import mixture_of
+from pipeline.data.mixture.run_data import open_run_data
+from pipeline.data.mixture.split import MixedSplit
+from pipeline.model import build
+from pipeline.objectives.pseudo_labels import PseudoLabels
+from pipeline.settings import schema
+from pipeline.settings.changes import differences, facts_of
+from pipeline.settings.run import RunConfig
+from pipeline.train.run_facts import datasets_of
+from pipeline.train.start import prepare
+
+NONE = -1
+# Readable images with a label, without one, the last without one and unreadable.
+LABELS, VALID = (2, 0, NONE, NONE, NONE, NONE, NONE, NONE), (True,) * 7 + (False,)
+
+
+def given(data: Path, *more: str) -> list[str]:
+    return settings(data, data.parent, "run", "train.loss=pseudo_labels", "model.representation=false", *more)
+
+
+def create(*more: str) -> PseudoLabels:
+    config = schema.load(RunConfig, None, given(Path("d"), *more))
+    found = objectives.create(config, build(objectives.new_backbone(config, 4)))
+    assert isinstance(found, PseudoLabels)
+    for number, model in enumerate((found.backbone, found.teacher["backbone"])):  # New heads are zero.
+        torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(number))
+    return found.train()
+
+
+def batch() -> Batch:
+    views = np.random.default_rng(0).integers(0, 256, (2, 1, len(LABELS), 16, 16, 3), np.uint8)
+    rows = np.arange(len(LABELS))
+    return Batch(
+        tuple(map(torch.from_numpy, views)), torch.tensor(LABELS)[:, None], torch.tensor(VALID), rows, rows * 0
+    )
+
+
+def losses(objective: PseudoLabels, mixing: Mixing | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    return objective(*objective.inputs(batch(), torch.device("cpu"), mixing))
+
+
+def expected(objective: PseudoLabels, own: float, threshold: float, smoothing: float) -> tuple[float, int]:
+    """(the loss of pairs that are mixed by `own` where both are readable and have a label, the number of pseudo-labels), image by image."""
+    strong, weak = (view[0].permute(0, 3, 1, 2) / 127.5 - 1 for view in batch().views)
+    with torch.no_grad():
+        sure = objective.teacher["backbone"](weak).softmax(1).tolist()
+    learned = []
+    for label, valid, of_teacher in zip(LABELS, VALID, sure, strict=True):
+        guess = of_teacher.index(max(of_teacher)) if max(of_teacher) >= threshold and valid else NONE
+        learned.append(guess if label == NONE else label)
+    total = 0.0
+    for image in range(len(LABELS)):
+        partner = image ^ 1
+        known = NONE not in (learned[image], learned[partner])
+        weight = own if known and VALID[image] and VALID[partner] else 1.0
+        seen = weight * strong[image] + (1 - weight) * strong[partner]
+        log_p = objective.backbone(seen[None])[0].detach().log_softmax(0)
+        for label, share in ((learned[image], weight), (learned[partner], 1 - weight)):
+            if share and label != NONE and VALID[image]:
+                total -= share * float((1 - smoothing) * log_p[label] + smoothing * log_p.mean())
+    return total / len(LABELS), sum(old == NONE != new for old, new in zip(LABELS, learned, strict=True))
+
+
+@pytest.mark.parametrize("own", [1.0, 0.7])
+@pytest.mark.parametrize("threshold", [0.0, 0.35, 1.0])
+def test_the_loss_is_its_formula(own: float, threshold: float) -> None:
+    objective = create(f"objective.threshold={threshold}", "train.label_smoothing=0.1")
+    loss, values = losses(objective, Mixing(own, None) if own < 1 else None)
+    by_hand, used = expected(objective, own, threshold, 0.1)
+    assert loss.item() == pytest.approx(by_hand, rel=1e-5)
+    assert values["confident"].item() == pytest.approx(used / 5)
+    assert used == {0.0: 5, 1.0: 0}.get(threshold, used)
+    assert threshold != 0.35 or 0 < used < 5
+    assert values.keys() == PseudoLabels.values(schema.load(RunConfig, None, given(Path("d")))).keys()
+
+
+def test_pseudo_labels_are_counted_by_class() -> None:
+    """As the exponential of their entropy: of two classes with 1 and 4 images, 1.65."""
+    objective = create("objective.threshold=0")
+    guesses = torch.tensor([0, 0, 3, 1, 1, 1, 1, 2])  # The first two images have a label, the last is unreadable.
+    objective.teacher["backbone"].forward = lambda images, any_size: torch.nn.functional.one_hot(guesses, 4) * 9.0
+    assert losses(objective)[1]["pseudo_classes"].item() == pytest.approx(5 / 4**0.8)
+    objective.teacher["backbone"].forward = lambda images, any_size: torch.zeros(len(images), 4)
+    assert losses(objective)[1]["pseudo_classes"].item() == pytest.approx(1)
+    assert losses(create("objective.threshold=1"))[1]["pseudo_classes"].item() == 0
+
+
+def test_only_the_backbone_gets_a_gradient_and_the_teacher_has_no_dropout() -> None:
+    objective = create("model.dropout=0.5")
+    assert not objective.teacher.training
+    losses(objective)[0].backward()
+    assert all(parameter.grad is None for parameter in objective.teacher.parameters())
+    assert all(parameter.grad is not None for parameter in objective.backbone.parameters())
+
+
+def test_the_teacher_of_a_new_head_follows_closely_at_first() -> None:
+    """With the momentum of a long run from the start, it was sure of nothing for 500 steps."""
+    config = schema.load(RunConfig, None, given(Path("d"), "objective.momentum=0.99"))
+    backbone = build(objectives.new_backbone(config, 4))
+    for weights, new_head, first in ((None, True, 0.1), ("w", True, 0.1), ("w", False, 0.99)):
+        begun = replace(config, init=replace(config.init, weights=weights, new_head=new_head))
+        momentum = objectives.create(begun, backbone).teacher_momentum
+        assert [momentum(step) for step in (0, 890, 891, 10**6)] == [first, 0.99, 0.99, 0.99]
+
+
+def test_the_teacher_s_view_has_the_crop_alone() -> None:
+    distorted = (
+        "color_jitter", "saturation", "hue", "three_augment", "grey", "blur", "solarise", "randaugment_layers", "erase",
+    )  # fmt: skip
+    given_too = [f"augment.{name}={0.1 if name != 'randaugment_layers' else 2}" for name in distorted]
+    config = schema.load(
+        RunConfig, None, given(Path("d"), "augment.crop=random_resized", "augment.area_min=0.4", *given_too)
+    )
+    strong, weak = PseudoLabels.views(config)
+    assert strong.augment == config.augment
+    assert weak.augment == replace(config.augment, **dict.fromkeys(distorted, 0))
+    assert (weak.size, weak.count) == (strong.size, strong.count) == (config.model.image_size, 1)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("bare") / "bare", {"train": 60}, labelled=False, seed=1)
+
+
+def test_labels_are_those_that_there_are(dataset: Path, bare: Path) -> None:
+    """Of the labelled set, of one without labels, and of the first again with its labels left out."""
+    mix = f"data.mix=[{{path: {bare}, weight: 2}}, {{path: {dataset}, weight: 1, labels: false}}]"
+    config = schema.load(RunConfig, None, given(dataset, mix, "data.limit=20", "train.global_batch=8"))
+    data = open_run_data(config.data, 0, 8, config.labels)
+    assert isinstance(data.split, MixedSplit)
+    whole = open_dataset(dataset).split("train")
+    assert [len(part) for part in data.split.parts] == [20, 60, len(whole)]
+    assert [len(data.split.labels_of(row)) for row in (0, 19, 20, 79, 80, len(data.split) - 1)] == [1, 1, 0, 0, 0, 0]
+    assert data.dataset.classes == open_dataset(dataset).classes
+    assert label_notes(data, "pseudo_labels") == [f"20 of {len(data.split)} samples have a label"]
+    assert data.split.set_names == [dataset.name, "bare", f"{dataset.name} without labels"]
+    shown = [(facts.name, facts.num_classes) for facts in datasets_of(data) if facts.context == "training"]
+    assert shown == [(dataset.name, 4), ("bare", 0), (f"{dataset.name} without labels", 0)]
+    without = open_run_data(replace(config.data, mix=[]), 0, 8, config.labels)
+    assert label_notes(without, "pseudo_labels") == [
+        "all samples have a label: nothing gets a pseudo-label. Add images without one (data.mix)"
+    ]
+    # Leaving out the labels is another run.
+    facts = mixture_facts(data.split)
+    assert [one.get("labels", True) for one in facts["sets"]] == [True, True, False]
+    read = [one | {"labels": True} for one in facts["sets"]]
+    assert mixed_until({"mixture": facts}, 1) != mixed_until({"mixture": facts | {"sets": read}}, 1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "entry", "said"),
+    [
+        ("pseudo_labels", "", "are the same data set"),
+        ("pseudo_labels", ", labels: false, eval_split: val", "eval_split reads its labels, and labels = false"),
+        ("pseudo_labels", ", labels: false, class_map: {a: b}", "class_map reads its labels, and labels = false"),
+        ("softmax", ", labels: false", "labels = false is for train.loss=pseudo_labels"),
+        ("lejepa", ", labels: false", "labels = false is for train.loss=pseudo_labels"),
+    ],
+)
+def test_labels_that_cannot_be_left_out_are_refused(dataset: Path, loss: str, entry: str, said: str) -> None:
+    copied = shutil.copytree(dataset, dataset.parent / "copy", dirs_exist_ok=True)
+    more = [f"data.mix=[{{path: {copied}, weight: 1{entry}}}]", "augment.crop=inception", "train.global_batch=8"]
+    with pytest.raises(UserError, match=said):
+        prepare(schema.load(RunConfig, None, [*given(dataset, *more), f"train.loss={loss}"]))
+
+
+def test_a_later_weight_of_a_set_without_its_labels_need_not_say_so_again(dataset: Path, bare: Path) -> None:
+    later = f"{{path: {bare}, weight: 2, from_step: 3}}"
+    config = schema.load(
+        RunConfig, None, given(dataset, f"data.mix=[{{path: {bare}, weight: 1, labels: false}}, {later}]")
+    )
+    mixture = mixture_of(config.data)
+    assert mixture.phases == ((0, (1.0, 1.0)), (3, (1.0, 2.0)))
+    # Of data.path it is the weight with its labels.
+    of_path = f"[{{path: {dataset}, weight: 1, labels: false}}, {{path: {dataset}, weight: 2, from_step: 3}}]"
+    config = schema.load(RunConfig, None, given(dataset, f"data.mix={of_path}"))
+    assert mixture_of(config.data).phases == ((0, (1.0, 1.0)), (3, (2.0, 1.0)))
+
+
+def test_images_that_are_held_out_are_in_neither_set(dataset: Path) -> None:
+    """Those of data.dev_share were trained on without their labels."""
+    mix = f"data.mix=[{{path: {dataset}, weight: 1, labels: false}}]"
+    config = schema.load(
+        RunConfig, None, given(dataset, mix, "data.limit=60", "data.dev_share=0.2", "train.global_batch=8")
+    )
+    data = open_run_data(config.data, 0, 8, config.labels)
+    whole, held_out = open_dataset(dataset).split("train"), data.evaluation
+    assert held_out is not None
+    assert [len(part) for part in data.split.parts] == [48, len(whole) - 12]
+    dev = held_out.manifest_rows(np.arange(12))
+    for part in data.split.parts:
+        assert not np.isin(part.manifest_rows(np.arange(len(part))), dev).any()
+
+
+def test_a_saved_mixture_without_the_key_is_the_same_one() -> None:
+    saved = {"data.mix": [{"path": "b", "weight": 1.0}]}
+    config = schema.load(RunConfig, None, given(Path("d"), "data.mix=[{path: b, weight: 1}]"))
+    now = {"data.mix": schema.as_plain(config.data.mix)}
+    assert not differences(saved, now, facts_of(RunConfig), "comparison")
+    now["data.mix"][0]["labels"] = False
+    assert differences(saved, now, facts_of(RunConfig), "comparison")
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [(["train.freeze=1 blocks"], "train.freeze"), (["optimizer.ema_decay=0.9"], "optimizer.ema_decay")],
+)
+def test_what_the_average_does_not_hold_is_refused(more: list[str], name: str) -> None:
+    """With frozen blocks, the teacher had random ones after a restart."""
+    config = schema.load(RunConfig, None, given(Path("d")))
+    if name == "train.freeze":  # Which asks for init.weights.
+        config = replace(config, train=replace(config.train, freeze="1 blocks"))
+    else:
+        config = schema.load(RunConfig, None, given(Path("d"), *more))
+    with pytest.raises(UserError, match=f"has a teacher, which is the average of all weights: leave out {name}"):
+        objectives.check(config)
+
+
+def test_without_any_label_it_is_refused(bare: Path, dataset: Path, tmp_path: Path) -> None:
+    mix = f"data.mix=[{{path: {dataset}, weight: 1}}]"
+    with pytest.raises(UserError, match=r"bare has no labels: name the set that has them in data\.path, and this one"):
+        prepare(schema.load(RunConfig, None, given(bare, mix, "train.global_batch=8")))
+    with pytest.raises(UserError, match=r"is data\.path itself.* or give one of them labels: false"):
+        prepare(schema.load(RunConfig, None, given(dataset, mix)))
+    unlabelled = shutil.copytree(bare, tmp_path / "unlabelled")
+    rows = pq.read_table(bare / SAMPLES_FILE).select(ROWS.names)
+    shards = [Shard(**shard) for shard in pq.read_table(bare / SHARDS_FILE).to_pylist()]
+    write_dataset(unlabelled, shards, [rows.slice(0, 40), rows.slice(40)], ["a", "b"], {}, {})
+    with pytest.raises(UserError, match="no training image has a label"):
+        prepare(schema.load(RunConfig, None, given(unlabelled, "data.eval_split=")))
+    with pytest.raises(UserError, match="pseudo_labels needs labels, and this data set has none"):
+        prepare(schema.load(RunConfig, None, given(bare)))
+    with pytest.raises(UserError, match="pseudo_labels needs at least two classes"):
+        objectives.new_backbone(schema.load(RunConfig, None, given(bare)), 1)
+
+
+def test_a_run_on_few_labels_exports_its_teacher_and_resumes_exactly(
+    forge: Forge, dataset: Path, bare: Path, tmp_path: Path
+) -> None:
+    more = [f"out={tmp_path}", f"data.mix=[{{path: {bare}, weight: 5}}]", "data.limit=24", "augment.mixup=0.5", "train.length=4 steps", "optimizer.lr=0.01",
+            "objective={threshold: 0.2501, momentum: 0.5}", "evaluate.every=2 steps", "checkpoint.every=2 steps", "checkpoint.best=val_top1"]  # fmt: skip
+    forge.start(2, [*given(dataset, *more), "name=whole"]).finish()
+    whole = tmp_path / "whole"
+    assert set(metrics(whole, "val_top1")) == {2, 4}
+    assert set(metrics(whole, "confident")) == set(metrics(whole, "pseudo_classes")) == {1, 2, 3, 4}
+    assert any(metrics(whole, "confident").values())
+    assert "24 of 84 samples have a label" in (whole / "log.txt").read_text()
+    cut = Path(shutil.copytree(whole, tmp_path / "cut"))
+    shutil.rmtree(cut / "checkpoints/step-00000004")
+    forge.start(2, [*given(dataset, *more), "name=cut"]).finish()
+    then, now = (load_file(run / "checkpoints/step-00000004/model.safetensors") for run in (whole, cut))
+    assert then.keys() == now.keys()
+    assert all(np.array_equal(value, now[tensor]) for tensor, value in then.items())
+    for name in ("loss", "confident", "val_top1"):
+        assert metrics(whole, name) == metrics(cut, name)
