@@ -9,7 +9,7 @@ as many images without a label.
 Shapes: B batch, K classes, M labels per sample.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,10 @@ from pipeline.objectives.objective import Inputs, Objective, mean_among_valid, m
 from pipeline.settings.run import AugmentConfig, RunConfig
 from pipeline.settings.schema import setting
 
-# What the teacher's view has none of: everything but the crop and the flip.
-_DISTORTIONS = (
-    "color_jitter", "saturation", "hue", "three_augment", "grey", "blur", "solarise", "randaugment_layers", "erase",
+# What the teacher's view has of `augment`. Not the distortions that it has none of, to which others may be added.
+_CROP_AND_FLIP = (
+    "crop", "area_min", "area_max", "aspect_min", "aspect_max", "resize_to", "padding", "flip", "resize_filter", "scaled_decoding",
+    "eval_resize", "eval_crop",
 )  # fmt: skip
 
 
@@ -117,5 +118,4 @@ class PseudoLabels(Classification):
 
 def undistorted(augment: AugmentConfig) -> AugmentConfig:
     """The same crops and flips without distortions, for the teacher."""
-    plain = AugmentConfig()
-    return replace(augment, **{name: getattr(plain, name) for name in _DISTORTIONS})
+    return AugmentConfig(**{name: getattr(augment, name) for name in _CROP_AND_FLIP})

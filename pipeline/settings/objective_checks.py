@@ -29,8 +29,8 @@ OBJECTIVES = {
 }
 # Those whose loss is of all samples of a step at once: a step is one micro-batch of each rank. Here, for the supervisor, without torch.
 OF_WHOLE_BATCH = frozenset({"lejepa"})
-# What the others do with labels. "partly": they learn those that there are, and some sets may have none. "scored": only held-out images need
-# some. Here, because data sets are opened before torch is imported.
+# What objectives do with labels; those that are not listed read none. "partly": they learn those that there are, and some sets may have none.
+# "scored": only held-out images need some. Here, because data sets are opened before torch is imported.
 Labels = Literal["learned", "partly", "scored", "unread"]
 LABELS: dict[str, Labels] = {
     "softmax": "learned", "sigmoid": "learned", "distill_classes": "scored", "pseudo_labels": "partly",
