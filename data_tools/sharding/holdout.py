@@ -1,18 +1,102 @@
-"""Moves held-out samples from 'train' to 'val'; hashes of keys for random choices."""
+"""Moves held-out samples from 'train' to 'val', whole groups if there are some; hashes of keys for random choices."""
 
 import hashlib
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data_tools.sources import Listing
 from data_tools.sources.listing import TABLE
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.json_record import quoted
+from pipeline.base.words import counted, printable
+from pipeline.data.dataset.split import GROUP
 from pipeline.settings.commands.data import ShardConfig
 
 _BATCH = 2**18
+
+
+def with_groups(listing: Listing, pattern: str) -> Listing:
+    """The listing with the groups that `pattern` (group_pattern) finds in the keys; itself without one. Raises UserError as `group_finder`."""
+    if not pattern:
+        return listing
+    find, groups = group_finder(pattern), listing.table["group"]
+    parts = [
+        pa.array(find(listing.table["key"].slice(start, _BATCH).to_pylist()), groups.type)
+        for start in range(0, len(listing), _BATCH)
+    ]
+    table = listing.table.set_column(TABLE.get_field_index("group"), "group", pa.chunked_array(parts, groups.type))
+    return replace(listing, table=table.combine_chunks())
+
+
+def group_finder(pattern: str) -> Callable[[Sequence[str]], list[str]]:
+    """Returns the function keys -> their groups, which raises UserError for a key without one."""
+    search, number = re.compile(pattern).search, min(1, re.compile(pattern).groups)
+
+    def find(keys: Sequence[str]) -> list[str]:
+        groups = []
+        for key in keys:
+            found = search(key)
+            group = found[number] if found else None
+            if not group:
+                raise UserError(
+                    f"group_pattern = {quoted(pattern)} finds no group in the key {key!r}. Extend it, or shard such images into a data "
+                    "set of their own."
+                )
+            groups.append(group)
+        return groups
+
+    return find
+
+
+def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
+    """The manifest's rows of a shard with the column `group`, if the listing has groups. rows: of the shard's samples in the listing."""
+    if not listing.has_groups:
+        return table
+    chosen = listing.table.select(["key", "group"]).take(pa.array(rows)).to_pydict()
+    group_of = dict(zip(chosen["key"], chosen["group"], strict=True))
+    return table.append_column(
+        GROUP, pa.array([group_of[key] for key in table["key"].to_pylist()], pa.string()).cast(GROUP.type)
+    )
+
+
+def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[str]:
+    """Lines to print about the groups of a data set: their number, and a warning if one is in several splits.
+
+    groups: split -> the group of each sample; none of those without groups.
+    """
+    counts = {split: _sizes(column) for split, column in groups.items()}
+    parts = (
+        f"{split} {len(of):,} (the largest has {counted(max(of.values()), 'image')})"
+        for split, of in counts.items()
+        if of
+    )
+    lines = [f"groups: {', '.join(parts)}"] if any(counts.values()) else []
+    for one, other in itertools.combinations(counts, 2):
+        if both := sorted(counts[one].keys() & counts[other].keys()):
+            lines.append(
+                f"warning: {counted(len(both), 'group')} with images in both {one!r} and {other!r}, such as {printable(both[0])!r}: a model "
+                f"that learnt from one of these splits is not scored on unseen groups by the other"
+            )
+    return lines
+
+
+def groups_of(listing: Listing) -> dict[str, pa.ChunkedArray]:
+    """Split -> the group of each sample; empty without groups."""
+    if not listing.has_groups:
+        return {}
+    split, groups = listing.table["split"], listing.table["group"]
+    return {name: groups.filter(pc.equal(split, number)) for number, name in enumerate(listing.splits)}
+
+
+def _sizes(groups: pa.Array | pa.ChunkedArray) -> dict[str, int]:
+    """The number of samples of each group."""
+    return {row["values"]: row["counts"] for row in pc.value_counts(groups).to_pylist()}
 
 
 def hold_out(listing: Listing, config: ShardConfig) -> Listing:
@@ -32,18 +116,28 @@ def hash_keys(listing: Listing, prefix: str) -> np.ndarray:
     parts = []
     for start in range(0, len(listing), _BATCH):
         keys = listing.table["key"].slice(start, _BATCH).to_pylist()
-        digests = b"".join(hashlib.sha256((prefix + key).encode()).digest()[:8] for key in keys)
-        parts.append(np.frombuffer(digests, ">u8").astype(np.uint64))
+        parts.append(_hash([prefix + key for key in keys]))
     return np.concatenate(parts)
 
 
+def _hash(texts: Sequence[str]) -> np.ndarray:
+    """(texts,) uint64: the first 8 bytes of the sha256 of each."""
+    digests = b"".join(hashlib.sha256(text.encode()).digest()[:8] for text in texts)
+    return np.frombuffer(digests, ">u8").astype(np.uint64)
+
+
 def _share(listing: Listing, train: np.ndarray, share: float) -> np.ndarray:
-    """Chosen by a hash of the key alone, so that more images or another seed do not change the choice."""
-    chosen = train & (hash_keys(listing, "") < int(share * 2**64))
+    """Chosen by a hash of the key or of the group alone, so that more images or another seed do not change the choice."""
+    if listing.has_groups:
+        groups = pc.dictionary_encode(listing.table["group"].combine_chunks())
+        hashes = _hash(groups.dictionary.to_pylist())[groups.indices.to_numpy()]
+    else:
+        hashes = hash_keys(listing, "")
+    chosen = train & (hashes < int(share * 2**64))
     num_val, num_train = int(chosen.sum()), int((train & ~chosen).sum())
     if not num_val or not num_train:
         raise UserError(
-            f"val_share = {share} of {counted(num_val + num_train, 'image')} leaves {num_train} for 'train' and "
+            f"val_share = {share} of {counted(num_val + num_train, 'image')}{' in whole groups' * listing.has_groups} leaves {num_train} for 'train' and "
             f"{num_val} for 'val'. Use another val_share."
         )
     return chosen

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from data_tools.driver import only_driver, remove_leftovers
 from data_tools.sharding.classes import renamed
+from data_tools.sharding.holdout import describe_groups, group_finder
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
 from data_tools.sharding.write_shard import load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
@@ -29,6 +30,7 @@ from data_tools.sources.reader import lost_if_unreadable, refuse_large
 from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
@@ -115,6 +117,10 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     refuse_unfinished(out)
     finished = open_dataset(out) if (out / INFO).exists() else None
     names = known_class_names(out if finished else source, config.label_names)
+    if finished and (before := finished.info["settings"].get("group_pattern", "")) != config.group_pattern:
+        raise UserError(
+            f"{out} was indexed with group_pattern = {quoted(before)}. Give that, or remove {INFO} and index again."
+        )
     if finished and (other := renamed(finished.classes, names)):
         raise UserError(
             f"{out} was indexed with other classes than label_names = {config.label_names}: {other}. Give those, or remove "
@@ -144,7 +150,7 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             _refuse_others(finished, results)
             dataset = finished
         else:
-            dataset = _finish(out, jobs, results, names, source, is_labelled)
+            dataset = _finish(out, jobs, results, names, source, is_labelled, config.group_pattern)
         remove_tree(out / PARTS)
     finally:
         remove_if_empty(out / PARTS)  # Only if no tar was finished.
@@ -285,8 +291,9 @@ def _read_rows(part: AnyPath, with_unlabelled: bool) -> pa.Table:
 
 
 def _finish(
-    out: AnyPath, jobs: list[IndexJob], results: list[_IndexedTar], names: list[str], source: AnyPath, is_labelled: bool
-) -> Dataset:
+    out: AnyPath, jobs: list[IndexJob], results: list[_IndexedTar], names: list[str], source: AnyPath, is_labelled: bool,
+    group_pattern: str,
+) -> Dataset:  # fmt: skip
     kept = [(to_path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
     skipped = sorted(row for done in results for row in done.skipped)
     if empty := sorted({job.split for job in jobs} - {shard.split for _, shard in kept}):
@@ -304,8 +311,16 @@ def _finish(
     classes = names or [str(number) for number in range(highest + 1)]
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
     tables = (_read_rows(part, not is_labelled) for part, _ in kept)
-    about = {"path": str(source), "indexed": True}
-    dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})
+    if group_pattern:
+        find = group_finder(group_pattern)
+        tables = (
+            table.append_column("group", pa.array(find(table["key"].to_pylist()), pa.string())) for table in tables
+        )
+    about, settings = {"path": str(source), "indexed": True}, {"group_pattern": group_pattern} if group_pattern else {}
+    dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, settings)
+    groups = {split: dataset.table(split, verify=False).group_names() for split in dataset.splits if group_pattern}
+    for line in describe_groups(groups):
+        print(line)
     if repeated := _num_repeated(kept, not is_labelled):
         print(
             f"note: {counted(repeated, 'sample')} with the key of an earlier sample: all are used, but a key alone does not "

@@ -20,7 +20,7 @@ from data_tools.driver import only_driver, remove_leftovers
 from data_tools.progress import data_size
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained, renamed
 from data_tools.sharding.copies import Copies, merge_copies
-from data_tools.sharding.holdout import hash_keys, hold_out
+from data_tools.sharding.holdout import add_groups, describe_groups, groups_of, hash_keys, hold_out, with_groups
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
 from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
 from data_tools.sources import Listing, list_source
@@ -48,7 +48,7 @@ STAGING, SKIPPED, FILLED, COPIES, HASHES = ".staging", "skipped.csv", "filled.cs
 # Settings that determine the bytes; a folder made with other values is refused.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
 # The same, recorded only if set. (Class lists and maps are part of the listing's digest.)
-_DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies", "resize_filter")
+_DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies", "resize_filter", "group_column", "group_pattern")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     _refuse_other_settings(out, config, existing)
     try:
         remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
-        listing = apply_rules(list_samples(source, config, out / STAGING), config)
+        listing = with_groups(list_samples(source, config, out / STAGING), config.group_pattern)
+        listing = apply_rules(listing, config)
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
@@ -110,7 +111,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         _print_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
         odd = odd_classes(split)
-        for note in odd:
+        for note in [*describe_groups(groups_of(split)), *odd]:
             print(note)
 
         finished = open_dataset(out) if (out / INFO).exists() else None
@@ -134,7 +135,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         if known:
             dataset = _check_remade(out, results, known)
         else:
-            dataset = _finish(out, results, listing, names, copies, identity)
+            dataset = _finish(out, results, listing, plan, names, copies, identity)
         remove_tree(out / PARTS)
         remove_tree(out / STAGING)
         remove_leftovers(out)
@@ -227,6 +228,7 @@ def _finish(
     out: AnyPath,
     results: list[Done],
     listing: Listing,
+    plan: ShardPlan,
     names: list[str] | None,
     copies: Copies | None,
     identity: dict[str, Any],
@@ -254,7 +256,8 @@ def _finish(
     if copies is not None:
         write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)
         source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
-    tables = (read_rows(part_path(out, shard.name)) for shard in kept)
+    rows = {name: plan.order[first:last] for name, (first, last) in zip(plan.names, plan.bounds, strict=True)}
+    tables = (add_groups(read_rows(part_path(out, shard.name)), listing, rows[shard.name]) for shard in kept)
     return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names)
 
 

@@ -42,7 +42,7 @@ def difference(path: AnyPath, listing: Listing) -> str:
         _named("went", old["key"], np.setdiff1d(np.arange(len(old_ids)), in_old)),
         _named("changed in size", new["key"], np.sort(in_new[is_changed])),
     ]
-    return "; ".join(filter(None, found)) or "the same images, but in other classes"
+    return "; ".join(filter(None, found)) or "the same images, but in other classes or groups"
 
 
 def _ids(splits: pa.ChunkedArray, keys: pa.ChunkedArray) -> np.ndarray:

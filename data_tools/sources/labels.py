@@ -1,5 +1,6 @@
-"""A table column of labels: names, numbers, or lists of either."""
+"""Table columns of labels (names, numbers, or lists of either), and of groups (names or numbers)."""
 
+import itertools
 import re
 import shlex
 from typing import Any
@@ -91,8 +92,30 @@ def label_column(there: list[str], config: ShardConfig, where: str, collector: C
     return column
 
 
+def check_groups(field: pa.Field, where: str) -> None:
+    """Raises UserError for a column type that cannot hold groups."""
+    kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+    if not (types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)):
+        raise UserError(
+            f"{where}: column {field.name!r} (group_column) holds {shortened(str(field.type))}, but groups are text or whole numbers."
+        )
+
+
+def group_name(value: Any, where: str) -> str:
+    """The group of one row. where: place of the row, for errors. Raises UserError for a row without one."""
+    name = str(value).strip() if value is not None else ""
+    if not name:
+        raise UserError(
+            f"{where}: its group is missing (group_column). An image that is like no other is a group of its own."
+        )
+    return name
+
+
 def check_columns(there: list[str], wanted: dict[str, str], where: str) -> None:
-    """Raises UserError for a column that is missing or there twice. wanted: setting -> name of the column."""
+    """Raises UserError for a column that is missing, there twice or wanted twice. wanted: setting -> name of the column."""
+    for (one, name), (other, same) in itertools.combinations(wanted.items(), 2):
+        if name == same:
+            raise UserError(f"{one} and {other} name the same column, {name!r}, of {where}.")
     for setting, column in wanted.items():
         if column not in there:
             raise UserError(f"{where} has no column {column!r} ({setting}). It has: {shortened(', '.join(there))}.")

@@ -21,7 +21,7 @@ from pipeline.data.storage.bucket import AnyPath, is_utf8, locate, utf8_fault
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
 # source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the container.
-# packed: 0; reader.PIXELS; or for a zip member its compressed size (offset is then that of the member's header).
+# packed: 0; reader.PIXELS; or for a zip member its compressed size (offset is then that of the member's header). group: "" without.
 # Large strings, because 14 million keys exceed 2 GiB.
 TABLE = pa.schema(
     [
@@ -33,6 +33,7 @@ TABLE = pa.schema(
         ("offset", pa.int64()),
         ("size", pa.int64()),
         ("packed", pa.int64()),
+        ("group", pa.large_string()),
     ]
 )
 # The operation, for `ProgressMeter`.
@@ -76,6 +77,11 @@ class Listing:
         return len(self.table)
 
     @property
+    def has_groups(self) -> bool:
+        """Whether samples have groups; then all have one."""
+        return len(self) > 0 and self.table["group"][0].as_py() != ""
+
+    @property
     def num_bytes(self) -> int:
         return pc.sum(self.table["size"]).as_py()
 
@@ -85,7 +91,7 @@ class Listing:
         return pc.list_parent_indices(labels).to_numpy(), pc.list_flatten(labels).to_numpy()
 
     def digest(self) -> str:
-        """Hex sha256 of split, key, classes and size of each sample. It does not depend on where the source is."""
+        """Hex sha256 of split, key, classes, size and group of each sample. It does not depend on where the source is."""
         digest = hashlib.sha256("\n".join([*self.splits, "", *self.classes]).encode())
         counts = pc.list_value_length(self.table["labels"]).to_numpy()
         for start in range(0, len(self), _BATCH):
@@ -96,6 +102,8 @@ class Listing:
         if (counts != 1).any():
             # Omitted if every sample has one label, so that the digest of older data sets stays the same.
             digest.update(counts.tobytes())
+        if self.has_groups:
+            digest.update("\n".join(self.table["group"].to_pylist()).encode())
         return digest.hexdigest()
 
     def rows(self, numbers: np.ndarray) -> dict[str, list[Any]]:
@@ -251,7 +259,8 @@ class Collector:
         self.skipped.append(("", printable(where), reason))
 
     def sample(
-        self, split: str, key: str, classes: Iterable[str], name: str, container: int, offset: int, size: int, packed: int = 0
+        self, split: str, key: str, classes: Iterable[str], name: str, container: int, offset: int, size: int, packed: int = 0,
+        group: str = "",
     ) -> None:  # fmt: skip
         """Report a sample; see TABLE. key: may have dots. classes: names of all its classes.
 
@@ -271,7 +280,7 @@ class Collector:
         for class_name in classes:
             self._labels.append(self._classes.setdefault(class_name, len(self._classes)))
         self._ends.append(len(self._labels))
-        self._rows.append((self._numbers[split], key, name, container, offset, size, packed))
+        self._rows.append((self._numbers[split], key, name, container, offset, size, packed, group))
         if len(self._rows) == _BATCH:
             self._flush()
 
@@ -351,7 +360,7 @@ class Collector:
             labels = pa.ListArray.from_arrays(pa.array(self._ends, pa.int32()), pa.array(self._labels, pa.int32()))
             columns.insert(TABLE.get_field_index("labels"), labels)
             self._parts.append(pa.RecordBatch.from_arrays(columns, schema=TABLE))
-            self.progress.add(len(self._rows), pc.sum(columns[-2]).as_py())
+            self.progress.add(len(self._rows), pc.sum(columns[TABLE.get_field_index("size")]).as_py())
             self._rows, self._labels, self._ends = [], [], [0]
 
     def place(self, name: str) -> tuple[str | None, str]:

@@ -137,7 +137,7 @@ class DataConfig:
     dev_share: float = setting(
         0.0,
         "Share of the training samples held out at random as split 'dev', which is then evaluated instead of "
-        "data.eval_split, to choose settings by. 0 is none.",
+        "data.eval_split, to choose settings by; of samples with groups, whole groups. 0 is none.",
         min=0,
         below=1,
     )

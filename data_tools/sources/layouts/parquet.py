@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names
-from data_tools.sources.labels import LabelColumn, check_columns, label_column
+from data_tools.sources.labels import LabelColumn, check_columns, check_groups, group_name, label_column
 from data_tools.sources.layouts.archive import damage_named, staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
@@ -28,7 +28,7 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
 
-_IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16
+_IMAGES_AT_ONCE, _VALUES_AT_ONCE = 64, 2**16
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
@@ -43,7 +43,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema = file.schema_arrow
             column = label_column(schema.names, config, str(path), collector, column)
-            wanted = {"image_column": config.image_column, "label_column": column}
+            wanted = {"image_column": config.image_column, "label_column": column, "group_column": config.group_column}
             check_columns(schema.names, {setting: name for setting, name in wanted.items() if name}, str(path))
             if column:
                 known = given or _class_label_names(schema, column, f"{path}, its metadata `huggingface`")
@@ -51,25 +51,28 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     labels, first, of_first = LabelColumn(schema.field(column), str(path), known), path, known
                 labels.check(schema.field(column), str(path))
                 _refuse_other_names(path, known, first, of_first)
+            if config.group_column:
+                check_groups(schema.field(config.group_column), str(path))
             images, sizes = _unpack(path, file, config.image_column, staging)
-            container, offset, row = collector.add_container(images), 0, 0
-            for values in _label_values(file, column, len(sizes)):
-                for value in values:
-                    where = f"{name}, row {row}"
-                    names = labels.names(value, f"{path}, row {row}") if labels else []
-                    key = f"{name.removesuffix('.parquet')}/{row:06d}"
-                    collector.sample(split, key, names, where, container, offset, int(sizes[row]))
-                    offset += int(sizes[row])
-                    row += 1
+            container, offset = collector.add_container(images), 0
+            for row, (value, group) in enumerate(_values(file, (column, config.group_column), len(sizes))):
+                where = f"{name}, row {row}"
+                names = labels.names(value, f"{path}, row {row}") if labels else []
+                of_group = group_name(group, f"{path}, row {row}") if config.group_column else ""
+                key = f"{name.removesuffix('.parquet')}/{row:06d}"
+                collector.sample(split, key, names, where, container, offset, int(sizes[row]), group=of_group)
+                offset += int(sizes[row])
     collector.classes = labels.classes() if labels else []
 
 
-def _label_values(file: pq.ParquetFile, column: str, num_rows: int) -> Iterator[list[Any]]:
-    """Yields the labels of a file's rows, part by part; None for each row if column is ""."""
-    if column:
-        yield from (batch.column(column).to_pylist() for batch in file.iter_batches(_LABELS_AT_ONCE, columns=[column]))
-    else:
-        yield from ([None] * min(_LABELS_AT_ONCE, num_rows - start) for start in range(0, num_rows, _LABELS_AT_ONCE))
+def _values(file: pq.ParquetFile, columns: tuple[str, str], num_rows: int) -> Iterator[tuple[Any, Any]]:
+    """Yields the values of two columns of each row of a file; None for a column that is ""."""
+    if not any(columns):
+        yield from itertools.repeat((None, None), num_rows)
+        return
+    for batch in file.iter_batches(_VALUES_AT_ONCE, columns=[name for name in columns if name]):
+        nothing = [None] * len(batch)
+        yield from zip(*(batch.column(name).to_pylist() if name else nothing for name in columns), strict=True)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pyarrow.csv as pacsv
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names
-from data_tools.sources.labels import WHOLE_NUMBER, LabelColumn, check_columns, label_column
+from data_tools.sources.labels import WHOLE_NUMBER, LabelColumn, check_columns, check_groups, group_name, label_column
 from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
@@ -42,7 +42,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         column = label_column(there, config, str(path), collector, column)
         table = _read(path, config, there, column)
         if not column:
-            table = table.append_column("", pa.nulls(len(table)))
+            table = table.add_column(1, "", pa.nulls(len(table)))
         elif labels is None:
             field = table.schema.field(column)
             if path.suffix != ".parquet" and _are_numbers(table[column], config.label_separator, collector, path):
@@ -50,19 +50,24 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             labels = LabelColumn(field, str(path), given, config.label_separator)
         elif path.suffix == ".parquet":  # In a CSV, any label is text; its rows are checked.
             labels.check(table.schema.field(column), str(path))
+        if not config.group_column:
+            table = table.append_column("", pa.nulls(len(table)))
+        elif path.suffix == ".parquet":
+            check_groups(table.schema.field(config.group_column), str(path))
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         row = 0
         for batch in table.to_batches(_ROWS_AT_ONCE):
-            for name, value in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            for name, value, group in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 row += 1
                 if not name:
                     raise UserError(f"{path}, row {row}: {config.path_column} is empty.")
                 if isinstance(name, bytes):  # Of a CSV.
                     name = name.decode("utf-8", "surrogateescape")
-                    for text in (name, value or ""):
+                    for text in (name, value or "", group or ""):
                         _refuse_line_break(text, f"{path}, row {row}")
                 names = labels.names(value, f"{path}, row {row}") if labels else []
+                of_group = group_name(group, f"{path}, row {row}") if config.group_column else ""
                 if "\0" in name or not is_utf8(name):
                     collector.skip(
                         f"{path.name}, row {row}: {name}", NOT_UTF8 if "\0" not in name else "a NUL in its path"
@@ -73,7 +78,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     file = locate(folder, name)
                 except UserError as error:  # A URL of another kind than a bucket's.
                     raise UserError(f"{path}, row {row}: {error}") from None
-                collector.sample(split, _key(name), names, place, -1, 0, _size(file, listed))
+                collector.sample(split, _key(name), names, place, -1, 0, _size(file, listed), group=of_group)
     collector.classes = labels.classes() if labels else []
 
 
@@ -90,10 +95,9 @@ def _column_names(path: AnyPath) -> list[str]:
 
 
 def _read(path: AnyPath, config: ShardConfig, there: list[str], column: str) -> pa.Table:
-    """Reads the columns of paths and of labels. there: names of all columns. column: of labels, "" for none."""
-    if config.path_column == column:
-        raise UserError(f"path_column and label_column name the same column, {column!r}, of {path}.")
-    wanted = {"path_column": config.path_column} | ({"label_column": column} if column else {})
+    """Reads the columns of paths, labels and groups. there: names of all columns. column: of labels, "" for none."""
+    named = {"path_column": config.path_column, "label_column": column, "group_column": config.group_column}
+    wanted = {setting: name for setting, name in named.items() if name}
     if path.suffix != ".parquet" and config.path_column not in there:
         _refuse_header(there, config.path_column, path)
     check_columns(there, wanted, str(path))
@@ -103,7 +107,7 @@ def _read(path: AnyPath, config: ShardConfig, there: list[str], column: str) -> 
             table = open_parquet(path).read(columns=columns).select(columns)
         else:
             # Paths as bytes, because Arrow would refuse the whole file for one path that is not UTF-8.
-            kinds = {config.path_column: pa.binary()} | ({column: pa.string()} if column else {})
+            kinds = {name: pa.string() for name in columns} | {config.path_column: pa.binary()}
             convert = pacsv.ConvertOptions(include_columns=columns, column_types=kinds)
             with path.open("rb") as text:
                 table = pacsv.read_csv(text, parse_options=_parse_options(path), convert_options=convert)

@@ -8,6 +8,7 @@ Jobs that make shards or index existing ones call `write_dataset`, all others `o
 bucket (`pipeline/data/storage/bucket.py`). Needs pyarrow and numpy only.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, open_index
-from pipeline.data.dataset.split import Split
+from pipeline.data.dataset.split import GROUP, Split
 from pipeline.data.dataset.tables import (
     CHECKSUM,
     FORMAT,
@@ -173,8 +174,8 @@ def write_dataset(
 ) -> Dataset:
     """Write the manifest of shards that are already in the folder; dataset.json, which makes it a data set, comes last.
 
-    shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS), in the
-    same order; they are read one by one, since together they may not fit in memory. class_names: readable names of
+    shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS, and
+    GROUP if they have groups), in the same order; they are read one by one, since together they may not fit in memory. class_names: readable names of
     classes, where they have others. Raises UserError for a label out of range; then an old manifest stays as it was.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
@@ -208,10 +209,15 @@ def write_dataset(
 
 def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.Table], num_classes: int) -> None:
     """Write samples.parquet. Each split begins a row group."""
-    with pq.ParquetWriter(file, SAMPLES, compression="zstd", use_dictionary=["split", "ext", "shard"]) as writer:
+    tables = iter(tables)
+    first = list(itertools.islice(tables, 1))
+    schema = SAMPLES.append(GROUP) if first and GROUP.name in first[0].column_names else SAMPLES
+    with pq.ParquetWriter(
+        file, schema, compression="zstd", use_dictionary=["split", "ext", "shard", GROUP.name]
+    ) as writer:
         waiting: list[pa.Table] = []
         num_waiting = 0
-        for number, (shard, rows) in enumerate(zip(shards, tables, strict=True)):
+        for number, (shard, rows) in enumerate(zip(shards, itertools.chain(first, tables), strict=True)):
             assert len(rows) == shard.samples, (
                 f"{shard.name}: {counted(len(rows), 'row')} for {counted(shard.samples, 'sample')}"
             )
@@ -219,7 +225,9 @@ def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.
             zeros = pa.array(np.zeros(len(rows), np.int32))
             split = pa.DictionaryArray.from_arrays(zeros, pa.array([shard.split], pa.string()))
             numbers = pa.array(np.full(len(rows), number, np.int32))
-            waiting.append(rows.append_column("split", split).append_column("shard", numbers).cast(SAMPLES))
+            waiting.append(
+                rows.append_column("split", split).append_column("shard", numbers).select(schema.names).cast(schema)
+            )
             num_waiting += len(rows)
             ends_split = number + 1 == len(shards) or shards[number + 1].split != shard.split
             if ends_split or num_waiting >= _ROWS_PER_GROUP:

@@ -17,6 +17,8 @@ from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.storage.cache import Storage
 
 NOTHING_EXCLUDED = "none"
+# The column of samples.parquet that names the group of each sample, such as a patient, if they have groups.
+GROUP = pa.field("group", pa.dictionary(pa.int32(), pa.string()))
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,11 @@ class SampleTable:
     """The rows of one split in samples.parquet, read from disk at each call: for errors, tools and tests, not for training."""
 
     file: pq.ParquetFile
-    groups: range
+    row_groups: range
 
     def read(self, columns: list[str]) -> Iterator[pa.Table]:
         """These columns of all rows, one row group at a time."""
-        for group in self.groups:
+        for group in self.row_groups:
             yield self.file.read_row_group(group, columns=columns)
 
     def rows(self, rows: Sequence[int] | np.ndarray, columns: list[str]) -> pa.Table:
@@ -38,7 +40,7 @@ class SampleTable:
         tables, order = [self.file.schema_arrow.empty_table().select(columns)], [np.empty(0, np.int64)]
         for group in np.unique(groups).tolist():
             chosen = np.flatnonzero(groups == group)
-            table = self.file.read_row_group(self.groups[group], columns=columns)
+            table = self.file.read_row_group(self.row_groups[group], columns=columns)
             tables.append(table.take(pa.array(rows[chosen] - self._starts[group])))
             order.append(chosen)
         return pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order), kind="stable")))
@@ -47,6 +49,14 @@ class SampleTable:
         """Keys of these rows."""
         # Of none without pyarrow's `take`, which imports pandas: each run asks for the samples it could not read.
         return self.rows(rows, ["key"])["key"].to_pylist() if len(rows) else []
+
+    @property
+    def has_groups(self) -> bool:
+        return GROUP.name in self.file.schema_arrow.names
+
+    def group_names(self) -> pa.ChunkedArray:
+        """The name of the group of each row. Only if `has_groups`."""
+        return pa.concat_tables(self.read([GROUP.name]))[GROUP.name].cast(pa.string())
 
     def find(self, key: str) -> list[int]:
         """The rows with this key. Reads all keys, which takes seconds for ten million."""
@@ -57,7 +67,7 @@ class SampleTable:
     @cached_property
     def _starts(self) -> np.ndarray:
         """First row of each group, and the end of the last."""
-        return np.cumsum([0] + [self.file.metadata.row_group(group).num_rows for group in self.groups])
+        return np.cumsum([0] + [self.file.metadata.row_group(group).num_rows for group in self.row_groups])
 
 
 @dataclass(frozen=True)
@@ -117,6 +127,15 @@ class Split:
             raise UserError(
                 f"{where}: split {self.name!r} has {missing}, so nothing can be scored on it. Name another split."
             )
+
+    @cached_property
+    def groups(self) -> np.ndarray | None:
+        """int64 (n,), the number of each sample's group, such as of a patient, in this split of the data set; None if it has no groups."""
+        if not self.table.has_groups:
+            return None
+        names = self.table.group_names().combine_chunks()
+        numbers = np.from_dlpack(pc.dictionary_encode(names).indices).astype(np.int64)
+        return np.delete(numbers, self.excluded_rows)
 
     @property
     def excluded(self) -> str:

@@ -47,7 +47,7 @@ ROWS = pa.schema(
         ("xxh128", pa.binary(16)),
     ]
 )
-# shard: row number in shards.parquet.
+# shard: row number in shards.parquet. Data sets whose samples have groups have the column GROUP, too.
 SAMPLES = pa.schema([*ROWS, ("split", _NAME), ("shard", pa.int32())])
 SHARDS = pa.schema(
     [

@@ -178,16 +178,20 @@ def held_out_split(dataset: Dataset, data: DataConfig) -> str:
 
 
 def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
-    """(the rest, a random share called "dev") of a split. Raises UserError when either would be empty."""
+    """(the rest, a random share called "dev") of a split; of samples with groups, whole groups until they have the share.
+
+    Raises UserError when either would be empty.
+    """
     count = round(share * len(split))
+    what = f"data.dev_share = {share} of the {counted(len(split), 'sample')} of {split.name!r} is"
     if not 0 < count < len(split):
-        raise UserError(
-            f"data.dev_share = {share} of the {counted(len(split), 'sample')} of {split.name!r} is {counted(count, 'sample')}."
-        )
-    rows = np.arange(len(split))
+        raise UserError(f"{what} {counted(count, 'sample')}.")
+    rows, groups = np.arange(len(split)), split.groups
     # By rows of the manifest, so that the choice of a sample does not depend on which others are excluded.
-    places = random_numbers.bits(seed, Purpose.DEV_SPLIT, split.manifest_rows(rows))
+    places = random_numbers.bits(seed, Purpose.DEV_SPLIT, split.manifest_rows(rows) if groups is None else groups)
     is_dev = places <= np.partition(places, count - 1)[count - 1]
+    if is_dev.all():
+        raise UserError(f"{what} in all of its groups, which are held out whole: none would be left to train on.")
     return split.only(rows[~is_dev]), replace(split.only(rows[is_dev]), name="dev")
 
 

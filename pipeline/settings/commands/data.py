@@ -19,6 +19,21 @@ def _num_tasks(items: str) -> int:
     return setting(0, f"{items} at the same time; 0 is one per CPU of the cluster.", min=0, max=MAX_TASKS)
 
 
+def _group_pattern() -> str:
+    return setting(
+        "",
+        "Regular expression that finds the group of an image in its key (the path without extension, below its split): what the first "
+        "parentheses match, or all of it. '^[^/]+/(patient[0-9]+)' of cat/patient12_3.",
+    )
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"group_pattern = {quoted(pattern)} is no regular expression: {error}.") from None
+
+
 def _check_split_names(splits: dict[str, str]) -> None:
     if not splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in splits):
         raise UserError(f"splits = {quoted(splits)} must name at least one split, in lower-case letters, digits and _.")
@@ -51,7 +66,8 @@ class ShardConfig:
     )
     val_share: float = setting(
         0.0,
-        "Share of the train split held out as 'val', chosen by a hash of the key, so that a sample never changes split.",
+        "Share of the train split held out as 'val', chosen by a hash of the key, or with groups of the group, so that a sample never "
+        "changes split.",
         min=0,
         below=1,
     )
@@ -88,6 +104,13 @@ class ShardConfig:
         form=TextForm(r"(?s).+", "text that is not empty"),
         needs="layout=auto,list",
     )
+    group_column: str = setting(
+        "",
+        "parquet, list: column of the group of an image, such as a patient, a video or a place: images that are alike although nobody "
+        "copied them. val_share and data.dev_share hold out whole groups, and intervals of scores are over groups.",
+        needs="layout=auto,parquet,list",
+    )
+    group_pattern: str = _group_pattern()
     label_names: str = setting("", "File of class names, one per line, for labels that are numbers from 0.", path=True)
     class_map: str = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.", path=True)
     class_list: str = setting("", "File of class names, one per line: keep only these, in this order.", path=True)
@@ -113,6 +136,11 @@ class ShardConfig:
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
+        if self.group_column and self.group_pattern:
+            raise UserError("group_column and group_pattern both name the group of an image: use one of them.")
+        if self.holdout_per_class and (self.group_column or self.group_pattern):
+            raise UserError("holdout_per_class holds out single images, and would divide groups. Use val_share.")
+        _check_pattern(self.group_pattern)
         if self.val_share and self.holdout_per_class:
             raise UserError("val_share and holdout_per_class both hold out 'val': use one of them.")
         for name in ("val_share", "holdout_per_class"):
@@ -181,12 +209,14 @@ class IndexConfig:
     label_names: str = setting(
         "", "File of class names, one per line, by label; empty names classes by number.", path=True
     )
+    group_pattern: str = _group_pattern()
     inspect: Inspect = setting("decode", _INSPECT)
     max_bad_share: float = share(0.001, "Share of unreadable samples above which the job fails.")
     num_tasks: int = _num_tasks("Number of tars read")
 
     def check(self) -> None:
-        """Check the names of splits. Raises UserError."""
+        """Check the names of splits, and the pattern. Raises UserError."""
+        _check_pattern(self.group_pattern)
         _check_split_names(self.splits)
 
 

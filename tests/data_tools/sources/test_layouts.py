@@ -465,8 +465,10 @@ def test_bad_parquet(tmp_path: Path) -> None:
     path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 3, 2]), NAMES)
     assert "row 3: label 3 is out of range, the number of class names is 3" in refused(path)
     assert "has no column 'img' (image_column). It has: image, label" in refused(path, image_column="img")
-    assert "column 'label' holds int64, not encoded images" in refused(path, image_column="label", layout="parquet")
-    assert "column 'image' holds struct<" in refused(path, label_column="image")
+    assert "column 'label' holds int64, not encoded images" in refused(
+        path, image_column="label", label_column="", layout="parquet"
+    )
+    assert "image_column and label_column name the same column, 'image', of " in refused(path, label_column="image")
     hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, -1, 2]), NAMES)
     assert "Images without a label (-1) belong in no split" in refused(path)
     path.write_bytes(path.read_bytes()[:-20])

@@ -1,0 +1,189 @@
+"""Images that belong together, such as those of a patient, are held out together."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from raw_images import jpeg, settings, write_folder
+
+from data_tools.sharding import index, shard
+from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
+from data_tools.sources import Listing, list_source
+from pipeline.base.errors import UserError
+from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
+from pipeline.data.mixture import run_data
+from pipeline.settings.commands.data import IndexConfig
+
+NUM_PATIENTS, SHARE = 24, 0.25
+PATTERN = "patient[0-9]+"
+
+
+def names() -> list[str]:
+    """Patient p has 1 + p % 4 images, in two classes."""
+    return [
+        f"{('benign', 'malignant')[image % 2]}/patient{patient:02d}_{image}.jpg"
+        for patient in range(NUM_PATIENTS)
+        for image in range(1 + patient % 4)
+    ]
+
+
+def patient(key: str) -> str:
+    return key.split("/")[1].split("_")[0]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder({name: jpeg(i) for i, name in enumerate(names())}, tmp_path_factory.mktemp("photos") / "raw")
+
+
+def listed(source: Path, **others: object) -> Listing:
+    config = settings(source, source.parent / "unused", **others)
+    config.check()
+    listing = with_groups(list_source(source, config, source.parent / "staging"), config.group_pattern)
+    return hold_out(listing, config)
+
+
+def refused(source: Path, **others: object) -> str:
+    with pytest.raises(UserError) as error:
+        listed(source, **others)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def of_splits(listing: Listing) -> dict[str, set[str]]:
+    return {split: set(groups.to_pylist()) for split, groups in groups_of(listing).items()}
+
+
+def test_val_share_holds_out_whole_groups(photos: Path) -> None:
+    listing = listed(photos, val_share=SHARE, group_pattern=PATTERN)
+    groups = of_splits(listing)
+    assert groups["train"] | groups["val"] == {f"patient{p:02d}" for p in range(NUM_PATIENTS)}
+    assert not groups["train"] & groups["val"]
+    assert 2 <= len(groups["val"]) <= 12
+    assert listing.table["group"].to_pylist() == [patient(key) for key in listing.table["key"].to_pylist()]
+    alone = listed(photos, val_share=SHARE)
+    assert not alone.has_groups
+    assert groups_of(alone) == {}
+    assert describe_groups({}) == []
+    val = np.array(alone.table["key"].to_pylist())[alone.table["split"].to_numpy() == 1]
+    train = np.array(alone.table["key"].to_pylist())[alone.table["split"].to_numpy() == 0]
+    assert set(map(patient, val)) & set(map(patient, train))  # Which is why there are groups.
+
+
+def test_a_group_never_changes_split_when_images_are_added(photos: Path, tmp_path: Path) -> None:
+    more = {name.replace("_0", "_9"): jpeg(99) for name in names()[::2]}
+    source = write_folder({name: jpeg(i) for i, name in enumerate(names())} | more, tmp_path / "raw")
+    before = of_splits(listed(photos, val_share=SHARE, group_pattern=PATTERN))
+    assert of_splits(listed(source, val_share=SHARE, group_pattern=PATTERN)) == before
+
+
+def test_the_first_parentheses_are_the_group(photos: Path) -> None:
+    assert of_splits(listed(photos, group_pattern="patient([0-9])([0-9])")) == {"train": {"0", "1", "2"}}
+
+
+@pytest.mark.parametrize("ext", ["csv", "parquet"])
+def test_a_list_names_the_group_of_each_image(photos: Path, ext: str, tmp_path: Path) -> None:
+    keys = names()
+    columns = {
+        "path": [str(photos / key) for key in keys], "label": [key.split("/")[0] for key in keys],
+        "lesion": [int(patient(key).removeprefix("patient")) for key in keys],
+    }  # fmt: skip
+    path = tmp_path / f"list.{ext}"
+    if ext == "csv":
+        path.write_text("\n".join(",".join(map(str, row)) for row in [columns, *zip(*columns.values(), strict=True)]))
+    else:
+        pq.write_table(pa.table(columns), path)
+    listing = listed(path, val_share=SHARE, group_column="lesion")
+    groups = of_splits(listing)
+    assert groups["train"] | groups["val"] == {str(p) for p in range(NUM_PATIENTS)}
+    assert not groups["train"] & groups["val"]
+    unlabelled = listed(path, val_share=SHARE, group_column="lesion", label_column="")
+    assert of_splits(unlabelled) == groups
+    assert not unlabelled.is_labelled
+    assert (
+        listing.digest() != listed(path, val_share=SHARE).digest()
+    )  # So that `out` is not gone on with, of other groups.
+    assert "has no column 'leison' (group_column)" in refused(path, group_column="leison")
+    assert "label_column and group_column name the same column, 'label'" in refused(path, group_column="label")
+
+
+def test_parquet_of_images_names_the_group_of_each(tmp_path: Path) -> None:
+    keys = names()
+    table = {"image": [jpeg(i) for i in range(len(keys))], "label": [0] * len(keys), "of": list(map(patient, keys))}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    listing = listed(tmp_path, group_column="of", val_share=SHARE)
+    rows = [int(key.rpartition("/")[2]) for key in listing.table["key"].to_pylist()]
+    assert listing.table["group"].to_pylist() == [patient(keys[row]) for row in rows]
+    assert not set.intersection(*of_splits(listing).values())
+    pq.write_table(pa.table(table | {"of": [[key] for key in keys]}), tmp_path / "a.parquet")
+    assert "column 'of' (group_column) holds list<" in refused(tmp_path, group_column="of")
+    pq.write_table(pa.table(table | {"of": [None, *map(patient, keys[1:])]}), tmp_path / "a.parquet")
+    assert "a.parquet, row 0: its group is missing" in refused(tmp_path, group_column="of")
+
+
+def test_what_is_no_group_is_refused(photos: Path, tmp_path: Path) -> None:
+    assert "finds no group in the key 'benign/patient00_0'" in refused(photos, group_pattern="patient1")
+    assert "finds no group in the key 'benign/patient00_0'" in refused(photos, group_pattern="(person)?")
+    assert "is no regular expression: missing )" in refused(photos, group_pattern="(patient")
+    assert "use one of them" in refused(photos, group_pattern="p", group_column="p", layout="list")
+    assert "would divide groups" in refused(photos, group_pattern=PATTERN, holdout_per_class=1)
+    assert "group_column = of has no effect without layout = parquet or list" in refused(photos, group_column="of")
+    said = refused(photos, group_pattern="patient", val_share=SHARE)
+    assert "of 60 images in whole groups leaves" in said
+
+
+def test_a_group_in_two_splits_of_the_source_is_named(tmp_path: Path) -> None:
+    places = {"train": (1, 2, 3), "test": (3, 4)}
+    files = {f"{split}/cat/p{p}_{split}.jpg": jpeg(p) for split, numbers in places.items() for p in numbers}
+    source = write_folder(files, tmp_path / "raw")
+    listing = listed(source, group_pattern="p[0-9]", splits={"train": "train", "test": "test"})
+    counts, warning = describe_groups(groups_of(listing))
+    assert counts == "groups: train 3 (the largest has 1 image), test 2 (the largest has 1 image)"
+    assert warning.startswith("warning: 1 group with images in both 'train' and 'test', such as 'p3': ")
+
+
+@pytest.mark.ray
+def test_the_data_set_keeps_its_groups(
+    ray_cluster: int, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the manifest, for data.dev_share, and if the tars are indexed in place."""
+    config = settings(photos, tmp_path / "out", val_share=SHARE, group_pattern=PATTERN, samples_per_shard=7)
+    dataset = shard.run(config)
+    assert "groups: train " in capsys.readouterr().out
+    check(dataset)
+    shard.run(config)  # Nothing to do, and nothing to complain of.
+    with pytest.raises(UserError, match="was made with group_pattern = "):
+        shard.run(settings(photos, tmp_path / "out", val_share=SHARE, samples_per_shard=7))
+
+    (tmp_path / "out" / INFO).unlink()
+    (tmp_path / "out" / "samples.parquet").unlink()
+    splits = {"train": "train-", "val": "val-"}
+    check(index.run(IndexConfig(source=str(tmp_path / "out"), splits=splits, group_pattern=PATTERN)))
+    with pytest.raises(UserError, match="was indexed with group_pattern = 'patient"):
+        index.run(IndexConfig(source=str(tmp_path / "out"), splits=splits))
+
+
+def check(dataset: Dataset) -> None:
+    train = open_dataset(dataset.path).split("train")
+    keys = train.keys(np.arange(len(train)))
+    groups = train.groups
+    assert groups is not None
+    assert [groups[i] == groups[0] for i in range(len(keys))] == [patient(key) == patient(keys[0]) for key in keys]
+    assert len(np.unique(groups)) == len(set(map(patient, keys)))
+    drawn = set()
+    for seed in range(3):
+        rest, dev = run_data.hold_out(train, SHARE, seed)
+        of_rest, of_dev = (set(map(patient, split.keys(np.arange(len(split))))) for split in (rest, dev))
+        assert not of_rest & of_dev
+        assert round(SHARE * len(train)) <= len(dev) < SHARE * len(train) + 4
+        drawn.add(frozenset(of_dev))
+    assert len(drawn) > 1
+    # Which are held out does not depend on other samples that are excluded.
+    without = train.only(np.flatnonzero(groups != groups[-1]))
+    fewer = run_data.hold_out(without, len(dev) / len(without), 2)[1]
+    assert of_dev - {patient(keys[-1])} <= set(map(patient, fewer.keys(np.arange(len(fewer)))))
+    largest = train.only(np.flatnonzero(groups == np.bincount(groups).argmax()))
+    with pytest.raises(UserError, match="in all of its groups, which are held out whole"):
+        run_data.hold_out(largest, 0.5, 0)
