@@ -83,7 +83,7 @@ _KNOWN = {
         Metric("share", "higher", "eval"),
     ),
     "*_loss": Metric("loss", "lower", "eval"),
-    **dict.fromkeys(("*_num_samples", "*_num_unreadable"), Metric("count", "", "eval")),
+    **dict.fromkeys(("*_num_samples", "*_num_unreadable", "*_effective_images"), Metric("count", "", "eval")),
 }
 
 

@@ -17,9 +17,13 @@ _MAX_REASON = 300
 
 
 def read_arrays(
-    source: Path | bytes, where: str, names: Iterable[str] | None = None, max_bytes: int | None = None
+    source: Path | bytes,
+    where: str,
+    names: Iterable[str] | None = None,
+    max_bytes: int | None = None,
+    optional: Iterable[str] = (),
 ) -> dict[str, np.ndarray]:
-    """The arrays of a file, or of its content, by name. names: of those to read, which must be there; None reads all.
+    """The arrays of a file, or of its content, by name. names: of those to read, which must be there; None reads all. optional: read, too, if it is there.
 
     where: name of the file in errors. max_bytes: limit of each array. Nothing is unpickled, and no more memory is taken than the
     file's size allows: deflate packs at most 1,032 to 1. Raises FileNotFoundError, and UserError for all that is no such file.
@@ -31,7 +35,7 @@ def read_arrays(
                 raise UserError(f"{where}: holds one array; an .npz of named arrays is needed.")
             with file:
                 check_sizes(file.zip)
-                wanted = file.files if names is None else list(names)
+                wanted = file.files if names is None else [*names, *(name for name in optional if name in file.files)]
                 for entry in file.zip.infolist():
                     if entry.filename.removesuffix(".npy") in wanted:
                         if max_bytes is not None and entry.file_size > max_bytes:

@@ -16,6 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, eval_requests
+from pipeline.evaluate.intervals import effective_number
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
 
@@ -44,7 +45,8 @@ class Predictions:
 class ClassificationScores:
     """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples, and of softmax over those with a label.
 
-    top5: None for so few classes that it says nothing (`classification.has_top5`).
+    top5: None for so few classes that it says nothing (`classification.has_top5`). top1_effective_images, top5_...: of
+    `effective_number`; None for data without groups.
     """
 
     top1: float
@@ -52,6 +54,8 @@ class ClassificationScores:
     loss: float
     num_samples: int
     num_unreadable: int
+    top1_effective_images: float | None = None
+    top5_effective_images: float | None = None
 
     def to_dict(self) -> dict[str, float]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -121,8 +125,18 @@ def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: s
     # Without a label, a softmax has nothing to predict, and its loss is 0, as if it were certain and right.
     losses = predictions.loss[predictions.readable & ((labels[:, 0] >= 0) | (loss_kind != "softmax"))]
     loss = float(losses.mean()) if len(losses) else float("nan")
-    top5 = float(hits.any(1).sum()) / n if classification.has_top5(num_classes) else None
-    return ClassificationScores(float(hits[:, 0].sum()) / n, top5, loss, n, n - readable)
+    groups, has_top5 = split.groups, classification.has_top5(num_classes)
+    top1, top5 = hits[:, 0], hits.any(1)
+    return ClassificationScores(
+        float(top1.sum()) / n, float(top5.sum()) / n if has_top5 else None, loss, n, n - readable,
+        None if groups is None else effective_number(*in_groups(top1, groups)),
+        None if groups is None or not has_top5 else effective_number(*in_groups(top5, groups)),
+    )  # fmt: skip
+
+
+def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(sums of the values, number of samples) of each group, float64 and int64 (G,). values: (n,). groups: int64 (n,), of `Split.groups`."""
+    return np.bincount(groups, weights=values), np.bincount(groups)
 
 
 def label_table(split: Split) -> np.ndarray:

@@ -49,8 +49,35 @@ def of_seeds(accuracies: Sequence[float], num_test: int = 0) -> Interval:
     return _around(float(np.mean(accuracies)), half, OVER_SEEDS)
 
 
-def of_samples(accuracy: float, num_test: int) -> Interval:
-    """Interval of one run's accuracy on `num_test` samples: Wilson's score interval, also valid near 0 and 1."""
+def effective_number(right: np.ndarray, sizes: np.ndarray) -> float:
+    """Number of independent samples whose accuracy would be as uncertain as that of samples in groups, which are right together.
+
+    right: (G,), how many of each group's samples are right, or their mean over seeds. sizes: (G,), its samples; groups without any are
+    ignored. By the variance between groups (of a ratio, Cochran, Sampling Techniques, section 11.6), made smaller for few groups by
+    quantiles of Student's t (Korn and Graubard 1998); at most the number of samples, at least 1. Where all samples are right, or none,
+    nothing is known of how groups differ, and it is the number of groups.
+    """
+    right, sizes = right[sizes > 0], sizes[sizes > 0]
+    num_groups, num_samples = len(sizes), float(sizes.sum())
+    accuracy = float(right.sum()) / num_samples
+    if num_groups < 2 or accuracy in (0, 1):
+        return float(num_groups)
+    variance = grouped_error(right, sizes) ** 2
+    found = min(num_samples, accuracy * (1 - accuracy) / variance) if variance else num_samples
+    return max(1.0, found * (quantile(num_samples - 1) / quantile(num_groups - 1)) ** 2)
+
+
+def grouped_error(sums: np.ndarray, sizes: np.ndarray) -> float:
+    """Standard error of the mean over samples in at least two groups. sums: (G,) of each group's values. sizes: (G,), its samples."""
+    rest = sums - sums.sum() / sizes.sum() * sizes
+    return float(np.sqrt(len(sizes) / (len(sizes) - 1) * (rest**2).sum()) / sizes.sum())
+
+
+def of_samples(accuracy: float, num_test: float) -> Interval:
+    """Interval of one run's accuracy on `num_test` samples: Wilson's score interval, also valid near 0 and 1.
+
+    num_test: of samples in groups, their `effective_number`.
+    """
     z = quantile()
     centre = (accuracy + z**2 / (2 * num_test)) / (1 + z**2 / num_test)
     spread = accuracy * (1 - accuracy) / num_test + (z / (2 * num_test)) ** 2

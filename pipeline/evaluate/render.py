@@ -29,7 +29,7 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
             if name in scores:
                 rows.append((text, f"{scores[name]:.2%}"))
             if name in ("top1", "top5") and name in scores:
-                rows += _interval(scores[name], scores)
+                rows += _interval(scores[name], scores, scores.get(f"{name}_effective_images"))
         over = f", of {counted(scores['num_samples'] - scores['num_unreadable'], 'image')}" * bool(
             scores["num_unreadable"]
         )
@@ -44,16 +44,18 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append(
                 (f"  its standard deviation over {counted(len(row['top1_of_seeds']), 'seed')}", f"{row['std']:.2%}")
             )
-        rows += _interval(row["top1"], scores)
+        rows += _interval(row["top1"], scores, row.get("effective_images"))
     if "knn" in scores:
         rows.append((f"accuracy of {scores['knn']['neighbours']} nearest neighbours", f"{scores['knn']['top1']:.2%}"))
-        rows += _interval(scores["knn"]["top1"], scores)
+        rows += _interval(scores["knn"]["top1"], scores, scores["knn"].get("effective_images"))
     if "spread" in scores:
         found = scores["spread"]
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
         rows.append((f"RankMe of {images}, at most {most:,}", f"{found['rankme']:.4g}"))
         rows.append(("standard deviation of their features", f"{found['feature_std']:.4g}"))
     rows.append(("images", f"{scores['num_samples']:,}"))
+    if "num_groups" in scores:
+        rows.append(("groups of them", f"{scores['num_groups']:,}"))
     if scores["num_unreadable"]:
         rows.append(("unreadable images (counted as wrong)", f"{scores['num_unreadable']:,}"))
     if scores.get("num_unlabelled"):
@@ -62,12 +64,16 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _interval(accuracy: float, scores: dict[str, Any]) -> list[tuple[str, str]]:
-    """The row of an accuracy's interval over the images of the split, Wilson's; of a mean over seeds it is too wide rather than too narrow."""
+def _interval(accuracy: float, scores: dict[str, Any], effective: float | None) -> list[tuple[str, str]]:
+    """The row of an accuracy's interval over the images of the split, Wilson's; of a mean over seeds it is too wide rather than too narrow.
+
+    effective: of images in groups, their `effective_number`.
+    """
     if np.isnan(accuracy):
         return []
-    found = of_samples(accuracy, scores["num_samples"])
-    return [("  its 95 % interval over images", f"{found.low:.2%} to {found.high:.2%}")]
+    found = of_samples(accuracy, effective or scores["num_samples"])
+    over = "groups" if effective else "images"
+    return [(f"  its 95 % interval over {over}", f"{found.low:.2%} to {found.high:.2%}")]
 
 
 def page(scores: dict[str, Any], picture: bytes | None) -> str:

@@ -88,6 +88,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         **_identity(config, scored, split, loaded), "num_samples": len(split), "num_unreadable": len(seen.problems),
         "images_per_second": len(split) / seconds, "unreadable": _named(seen.problems, split),
     }  # fmt: skip
+    if split.groups is not None:
+        scores["num_groups"] = len(np.unique(split.groups))
     if predictions is not None or train is not None:
         scores["num_unlabelled"] = int((label_table(scored_split)[:, 0] < 0).sum())
     picture = None
@@ -131,7 +133,9 @@ def _send(
 ) -> None:  # fmt: skip
     """Send the scores to MLflow, as a run that names the run of the weights."""
     data = dataset.path.name
-    known = ("top1", "top5", "loss", "num_samples", "num_unreadable", "macro_precision", "macro_recall", "macro_f1")
+    known = (
+        "top1", "top1_effective_images", "top5", "loss", "num_samples", "num_unreadable", "macro_precision", "macro_recall", "macro_f1",
+    )  # fmt: skip
     metrics = {f"{split.name}_{name}": float(scores[name]) for name in known if scores.get(name) is not None}
     probed = probe_metrics(scores, data)
     score, scored_on = f"{split.name}_top1", f"{data}:{split.name}"
@@ -269,7 +273,7 @@ def _probe(
         seen = extract(loaded.features, reader, choice.rows)
     if not seen.readable.any():
         raise UserError(f"no image chosen from {config.data}, split {train.name!r}, can be read. Check the shards.")
-    scores = probe(config, choice, seen, tested, label_table(split), reader.ranks)
+    scores = probe(config, choice, seen, tested, label_table(split), reader.ranks, split.groups)
     return {**scores, "probe_split": train.name, "probe_unreadable": _named(seen.problems, train)}
 
 

@@ -23,6 +23,7 @@ from pipeline.review.reader import RunReader
 from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
     BOOTSTRAP,
+    GROUPED,
     LEVEL,
     MAX_NAMED,
     MCNEMAR,
@@ -55,6 +56,7 @@ _METHODS = {
     PROPORTIONS: "Two proportions: p is of the pooled z-test, the interval Newcombe's. Scores on the same images vary together, which "
     "this test ignores: it finds too few differences rather than too many.",
     MCNEMAR: "McNemar's test counts the images on which only one of the two is right; the interval is Bonett and Price's.",
+    GROUPED: "The images are in groups that are alike, such as those of a patient: Student's t is of what the groups add to the difference.",
     BOOTSTRAP: "The bootstrap draws the test images again, the same ones for both runs; p and the interval are Student's t's.",
     STUDENT: "Student's t compares the means over seeds, with a common variance, also of a single run; what is more than noise of the seeds on these images may "
     "still be noise on others, with many seeds as with few.",
@@ -162,9 +164,13 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         yield Paragraph(f"The same for all: {'; '.join(f'{column} {rows[0][column]}' for column in same)}.")
     header = [column for column in rows[0] if column not in same]
     of_miou = " (of its mIoU, a bootstrap's)" * any(record.pixel_counts is not None for record in records.values())
+    scores = [record.last_score for record in records.values()]
+    of_groups = ", or their groups where they have some" * any(
+        score and score.effective < score.num_samples for score in scores
+    )
     yield Table(header, [[row[column] for column in header] for row in rows])
     yield Paragraph(
-        f"Brackets are 95 % intervals: Wilson's over the images of one run{of_miou}, which says nothing of other seeds; Student's t over seeds, "
+        f"Brackets are 95 % intervals: Wilson's over the images of one run{of_groups}{of_miou}, which says nothing of other seeds; Student's t over seeds, "
         "which says nothing of other images. Compute is the time of training steps times the number of ranks."
         + " The best score is chosen on the images that score it, so it is a little too good."
         * any(row["best score"] not in ("the last", "–") for row in rows)

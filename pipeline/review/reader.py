@@ -76,6 +76,7 @@ class _CheckpointOrigin:
 class _SeedScore:
     top1: Share
     num_samples: Count = 0
+    effective_images: float = 0
 
 
 @dataclass(frozen=True)

@@ -83,13 +83,14 @@ def as_count(text: object) -> int:
 class LastPredictions:
     """Content of predictions.npz: of the first n images of the evaluated split. All (n,).
 
-    rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. probability: float32, empty if
-    it was not read.
+    rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. groups: int64, of `Split.groups`; empty
+    without. probability: float32, empty if it was not read.
     """
 
     rows: np.ndarray
     true: np.ndarray
     predicted: np.ndarray
+    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     probability: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
 
     def check(self, num_images: int, num_classes: int) -> None:
@@ -105,10 +106,12 @@ class LastPredictions:
 def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions:
     """The content of predictions.npz, with the probability if `more` names it. Raises UserError for a damaged file."""
     try:
-        found = npz.read_arrays(content, where, ("rows", "true", "predicted", *more), _MAX_PREDICTIONS)
+        found = npz.read_arrays(
+            content, where, ("rows", "true", "predicted", *more), _MAX_PREDICTIONS, optional=("groups",)
+        )
     except UserError as error:
         raise UserError(f"{where} is damaged ({str(error).removeprefix(f'{where}: ').removesuffix('.')}).") from None
-    rows, labels = found["rows"], (found["true"], found["predicted"])
+    rows, labels = found["rows"], [found[name] for name in ("true", "predicted", "groups") if name in found]
     if any(array.ndim != 1 or len(array) != len(rows) for array in found.values()):
         raise UserError(f"{where} is damaged: its arrays have different lengths.")
     if any(array.dtype.kind not in "iu" for array in (rows, *labels)) or any(found[m].dtype.kind != "f" for m in more):
@@ -120,7 +123,8 @@ def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions
 
 @dataclass(frozen=True)
 class Score:
-    """A score on held-out images. step: None if it has none. num_samples: 0 if unknown.
+    """A score on held-out images. step: None if it has none. num_samples: 0 if unknown. effective: of images in groups, their
+    `effective_number`, else num_samples.
 
     interval: at 95 %, of a proportion, or a mIoU whose pixels are known; None where the number of images is unknown.
     """
@@ -131,6 +135,7 @@ class Score:
     num_samples: int = 0
     interval: Interval | None = None
     metric: Metric = ACCURACY
+    effective: float = 0
 
     @property
     def is_accuracy(self) -> bool:
@@ -364,9 +369,14 @@ class RunRecord:
 
     def num_evaluated(self, step: int) -> int:
         """Number of images of the held-out split that the evaluation at this step read; 0 if unknown."""
-        counts, evaluated = self.of_split("num_samples"), self.dataset("evaluation")
-        found = np.flatnonzero(counts.steps == step) if counts else np.empty(0, np.int64)
-        return int(counts.values[found[0]]) if counts and len(found) else evaluated.num_samples if evaluated else 0
+        evaluated = self.dataset("evaluation")
+        return int(self._at(f"{self.split}_num_samples", step, evaluated.num_samples if evaluated else 0))
+
+    def _at(self, name: str, step: int, otherwise: float) -> float:
+        """The value of a metric at a step, `otherwise` where it has none."""
+        series = self.metrics.get(name)
+        found = np.flatnonzero(series.steps == step) if series else np.empty(0, np.int64)
+        return float(series.values[found[0]]) if series and len(found) else otherwise
 
     def score_at(self, number: int, name: str = "") -> Score:
         """The score of evaluation `number`, counted in the series of a metric. name: of it; default, `scored`."""
@@ -378,12 +388,13 @@ class RunRecord:
                 return Score(title_of(name), value, step, metric=metric)
             metric = replace(metric, unit="proportion")
         num = self.num_evaluated(step)
-        interval = of_samples(value, num) if num and metric.unit == "proportion" and 0 <= value <= 1 else None
+        effective = min(num, max(1.0, self._at(f"{name}_effective_images", step, num))) if num else 0
+        interval = of_samples(value, effective) if num and metric.unit == "proportion" and 0 <= value <= 1 else None
         if name.endswith("_miou") and self.resampled_miou is not None:
             interval = Interval(*bootstrap_interval(self.resampled_miou), OVER_SAMPLES)
         own = name.removeprefix(f"{self.split}_")
         title = title_of(name) if name in self.probes else f"{self.split} {title_of(own)}"
-        return Score(title, value, step, num, interval, metric)
+        return Score(title, value, step, num, interval, metric, effective)
 
     @cached_property
     def last_score(self) -> Score | None:
@@ -425,8 +436,10 @@ class RunRecord:
         if not runs:
             return Score("top-1", float(self.metrics["top1"].values[-1]))
         num = self.results["runs"][0].get("num_samples", 0)
-        interval = of_seeds(runs, num) if len(runs) > 1 else of_samples(runs[0], num) if num else None
-        return Score(f"{self.results.get('split', '')} top-1".strip(), float(np.mean(runs)), None, num, interval)
+        effective = min(num, max(1, self.results["runs"][0].get("effective_images") or num)) if num else 0
+        interval = of_seeds(runs, num) if len(runs) > 1 else of_samples(runs[0], effective) if num else None
+        name = f"{self.results.get('split', '')} top-1".strip()
+        return Score(name, float(np.mean(runs)), None, num, interval, effective=effective)
 
     def _vtab_score(self) -> Score | None:
         is_vtab = not (self.sweep.unpublished if self.sweep else self.tags.get(UNPUBLISHED_TAG))

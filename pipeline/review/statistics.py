@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from pipeline.base.words import counted
-from pipeline.evaluate.intervals import of_samples, quantile, rounding
+from pipeline.evaluate.intervals import grouped_error, of_samples, quantile, rounding
 from pipeline.review.record import RunRecord, as_number
 from pipeline.settings import changes
 from pipeline.settings.run import RunConfig
@@ -23,6 +23,7 @@ from pipeline.settings.run import RunConfig
 BOOTSTRAP = "bootstrap, over the same test images"
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
+GROUPED = "paired Student's t, over groups of the same test images"
 STUDENT = "Student's t, over seeds"
 PAIRED = "paired Student's t, over the same seeds"
 LEVEL = 0.05
@@ -46,10 +47,17 @@ class ScoreDifference:
     @property
     def noise(self) -> str:
         """The noise that the test knows, in words: it knows no other."""
-        return f"noise of the {'seeds' if self.method in (STUDENT, PAIRED) else 'test images'}"
+        of = (
+            "seeds"
+            if self.method in (STUDENT, PAIRED)
+            else "groups of test images"
+            if self.method == GROUPED
+            else "test images"
+        )
+        return f"noise of the {of}"
 
 
-def of_proportions(first: float, num_first: int, second: float, num_second: int) -> ScoreDifference:
+def of_proportions(first: float, num_first: float, second: float, num_second: float) -> ScoreDifference:
     """Two accuracies, each on its own number of images.
 
     The interval is Newcombe's, from the two Wilson intervals; p is of the pooled z-test. On the same images both err on the side
@@ -87,6 +95,19 @@ def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> ScoreDi
     half = quantile() * math.sqrt((a + b - (a - b) ** 2) / (num + 2))
     value = (only_first - only_second) / num
     return ScoreDifference(value, max(-1.0, a - b - half), min(1.0, a - b + half), p, MCNEMAR)
+
+
+def of_same_groups(first_right: np.ndarray, second_right: np.ndarray, groups: np.ndarray) -> ScoreDifference:
+    """Two models on the same images, in groups of images that are alike: Student's t on what the groups add to the difference.
+
+    first_right, second_right: bool (n,), whether each was right on each image. groups: int64 (n,). Of one group nothing follows.
+    """
+    difference = first_right.astype(np.float64) - second_right
+    sums, sizes = np.bincount(groups, weights=difference), np.bincount(groups)
+    sums, sizes = sums[sizes > 0], sizes[sizes > 0]
+    if len(sizes) < 2:
+        return ScoreDifference(float(difference.mean()), -1.0, 1.0, 1.0, GROUPED)
+    return _by_t(float(difference.mean()), grouped_error(sums, sizes), len(sizes) - 1, GROUPED)
 
 
 def of_same_masks(value: float, first: np.ndarray, second: np.ndarray, num_images: int) -> ScoreDifference:
@@ -160,12 +181,13 @@ V = TypeVar("V", bound=Hashable)
 
 @dataclass(frozen=True)
 class Contender:
-    """One run, or several that differ in their seed only. values: their scores, shares."""
+    """One run, or several that differ in their seed only. values: their scores, shares. effective: see `Score`."""
 
     names: tuple[str, ...]
     records: tuple[RunRecord, ...]
     values: tuple[float, ...]
     num_samples: int
+    effective: float
 
     @property
     def title(self) -> str:
@@ -208,7 +230,8 @@ def contenders(records: Records) -> list[Contender]:
         # A mean over tasks is no proportion of images, nor is a mIoU.
         is_proportion = scores[0] is not None and scores[0].is_accuracy and group[0].kind != "vtab"
         num_samples = scores[0].num_samples if scores[0] and is_proportion else 0
-        found.append(Contender(names, group, values, num_samples))
+        effective = scores[0].effective if scores[0] and num_samples else 0
+        found.append(Contender(names, group, values, num_samples, effective or num_samples))
     return sorted(found, key=lambda contender: -contender.mean)
 
 
@@ -234,9 +257,11 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
         elif masks := _of_same_masks(first, second):
             difference = masks
         elif ours is not None and theirs is not None and np.array_equal(ours[0], theirs[0]):
-            difference = of_same_images(ours[1], theirs[1])
-        elif first.num_samples and second.num_samples:
-            difference = of_proportions(first.mean, first.num_samples, second.mean, second.num_samples)
+            groups = ours[2] if len(ours[2]) else theirs[2]
+            right = ours[1], theirs[1]
+            difference = of_same_groups(*right, groups) if len(groups) else of_same_images(*right)
+        elif first.effective and second.effective:
+            difference = of_proportions(first.mean, first.effective, second.mean, second.effective)
         else:
             continue
         tested.append((first, second, difference))
@@ -256,8 +281,8 @@ def _but_the_seed(record: RunRecord) -> Hashable:
     return (tuple(sorted(settings.items())), data, record.revision, step)
 
 
-def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns (rows with their labels, whether each was right) of a single run's last evaluation; None if it is not at hand.
+def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Returns (rows with their labels, whether each was right, groups if there are some) of a single run's last evaluation, or None.
 
     Predictions that do not give the last score are of another evaluation, and are not used.
     """
@@ -267,7 +292,7 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray] | None:
         return None
     right = found.predicted == found.true
     is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
-    return (np.stack([found.rows, found.true]), right) if is_of_score else None
+    return (np.stack([found.rows, found.true]), right, found.groups) if is_of_score else None
 
 
 def _of_same_masks(first: Contender, second: Contender) -> ScoreDifference | None:

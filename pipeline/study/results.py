@@ -32,7 +32,8 @@ class CellResult:
     model: its name in the study; family: the line of a figure that it belongs to. parameters: of the model. data_size: number of
     training images. steps, images_seen: of pre-training; an image counts each time it is seen. exaflops: of pre-training, 1e18
     floating-point operations, also of the part that a branch shares with a longer run. reason: why the cell is not done. scores: by name, in [0, 1]:
-    top1, top5, 5shot, 20nn, finetune:NAME, vtab; empty unless done. num_test: number of test images by the same names.
+    top1, top5, 5shot, 20nn, finetune:NAME, vtab; empty unless done. num_test: number of test images by the same names,
+    of images in groups of those that would be as uncertain (`effective_number`).
     vtab_tasks: number of tasks that vtab is the mean of; 0 if not known.
     A reason beside done: these scores are of an earlier report, and the files of the cell cannot be used any more.
     hours: by the clock, of all its processes; None unless done. folder: of its pre-training run. run_id: MLflow's, or "".

@@ -64,12 +64,17 @@ class DrawingProcess:
     def _keep(self, predictions: Predictions, split: Split) -> None:
         true, predicted = outcomes(predictions, split)
         num = min(len(true), _MAX_IMAGES)
+        arrays = {
+            "rows": np.arange(num),
+            "true": true,
+            "predicted": predicted,
+            "probability": predictions.probabilities[:, 0],
+        }
+        if split.groups is not None:
+            arrays["groups"] = split.groups
         (self.folder / PAGE).mkdir(parents=True, exist_ok=True)
         with replacing(self.folder / PAGE / "predictions.npz") as file:
-            np.savez_compressed(
-                file, rows=np.arange(num), true=true[:num], predicted=predicted[:num],
-                probability=predictions.probabilities[:num, 0],
-            )  # fmt: skip
+            np.savez_compressed(file, allow_pickle=False, **{name: array[:num] for name, array in arrays.items()})
 
     def _start(self, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
         self._begun = time.monotonic()

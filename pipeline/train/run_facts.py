@@ -252,9 +252,14 @@ def scores_in_words(scores: dict[str, Any]) -> str:
     """As "top1 71.00 % [70.10, 71.88], loss 1.2000 on 10,000 images". scores: content of scores.json. Brackets are 95 % intervals."""
     count, told = scores.get("num_samples", 0), []
     for name, value in scores.items():
-        if name != "step" and not name.startswith("num_") and isinstance(value, int | float):
-            metric = metric_of(f"split_{name}")
-            interval = of_samples(value, count) if metric.unit == "proportion" and count else None
+        if (
+            name != "step"
+            and not name.startswith("num_")
+            and not name.endswith("_images")
+            and isinstance(value, int | float)
+        ):
+            metric, effective = metric_of(f"split_{name}"), scores.get(f"{name}_effective_images") or count
+            interval = of_samples(value, effective) if metric.unit == "proportion" and count else None
             spread = f" [{100 * interval.low:.2f}, {100 * interval.high:.2f}]" if interval else ""
             told.append(f"{name} {metric.text(value)}{spread}")
     unreadable = f", {scores['num_unreadable']:,} of them unreadable" if scores.get("num_unreadable") else ""

@@ -51,11 +51,12 @@ class ChildRun:
 
 @dataclass(frozen=True)
 class FinetuneScores:
-    """The last evaluation of a run that fine-tunes."""
+    """The last evaluation of a run that fine-tunes. effective_images: of top1, see `effective_number`; num_samples without groups."""
 
     top1: float
     loss: float
     num_samples: int
+    effective_images: float
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class ScoresFile:
     num_samples: int
     top1: float | None = None
     top5: float | None = None
+    top1_effective_images: float | None = None
+
+    @property
+    def effective_images(self) -> float:
+        """Of top1, see `effective_number`; num_samples without groups."""
+        return self.top1_effective_images or self.num_samples
 
 
 def make_child(name: str, file: str, overrides: list[str]) -> ChildRun:
@@ -239,7 +246,7 @@ def read_outcome(run: ChildRun) -> FinetuneScores | str | None:
         return None
     if found.loss is None:
         return f"{run.name} has no finite loss on the images it was scored on"
-    return FinetuneScores(found.top1, found.loss, found.num_samples)
+    return FinetuneScores(found.top1, found.loss, found.num_samples, found.effective_images)
 
 
 def _look(run: ChildRun) -> tuple[Status | None, str]:

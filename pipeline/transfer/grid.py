@@ -171,7 +171,7 @@ def _run(
         except DivergedError as error:
             raise UserError(f"{error} Or leave {best:g} out of lr.") from error
         _refuse_other_weights(trials[0], final)
-        runs.append({"seed": seed, "top1": scores["top1"], "num_samples": scores["num_samples"]})
+        runs.append({"seed": seed, **{name: scores[name] for name in ("top1", "num_samples", "effective_images")}})
         if page:
             page.ended(final.folder, tried, runs, best)
     settings = finals[0].config

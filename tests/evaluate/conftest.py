@@ -21,9 +21,10 @@ MakeDataset = Callable[..., Dataset]
 @pytest.fixture
 def make_dataset(tmp_path: Path) -> MakeDataset:
     def make(
-        splits: dict[str, list[list[int]]], classes: list[str], bad: dict[str, list[int]] | None = None
-    ) -> Dataset:
-        """splits: name -> the labels of each sample. bad: name -> rows that are not images.
+        splits: dict[str, list[list[int]]], classes: list[str], bad: dict[str, list[int]] | None = None,
+        groups: Callable[[int], str] | None = None,
+    ) -> Dataset:  # fmt: skip
+        """splits: name -> the labels of each sample. bad: name -> rows that are not images. groups: row -> its group.
 
         Red and green of the upper left pixel are the row's low and high byte; the rest depends on first label and row.
         """
@@ -52,7 +53,10 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
                     tar.addfile(member, io.BytesIO(data))
             content = (path / name).read_bytes()
             shards.append(Shard(name, split, len(rows), len(content), hashlib.sha256(content).hexdigest()))
-            tables.append(pa.Table.from_pylist(rows, ROWS))
+            table = pa.Table.from_pylist(rows, ROWS)
+            tables.append(
+                table.append_column("group", [[groups(row) for row in range(len(rows))]]) if groups else table
+            )
         return write_dataset(path, shards, tables, classes, {}, {})
 
     return make

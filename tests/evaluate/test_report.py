@@ -26,6 +26,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.page import markdown
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.evaluate import render, report
+from pipeline.evaluate.classify import Predictions, score
+from pipeline.evaluate.intervals import effective_number, of_samples
 from pipeline.evaluate.loaded_model import evaluation_view, load_model, output_folder
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
@@ -207,6 +209,38 @@ def test_each_accuracy_has_an_interval() -> None:
                      "accuracy of 3 nearest neighbours": half}  # fmt: skip
     scores["knn"]["top1"] = float("nan")
     assert len(render.summary(scores)) == len(rows) - 1
+
+
+def test_intervals_of_images_in_groups_are_over_the_groups(weights: Path, make_dataset, tmp_path: Path, capsys) -> None:
+    """Of 40 images of 8 patients, who are right or wrong as a whole but one, no more is known than of some 8 images."""
+    data = make_dataset(
+        {"train": [[0], [1], [2]], "val": [[row // 5 % 3] for row in range(40)]},
+        CLASSES,
+        groups=lambda row: f"p{row // 5}",
+    )
+    split = data.split("val")
+    assert split.groups is not None
+    assert split.groups.tolist() == [row // 5 for row in range(40)]
+    scores = report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=1", "neighbours=1", "split=val"))
+    assert scores["num_groups"] == 8
+    row, knn = scores["fewshot"][0], scores["knn"]
+    assert all(1 <= found["effective_images"] <= 40 for found in (row, knn))
+    said = capsys.readouterr().out
+    interval = of_samples(scores["top1"], scores["top1_effective_images"])
+    assert re.search(r"^groups of them +8$", said, re.MULTILINE)
+    assert f"{interval.low:.2%} to {interval.high:.2%}" in said
+    assert "over images" not in said
+    predicted = Predictions(
+        np.array([[row // 5 % 3 if row < 23 else 3] for row in range(40)]),
+        np.ones((40, 1), np.float32),
+        np.ones(40),
+        np.ones(40, bool),
+        {},
+    )
+    found = score(predicted, split, len(CLASSES))
+    assert found.top1 == 23 / 40
+    assert found.top1_effective_images == effective_number(np.array([5, 5, 5, 5, 3, 0, 0, 0]), np.full(8, 5))
+    assert found.top1_effective_images < 8
 
 
 def test_images_without_a_label_are_counted(weights: Path, make_dataset, tmp_path: Path, capsys) -> None:

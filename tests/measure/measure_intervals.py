@@ -8,6 +8,8 @@ truths: the mean over seeds on these test images, and that on all images there c
 differ by McNemar's test in 0.00 to 0.06, by two proportions in 0.00 to 0.02; by Student's t in 0.00 to 0.12 with 2 seeds, 0.06 to
 0.17 with 3, 0.18 to 0.42 with 10, paired 0.00 to 0.08, 0.00 to 0.13 and 0.17 to 0.41. Of 2 to 12 equal models any pair differs by
 Holm's method in 0.03 to 0.06; the interval of the best contains its truth in 0.94 to 0.96 (2 models) and 0.78 to 0.90 (12).
+
+Images in groups of 3 to 29 with an effect of their own on both models, and one on each (`of_groups`): see docs/reviewing.md.
 """
 
 import itertools
@@ -20,6 +22,7 @@ from scipy.special import expit, ndtri
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeline.evaluate import intervals
+from pipeline.evaluate.classify import in_groups
 from pipeline.review import statistics
 
 # Mean and deviation of the logits of the probabilities: accuracies of 0.50, 0.82 and 0.98 on all images.
@@ -69,6 +72,32 @@ def of_two_models(rng: np.random.Generator, model: tuple[float, float], num_imag
     return ", ".join(f"{method} {np.mean(of_method):.3f}" for method, of_method in called.items())
 
 
+def of_groups(rng: np.random.Generator, num_groups: int, mean: float, deviation: float, draws: int) -> str:
+    """One model on images in groups, and two that are equal on all groups there could be; with what ignores the groups beside it.
+
+    mean, deviation: of the logits of the groups' accuracies.
+    """
+    everywhere = float(expit(mean + deviation * ndtri((np.arange(10**5) + 0.5) / 10**5)).mean())
+    inside, called = [], []
+    for _ in range(draws):
+        sizes = rng.integers(3, 30, num_groups)
+        groups = np.repeat(np.arange(num_groups), sizes)
+        effects = deviation * rng.normal(size=num_groups)
+        right = rng.random(len(groups)) < expit(mean + effects)[groups]
+        numbers = (intervals.effective_number(*in_groups(right, groups)), len(groups))
+        found = [intervals.of_samples(float(right.mean()), number) for number in numbers]
+        inside.append([interval.low <= everywhere <= interval.high for interval in found])
+        own = 0.8 * rng.normal(size=num_groups)
+        first, second = (rng.random(len(groups)) < expit(mean + effects + sign * own)[groups] for sign in (1, -1))
+        tests = statistics.of_same_groups(first, second, groups), statistics.of_same_images(first, second)
+        called.append([test.p < statistics.LEVEL for test in tests])
+    (grouped, plain), (by_group, by_image) = np.mean(inside, axis=0), np.mean(called, axis=0)
+    return (
+        f"accuracy {everywhere:.2f}: interval over groups contains the truth {grouped:.3f}, over images {plain:.3f}; equal models differ over "
+        f"groups {by_group:.3f}, over images {by_image:.3f}"
+    )
+
+
 def of_many_models(rng: np.random.Generator, num_models: int, seeds: int, draws: int) -> str:
     """Equal models: how often any pair is called different by Holm's method, and how often the interval of the best contains the truth."""
     called, inside = [], []
@@ -90,6 +119,14 @@ def main(draws: int) -> None:
     for num_models, seeds in itertools.product((2, 4, 12), (2, 3, 10)):
         print(
             f"{num_models:2} equal models, {seeds:2} seeds: {of_many_models(rng, num_models, seeds, draws)}", flush=True
+        )
+    rng = np.random.default_rng(1)
+    for num_groups, (mean, deviation) in itertools.product(
+        (2, 3, 5, 10, 30, 100), ((0, 1.5), (1.5, 1.5), (4, 2), (1.5, 0))
+    ):
+        print(
+            f"{num_groups:3} groups, deviation {deviation}: {of_groups(rng, num_groups, mean, deviation, draws)}",
+            flush=True,
         )
 
 

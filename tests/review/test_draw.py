@@ -1,8 +1,10 @@
 """What a run draws at its evaluations, in a process that training never waits for."""
 
 import io
+import math
 import shutil
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -192,6 +194,16 @@ def predictions_of(split: Split) -> Predictions:
     num = len(split)
     top = np.zeros((num, 1), np.int64)
     return Predictions(top, np.full((num, 1), 0.5, np.float32), np.ones(num), np.ones(num, bool), {})
+
+
+def test_predictions_are_kept_with_the_groups_of_their_images(dataset: Path, tmp_path: Path) -> None:
+    split = open_dataset(dataset).split("val")
+    vars(split)["groups"] = np.arange(len(split)) // 3  # As of a data set that has some.
+    drawing = DrawingProcess(tmp_path, "not_used", every=math.inf)
+    drawing._begun = time.monotonic()
+    drawing.begin(predictions_of(split), split)
+    found = parse_predictions((tmp_path / "page" / "predictions.npz").read_bytes(), "")
+    assert found.groups.tolist() == [row // 3 for row in range(len(split))]
 
 
 def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import io
 import math
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from review_runs import write_run
 from scipy import stats
+from scipy.special import expit
 
 from pipeline.base.metric import metric_of
 from pipeline.base.page import markdown
@@ -87,10 +88,58 @@ def test_holm_by_hand() -> None:
     assert statistics.holm([]) == []
 
 
-def predictions(folder: Path, right: np.ndarray) -> None:
+def test_groups_of_equal_size_are_tested_by_their_means() -> None:
+    rng = np.random.default_rng(0)
+    first, second = rng.random((2, 60)) < [[0.8], [0.6]]
+    groups = np.repeat(np.arange(12), 5)
+    found = statistics.of_same_groups(first, second, groups)
+    expected = stats.ttest_1samp((first.astype(float) - second).reshape(12, 5).mean(1), 0)
+    interval = expected.confidence_interval(0.95)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
+    assert statistics.in_words(found, 0.001) == "more than noise of the groups of test images"
+    # Of one group nothing follows.
+    alone = statistics.of_same_groups(first, second, np.zeros(60, int))
+    assert (alone.low, alone.high, alone.p) == (-1, 1, 1)
+
+
+def test_an_effective_number_is_that_of_independent_images() -> None:
+    def number(right: np.ndarray, groups: np.ndarray) -> float:
+        return intervals.effective_number(np.bincount(groups, weights=right), np.bincount(groups))
+
+    rng = np.random.default_rng(0)
+    right = rng.random(500) < 0.7
+    assert number(right, np.arange(500)) == pytest.approx(499, abs=0.01)  # Each alone.
+    assert number(right, 3 * np.arange(500)) == number(right, np.arange(500))  # Groups that are excluded do not count.
+    of_patients = np.repeat(rng.random(50) < 0.7, 10)
+    factor = (stats.t.ppf(0.975, 499) / stats.t.ppf(0.975, 49)) ** 2
+    assert number(of_patients, np.repeat(np.arange(50), 10)) == pytest.approx(49 * factor)
+    assert number(np.ones(500), np.repeat(np.arange(50), 10)) == 50
+    assert number(right, np.zeros(500, int)) == 1
+
+
+def test_equal_models_on_groups_differ_rarely_and_intervals_hold() -> None:
+    """Where groups have an effect of their own; what ignores them is wrong in every third draw."""
+    rng = np.random.default_rng(0)
+    inside, called = [], []
+    for _ in range(300):
+        groups = np.repeat(np.arange(20), rng.integers(3, 30, 20))
+        shared, own = rng.normal(size=(2, 20))
+        first, second = (rng.random(len(groups)) < expit(1.5 * shared + sign * own)[groups] for sign in (1, -1))
+        effective = intervals.effective_number(np.bincount(groups, weights=first), np.bincount(groups))
+        found = (intervals.of_samples(float(first.mean()), number) for number in (effective, len(groups)))
+        inside.append([interval.low <= 0.5 <= interval.high for interval in found])
+        tests = statistics.of_same_groups(first, second, groups), statistics.of_same_images(first, second)
+        called.append([test.p < 0.05 for test in tests])
+    (over_groups, over_images), (by_group, by_image) = np.mean(inside, axis=0), np.mean(called, axis=0)
+    assert over_groups > 0.91 > 0.65 > over_images
+    assert by_group < 0.08 < 0.3 < by_image
+
+
+def predictions(folder: Path, right: np.ndarray, **more: np.ndarray) -> None:
     buffer = io.BytesIO()
     true = np.arange(len(right)) % 10
-    np.savez(buffer, rows=np.arange(len(right)), true=true, predicted=np.where(right, true, (true + 1) % 10))
+    np.savez(buffer, rows=np.arange(len(right)), true=true, predicted=np.where(right, true, (true + 1) % 10), **more)
     (folder / "page" / "predictions.npz").write_bytes(buffer.getvalue())
 
 
@@ -123,6 +172,33 @@ def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
     text = markdown("", list(compare.page(records, compare.groups_of(records), [])))
     assert "The tests over images do not know how much another seed would change a score" in text
     assert "what is more than noise of the seeds on these images may still be noise on others" in text
+
+
+def test_images_in_groups_are_tested_by_group(tmp_path: Path) -> None:
+    """By the predictions of the same images, or else by the number of images that would be as uncertain."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(40), 10)
+    right = {name: rng.random(400) < share for name, share in (("a", 0.9), ("b", 0.8))}
+    records = {}
+    for i, (name, of) in enumerate(right.items(), 1):
+        folder = write_run(tmp_path / name, f"optimizer.lr=0.00{i}", evaluations={20: float(of.mean())})
+        predictions(folder, of, groups=groups)
+        effective = Series.of([(20, 55.5, 0)])
+        record = from_folder(folder)
+        records[name] = replace(record, metrics=record.metrics | {"test_top1_effective_images": effective})
+    (pair,) = statistics.pairs_of(statistics.contenders(records))
+    assert pair.difference == statistics.of_same_groups(right["a"], right["b"], groups)
+    score = records["a"].last_score
+    assert score is not None
+    assert (score.num_samples, score.interval) == (400, intervals.of_samples(score.value, 55.5))
+    text = markdown("", list(compare.page(records, compare.groups_of(records), [])))
+    assert "The images are in groups that are alike" in text
+    assert "Wilson's over the images of one run, or their groups where they have some, which" in text
+    for name in records:
+        (tmp_path / name / "page" / "predictions.npz").unlink()
+    without = {name: replace(from_folder(tmp_path / name), metrics=record.metrics) for name, record in records.items()}
+    (pair,) = statistics.pairs_of(statistics.contenders(without))
+    assert pair.difference == statistics.of_proportions(right["a"].mean(), 55.5, right["b"].mean(), 55.5)
 
 
 def segmentation(name: str, counts: PixelCounts | None, miou: float | None = None) -> RunRecord:

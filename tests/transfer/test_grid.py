@@ -609,6 +609,7 @@ def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
                 "top1",
                 "loss",
                 "num_samples",
+                "effective_images",
             }
     assert answers[0]
     assert 200 < answers.count(False) < 301

@@ -20,7 +20,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.data.mixture.run_data import RunData
 from pipeline.evaluate.classify import is_any, label_table
-from pipeline.evaluate.intervals import sample_deviation
+from pipeline.evaluate.intervals import effective_number, sample_deviation
 from pipeline.evaluate.probes import fewshot
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.knn import knn_predict
@@ -69,13 +69,15 @@ def choose_samples(config: ProbeConfig, train: Split, num_classes: int) -> Probe
 
 
 def probe(
-    config: ProbeConfig, choice: ProbeSamples, train: Features, test: Features, test_labels: np.ndarray, ranks: Ranks
-) -> dict[str, Any]:
+    config: ProbeConfig, choice: ProbeSamples, train: Features, test: Features, test_labels: np.ndarray, ranks: Ranks,
+    groups: np.ndarray | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Returns {"fewshot": one row per number of shots and strength, "knn": {...}, absent if disabled}.
 
     Collective; the result is the same on every rank. train: features of choice.rows. test: features (m, D). test_labels: int64
-    (m, M); any of them is correct, -1 never is. A row has shots, l2, top1 (mean over seeds, in [0, 1]), std (over seeds, n - 1;
-    None for one seed), top1_of_seeds, and fewest, the number of samples of the smallest class. Unreadable images and non-finite
+    (m, M); any of them is correct, -1 never is. groups: int64 (m,), of `Split.groups`. A row has shots, l2, top1 (mean over seeds, in [0, 1]), std (over seeds, n - 1;
+    None for one seed), top1_of_seeds, and fewest, the number of samples of the smallest class; with groups, it and kNN
+    also have effective_images (`effective_number`). Unreadable images and non-finite
     features count as wrong in the test and are not used for training; a score is NaN if no training sample is left.
     """
     usable = train.readable & np.isfinite(train.values).all(1)
@@ -83,12 +85,20 @@ def probe(
     labels = np.where(seen[:, None], test_labels, -1)
     values = np.where(seen[:, None], test.values, 0)
 
-    def top1(classify: Callable[[np.ndarray], np.ndarray]) -> float:
-        right = 0
+    of_rows = np.zeros(len(values), np.int64) if groups is None else groups
+    sizes = np.bincount(of_rows)
+
+    def count_right(classify: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """How many samples of each group are right; without groups, of all together."""
+        right = np.zeros(len(sizes))
         for first in range(ranks.rank * _CHUNK, len(values), ranks.world_size * _CHUNK):
             part = slice(first, first + _CHUNK)
-            right += int(is_any(classify(values[part])[:, None], labels[part]).sum())
-        return ranks.sum(right)[0] / len(values)
+            hits = is_any(classify(values[part])[:, None], labels[part])[:, 0]
+            right += np.bincount(of_rows[part], weights=hits, minlength=len(sizes))
+        return np.array(ranks.sum(*right.tolist()))
+
+    def effective(right: np.ndarray) -> dict[str, float]:
+        return {} if groups is None or np.isnan(right).any() else {"effective_images": effective_number(right, sizes)}
 
     found: dict[str, Any] = {"fewshot": []}
     for shots in sorted({shots for shots, _ in choice.shots}):
@@ -97,15 +107,16 @@ def probe(
             places = choice.shots[shots, seed]
             places = places[usable[places]]
             if not len(places):
-                of_seeds.append([float("nan")] * len(config.l2))
+                of_seeds.append([np.full(len(sizes), np.nan)] * len(config.l2))
                 continue
             ridge = fewshot.fit(train.values[places], choice.labels[places], choice.num_classes)
-            of_seeds.append([top1(partial(ridge.classify, l2=l2)) for l2 in config.l2])
+            of_seeds.append([count_right(partial(ridge.classify, l2=l2)) for l2 in config.l2])
         fewest = int(np.bincount(choice.labels[choice.shots[shots, 0]], minlength=choice.num_classes).min())
-        for l2, column in zip(config.l2, zip(*of_seeds, strict=True), strict=True):
+        for l2, rights in zip(config.l2, zip(*of_seeds, strict=True), strict=True):
+            column = [float(right.sum()) / len(values) for right in rights]
             found["fewshot"].append(
                 {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": sample_deviation(column),
-                 "top1_of_seeds": list(column), "fewest": fewest}
+                 "top1_of_seeds": column, "fewest": fewest, **effective(np.mean(rights, axis=0))}
             )  # fmt: skip
     if len(choice.neighbours):
         places = choice.neighbours[usable[choice.neighbours]]
@@ -119,9 +130,10 @@ def probe(
             )
             return votes.argmax(1).cpu().numpy()
 
+        right = count_right(nearest) if len(places) else np.full(len(sizes), np.nan)
         found["knn"] = {
-            "top1": top1(nearest) if len(places) else float("nan"), "neighbours": config.neighbours,
-            "temperature": config.temperature, "images": len(places),
+            "top1": float(right.sum()) / len(values), "neighbours": config.neighbours,
+            "temperature": config.temperature, "images": len(places), **effective(right),
         }  # fmt: skip
     return found
 
@@ -133,9 +145,14 @@ def probe_metrics(scores: dict[str, Any], prefix: str) -> dict[str, float]:
     metrics: dict[str, float | None] = {}
     for row in rows:
         name = f"{prefix}_{row['shots']}shot" + (f"_l2_{row['l2']:g}" if several else "")
-        metrics |= {name: row["top1"], f"{name}_std": row["std"]}
+        metrics |= {
+            name: row["top1"],
+            f"{name}_std": row["std"],
+            f"{name}_effective_images": row.get("effective_images"),
+        }
     if "knn" in scores:
-        metrics[f"{prefix}_{scores['knn']['neighbours']}nn"] = scores["knn"]["top1"]
+        name = f"{prefix}_{scores['knn']['neighbours']}nn"
+        metrics |= {name: scores["knn"]["top1"], f"{name}_effective_images": scores["knn"].get("effective_images")}
     metrics |= {name: value for name, value in scores.get("spread", {}).items() if name in SPREAD}
     # A file has None where there is no number.
     return {name: value for name, value in metrics.items() if value is not None}
@@ -188,7 +205,7 @@ class RunProbe:
         if self.labelled:
             train, test, choice = self.labelled.train, self.labelled.test, self.labelled.choice
             learnt, tested = read(train, choice.rows), read(test, np.arange(len(test)))
-            found = probe(config.probe, choice, learnt, tested, label_table(test), ranks)
+            found = probe(config.probe, choice, learnt, tested, label_table(test), ranks, test.groups)
         if config.probe.rankme_images:
             found["spread"] = spread(read(self.own, spread_rows(config.probe, len(self.own))))
         return found

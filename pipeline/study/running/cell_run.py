@@ -238,7 +238,7 @@ def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, 
         evaluation = read_evaluation(cell.run)
         for name, value in (("top1", evaluation.top1), ("top5", evaluation.top5)):
             if value is not None:
-                scores[name], num_test[name] = value, evaluation.num_samples
+                scores[name], num_test[name] = value, max(1, int(evaluation.effective_images))
     with contextlib.suppress(FileNotFoundError, UserError):
         probe = probe_metrics(json_record.read(cell.run.folder / "probe.json", dict[str, Any]), "")
         scores |= {name.removeprefix("_"): value for name, value in probe.items() if metric_of(name).is_share}
@@ -250,7 +250,7 @@ def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, 
         outcome = read_outcome(finetune)
         if outcome is not None and not isinstance(outcome, str):
             name = f"finetune:{own_name(finetune)}"
-            scores[name], num_test[name] = outcome.top1, outcome.num_samples
+            scores[name], num_test[name] = outcome.top1, max(1, int(outcome.effective_images))
     if study.config.vtab and (accuracies := _vtab_scores(study.folder, cell)):
         scores["vtab"] = mean(accuracies)
     return scores, num_test
