@@ -2,8 +2,7 @@
 
 import hashlib
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +12,8 @@ import pyarrow.compute as pc
 from data_tools.sources import Listing
 from data_tools.sources.listing import TABLE
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import quoted
 from pipeline.base.words import counted, printable
-from pipeline.data.dataset.split import GROUP
+from pipeline.data.dataset.groups import GROUP, group_finder
 from pipeline.settings.commands.data import ShardConfig
 
 _BATCH = 2**18
@@ -32,26 +30,6 @@ def with_groups(listing: Listing, pattern: str) -> Listing:
     ]
     table = listing.table.set_column(TABLE.get_field_index("group"), "group", pa.chunked_array(parts, groups.type))
     return replace(listing, table=table.combine_chunks())
-
-
-def group_finder(pattern: str) -> Callable[[Sequence[str]], list[str]]:
-    """Returns the function keys -> their groups, which raises UserError for a key without one."""
-    search, number = re.compile(pattern).search, min(1, re.compile(pattern).groups)
-
-    def find(keys: Sequence[str]) -> list[str]:
-        groups = []
-        for key in keys:
-            found = search(key)
-            group = found[number] if found else None
-            if not group:
-                raise UserError(
-                    f"group_pattern = {quoted(pattern)} finds no group in the key {key!r}. Extend it, or shard such images into a data "
-                    "set of their own."
-                )
-            groups.append(group)
-        return groups
-
-    return find
 
 
 def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:

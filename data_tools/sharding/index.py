@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from data_tools.driver import only_driver, remove_leftovers
 from data_tools.sharding.classes import renamed
-from data_tools.sharding.holdout import describe_groups, group_finder
+from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
 from data_tools.sharding.write_shard import load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
@@ -34,6 +34,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.data.dataset.groups import group_finder
 from pipeline.data.dataset.manifest import (
     INFO,
     ROWS,

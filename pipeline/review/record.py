@@ -233,7 +233,7 @@ class RunRecord:
     def resampled_miou(self) -> np.ndarray | None:
         """The mIoU of resamples of the images of a segmentation; None of other runs, and of fewer than two images."""
         counts = self.pixel_counts
-        return resampled_miou(counts) if counts is not None and len(counts.rows) > 1 else None
+        return resampled_miou(counts) if counts is not None and counts.num_units > 1 else None
 
     @cached_property
     def _read_predictions(self) -> tuple[LastPredictions | None, str]:
@@ -390,8 +390,8 @@ class RunRecord:
         num = self.num_evaluated(step)
         effective = min(num, max(1.0, self._at(f"{name}_effective_images", step, num))) if num else 0
         interval = of_samples(value, effective) if num and metric.unit == "proportion" and 0 <= value <= 1 else None
-        if name.endswith("_miou") and self.resampled_miou is not None:
-            interval = Interval(*bootstrap_interval(self.resampled_miou), OVER_SAMPLES)
+        if name.endswith("_miou") and self.pixel_counts is not None and self.resampled_miou is not None:
+            interval = Interval(*bootstrap_interval(self.pixel_counts, self.resampled_miou), OVER_SAMPLES)
         own = name.removeprefix(f"{self.split}_")
         title = title_of(name) if name in self.probes else f"{self.split} {title_of(own)}"
         return Score(title, value, step, num, interval, metric, effective)

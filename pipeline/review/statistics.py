@@ -110,14 +110,14 @@ def of_same_groups(first_right: np.ndarray, second_right: np.ndarray, groups: np
     return _by_t(float(difference.mean()), grouped_error(sums, sizes), len(sizes) - 1, GROUPED)
 
 
-def of_same_masks(value: float, first: np.ndarray, second: np.ndarray, num_images: int) -> ScoreDifference:
-    """The mIoU of two models on the same images, at least two: the standard error is that of resamples of the images, the same for both.
+def of_same_masks(value: float, first: np.ndarray, second: np.ndarray, num_units: int) -> ScoreDifference:
+    """The mIoU of two models on the same images or groups of them, at least two: the standard error is that of resamples, the same for both.
 
     value: the first mIoU minus the second. first, second: of `resampled_miou`. p and the interval are Student's t's, and the error is
     that of a sample: without both, few images would seem to say more than they do.
     """
-    error = float(np.std(first - second, ddof=1)) * math.sqrt(num_images / (num_images - 1))
-    return _by_t(value, error, num_images - 1, BOOTSTRAP)
+    error = float(np.std(first - second, ddof=1)) * math.sqrt(num_units / (num_units - 1))
+    return _by_t(value, error, num_units - 1, BOOTSTRAP)
 
 
 def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
@@ -301,9 +301,9 @@ def _of_same_masks(first: Contender, second: Contender) -> ScoreDifference | Non
     a, b, resampled = ours.pixel_counts, theirs.pixel_counts, (ours.resampled_miou, theirs.resampled_miou)
     if a is None or b is None or resampled[0] is None or resampled[1] is None:
         return None
-    if not (np.array_equal(a.rows, b.rows) and np.array_equal(a.true, b.true)):
+    if not all(np.array_equal(*parts) for parts in ((a.rows, b.rows), (a.true, b.true), (a.groups, b.groups))):
         return None
-    return of_same_masks(first.mean - second.mean, resampled[0], resampled[1], len(a.rows))
+    return of_same_masks(first.mean - second.mean, resampled[0], resampled[1], a.num_units)
 
 
 # ---------------------------------------------------------------------- what can be compared

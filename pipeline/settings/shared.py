@@ -1,9 +1,11 @@
 """Settings that several commands have, and kinds of settings with the same range: each declared once."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.process.outputs import Holds
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, MINUTES_PER_YEAR
 from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
@@ -66,3 +68,20 @@ def cpu_threads(default: Any, doc: str, **rule: Any) -> Any:
 def minutes(default: float, doc: str, **rule: Any) -> Any:
     """A limit of time, which changes no result."""
     return setting(default, doc, **{"min": 0, "max": MINUTES_PER_YEAR, "on_change": "nothing", **rule})
+
+
+def group_pattern() -> str:
+    """A setting that finds the groups of images; `check_pattern` checks it."""
+    return setting(
+        "",
+        "Regular expression that finds the group of an image, such as its patient or video, in its key (the path without extension, below "
+        "its split or folder): what the first parentheses match, or all of it. '^[^/]+/(patient[0-9]+)' of cat/patient12_3.",
+    )
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises UserError for a group_pattern that is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"group_pattern = {quoted(pattern)} is no regular expression: {error}.") from None

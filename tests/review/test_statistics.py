@@ -15,7 +15,7 @@ from scipy.special import expit
 from pipeline.base.metric import metric_of
 from pipeline.base.page import markdown
 from pipeline.evaluate import intervals
-from pipeline.evaluate.segmentation.counts import PixelCounts, as_file, miou_of
+from pipeline.evaluate.segmentation.counts import PixelCounts, as_file, miou_of, resampled_miou
 from pipeline.monitor.run_page import DatasetFacts
 from pipeline.review import compare, statistics
 from pipeline.review.reader import from_folder
@@ -234,6 +234,18 @@ def test_segmentations_are_tested_where_their_pixels_are_known(tmp_path: Path) -
     assert "No difference of partly, old, mixed-up is tested: for an accuracy" in text
     assert "Of mixed-up, pixel_counts.npz is not of the last score, and is ignored." in text
     assert "| layers | good | bad | partly | old | mixed-up |" in text, "without the settings of the training"
+    # In groups, as many as there are count; with others, or with one, nothing is tested.
+    grouped = [replace(counts, groups=np.array([4, 4, 9])) for counts in (good, bad)]
+    (pair,) = statistics.pairs_of(
+        statistics.contenders({c: segmentation(c, counts) for c, counts in zip("ab", grouped, strict=True)})
+    )
+    resampled = [resampled_miou(counts) for counts in grouped]
+    assert pair.difference == statistics.of_same_masks(miou_of(good) - miou_of(bad), *resampled, 2)
+    one = replace(bad, groups=np.zeros(3, int))
+    for counts in (one, replace(bad, groups=np.array([4, 9, 9]))):
+        assert not statistics.pairs_of(
+            statistics.contenders({"a": segmentation("a", grouped[0]), "b": segmentation("b", counts)})
+        )
 
 
 def test_a_run_that_ended_halfway_is_no_seed_of_those_that_did_not(tmp_path: Path) -> None:

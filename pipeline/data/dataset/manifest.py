@@ -24,8 +24,9 @@ import pyarrow.parquet as pq
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
+from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, open_index
-from pipeline.data.dataset.split import GROUP, Split
+from pipeline.data.dataset.split import Split
 from pipeline.data.dataset.tables import (
     CHECKSUM,
     FORMAT,

@@ -13,12 +13,11 @@ import pyarrow.parquet as pq
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.storage.cache import Storage
 
 NOTHING_EXCLUDED = "none"
-# The column of samples.parquet that names the group of each sample, such as a patient, if they have groups.
-GROUP = pa.field("group", pa.dictionary(pa.int32(), pa.string()))
 
 
 @dataclass(frozen=True)
@@ -136,6 +135,13 @@ class Split:
         names = self.table.group_names().combine_chunks()
         numbers = np.from_dlpack(pc.dictionary_encode(names).indices).astype(np.int64)
         return np.delete(numbers, self.excluded_rows)
+
+    @property
+    def group_names(self) -> np.ndarray | None:
+        """object (n,), the name of each sample's group; None if the data set has no groups."""
+        if not self.table.has_groups:
+            return None
+        return np.delete(np.array(self.table.group_names().to_pylist(), object), self.excluded_rows)
 
     @property
     def excluded(self) -> str:

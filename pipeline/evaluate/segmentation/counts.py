@@ -1,18 +1,19 @@
-"""Scores of a segmentation by its counts of pixels, and of resamples of its images. Shapes: n images, K classes. Needs numpy only."""
+"""Scores of a segmentation by its counts of pixels, and of resamples of its images or groups. Shapes: n images, K classes. Needs numpy, and scipy for groups."""
 
 import io
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from pipeline.base import npz, random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
+from pipeline.evaluate.intervals import quantile
 
 FILE = "pixel_counts.npz"
 _NAMES = ("rows", "right", "predicted", "true")
 _MAX_BYTES = 1 << 30  # Of one array: a million images in 128 classes.
-# Resamples that are drawn at a time: 8 bytes of each for each image.
+# Resamples that are drawn at a time: 8 bytes of each for each image or group.
 _BLOCK = 50
 _RESAMPLES = 1000
 _BOOTSTRAP = Purpose.named("segmentation bootstrap")
@@ -22,18 +23,41 @@ _BOOTSTRAP = Purpose.named("segmentation bootstrap")
 class PixelCounts:
     """Pixels of n images in K classes, int64 (n, K) each, of the pixels that have a class: right, predicted as it, and truly of it.
 
-    rows: int64 (n,), the number of each image among those that were to be scored.
+    rows: int64 (n,), the number of each image among those that were to be scored. groups: int64 (n,), the group of each, such as a
+    video; empty without.
     """
 
     rows: np.ndarray
     right: np.ndarray
     predicted: np.ndarray
     true: np.ndarray
+    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def only(self, images: np.ndarray) -> "PixelCounts":
+        """The counts of these images, by their places."""
+        kept = {name: array[images] if len(array) else array for name, array in vars(self).items()}
+        return PixelCounts(**kept)
+
+    @property
+    def num_units(self) -> int:
+        """Number of what resamples draw: groups, or images without."""
+        return len(np.unique(self.groups)) if len(self.groups) else len(self.rows)
+
+    def of_units(self) -> list[np.ndarray]:
+        """(right, predicted, true) of each unit, float64 (units, K)."""
+        # Products of float64 are many times faster than of int64, and exact below 2**53 pixels.
+        parts = [part.astype(np.float64) for part in (self.right, self.predicted, self.true)]
+        if not len(self.groups):
+            return parts
+        order = np.argsort(self.groups, kind="stable")
+        starts = np.flatnonzero(np.diff(self.groups[order], prepend=-1))
+        return [np.add.reduceat(part[order], starts) for part in parts]
 
 
 @dataclass(frozen=True)
 class SegmentationScores:
-    """Shares in [0, 1]. miou: the mean of `iou` over the classes that occur. low, high: its 95 % interval over images, NaN for one image.
+    """Shares in [0, 1]. miou: the mean of `iou` over the classes that occur. low, high: its 95 % interval over images, or groups of
+    them; NaN for one.
 
     iou, recall: float64 (K,), NaN for a class that is neither predicted nor true, and for one that is not true.
     """
@@ -50,9 +74,9 @@ class SegmentationScores:
 def scores_of(counts: PixelCounts) -> SegmentationScores:
     """The scores of the images together: intersection over union of each class, over all pixels of all images.
 
-    The interval is a percentile bootstrap over images, 1,000 resamples: it holds for other images like these, not for another training.
+    The interval is of 1,000 resamples: it holds for other images like these, not for another training.
     """
-    low, high = bootstrap_interval(resampled_miou(counts)) if len(counts.true) > 1 else (np.nan, np.nan)
+    low, high = bootstrap_interval(counts, resampled_miou(counts)) if counts.num_units > 1 else (np.nan, np.nan)
     right, true, iou = counts.right.sum(0), counts.true.sum(0), _iou(counts)
     recall = _ratio(right, true)
     accuracy = _ratio(right.sum(), true.sum())
@@ -64,25 +88,30 @@ def miou_of(counts: PixelCounts) -> float:
     return float(_mean(_iou(counts)))
 
 
-def bootstrap_interval(resampled: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of a mIoU over images. resampled: of `resampled_miou`."""
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return float(low), float(high)
+def bootstrap_interval(counts: PixelCounts, resampled: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of a mIoU over images, or over groups of them, of which there are at least two. resampled: of `resampled_miou`.
+
+    Over images it is the resamples' percentiles. Groups are often few, of which percentiles say too much: Student's t on their deviation.
+    """
+    if not len(counts.groups):
+        low, high = np.quantile(resampled, [0.025, 0.975])
+        return float(low), float(high)
+    num_groups, value = counts.num_units, miou_of(counts)
+    half = quantile(num_groups - 1) * float(np.std(resampled)) * (num_groups / (num_groups - 1)) ** 0.5
+    return max(0.0, value - half), min(1.0, value + half)
 
 
 def resampled_miou(counts: PixelCounts) -> np.ndarray:
-    """float64 (1000,), the mIoU of n images drawn with replacement, which depend on n alone: two models are scored on the same ones.
+    """float64 (1000,), the mIoU of n images, or groups, drawn with replacement, which depend on n alone: two models are scored on the same ones.
 
-    Means little for one image.
+    Means little for one.
     """
-    num_images = len(counts.true)
-    # Products of float64 are many times faster than of int64, and exact below 2**53 pixels.
-    parts = [part.astype(np.float64) for part in (counts.right, counts.predicted, counts.true)]
+    num_units, parts = counts.num_units, counts.of_units()
     found = []
     for first in range(0, _RESAMPLES, _BLOCK):
         resamples = np.arange(first, first + _BLOCK)[:, None]
-        rows = random_numbers.bits(0, _BOOTSTRAP, resamples, np.arange(num_images)) % np.uint64(num_images)
-        times = np.stack([np.bincount(row, minlength=num_images) for row in rows.astype(np.int64)]).astype(np.float64)
+        rows = random_numbers.bits(0, _BOOTSTRAP, resamples, np.arange(num_units)) % np.uint64(num_units)
+        times = np.stack([np.bincount(row, minlength=num_units) for row in rows.astype(np.int64)]).astype(np.float64)
         right, predicted, true = (times @ part for part in parts)
         found.append(_mean(_ratio(right, predicted + true - right)))
     return np.concatenate(found)
@@ -97,7 +126,7 @@ def as_file(counts: PixelCounts) -> bytes:
 
 def parse_counts(content: bytes, where: str) -> PixelCounts:
     """The counts in a file's content. Raises UserError for a damaged one."""
-    found = npz.read_arrays(content, where, _NAMES, _MAX_BYTES)
+    found = npz.read_arrays(content, where, _NAMES, _MAX_BYTES, optional=("groups",))
     rows, parts = found["rows"], [found[name] for name in _NAMES[1:]]
     if (
         any(array.dtype.kind not in "iu" for array in found.values())
@@ -107,6 +136,8 @@ def parse_counts(content: bytes, where: str) -> PixelCounts:
         )
     ):
         raise UserError(f"{where} is damaged: its arrays are not counts of the same images and classes.")
+    if "groups" in found and found["groups"].shape not in ((0,), rows.shape):
+        raise UserError(f"{where} is damaged: it has groups of other images.")
     right, predicted, true = parts
     if right.min() < 0 or (right > np.minimum(predicted, true)).any():
         raise UserError(f"{where} is damaged: it counts more pixels as right than there are.")

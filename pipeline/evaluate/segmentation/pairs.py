@@ -19,6 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.data.dataset.groups import group_finder
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.augment import MAX_ASPECT
@@ -33,13 +34,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class MaskedPairs:
-    """n images and their masks. rows, mask_rows: int64 (n,), rows of `images` and of `masks`. names: n, without folder of the place and suffix."""
+    """n images and their masks. rows, mask_rows: int64 (n,), rows of `images` and of `masks`. names: n, without folder of the place and suffix.
+
+    groups: n, names of their groups, such as videos; empty without.
+    """
 
     images: Split
     masks: Split
     rows: np.ndarray
     mask_rows: np.ndarray
     names: list[str]
+    groups: list[str]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -67,15 +72,29 @@ class MaskedPairs:
 
     def only(self, chosen: np.ndarray) -> "MaskedPairs":
         """Those with these numbers, int64."""
-        names = [self.names[number] for number in chosen.tolist()]
-        return replace(self, rows=self.rows[chosen], mask_rows=self.mask_rows[chosen], names=names)
+        groups = [self.groups[number] for number in chosen.tolist()] if self.groups else []
+        return replace(
+            self,
+            rows=self.rows[chosen],
+            mask_rows=self.mask_rows[chosen],
+            names=self.named(chosen.tolist()),
+            groups=groups,
+        )
+
+    def group_numbers(self) -> np.ndarray:
+        """int64 (n,), the number of the group of each; empty without groups."""
+        return (
+            np.unique(np.array(self.groups, object), return_inverse=True)[1].astype(np.int64)
+            if self.groups
+            else np.empty(0, np.int64)
+        )
 
 
 def open_pairs(config: SegmentConfig) -> tuple[MaskedPairs, MaskedPairs]:
     """(pairs to learn from, pairs to be scored on). Prints what is left out. Raises UserError where there are none.
 
     The second are of `val_images` and `val_masks`; else, of a data set, of its split `val_split`; else `val_share` of the others, chosen by a
-    hash of their names, so that more images move none from one part to the other; at least one.
+    hash of their names, or of their groups' names, so that more images move none from one part to the other; at least one.
     """
     train = _paired(config, config.images, config.masks, config.split)
     if config.val_images:
@@ -91,11 +110,12 @@ def open_pairs(config: SegmentConfig) -> tuple[MaskedPairs, MaskedPairs]:
             f"split {config.val_split!r} of {config.images[0]} is scored on. Leave it out, or set val_split=''."
         )
         return train, _paired(config, config.images, config.masks, config.val_split)
-    hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in train.names]
+    together = train.groups or train.names
+    hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in together]
     places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))
     held_out = places < config.val_share
     if config.val_share:
-        held_out[places.argmin()] = True  # Of few images, one at least.
+        held_out[places == places.min()] = True  # Of few images, or groups, one at least.
     if held_out.all() or not held_out.any():
         raise UserError(
             f"val_share = {config.val_share} of {counted(len(train), 'image')} leaves none to learn from or none to be scored on. "
@@ -126,7 +146,17 @@ def _paired(
     if alone := len(of_masks) - len(found):
         print(f"left out: {counted(alone, 'mask')} of {', '.join(masks)} without an image")
     rows, mask_rows = (np.array([names[name] for name in found], np.int64) for names in (of_images, of_masks))
-    return MaskedPairs(opened.split, opened_masks.split, rows, mask_rows, found)
+    return MaskedPairs(
+        opened.split, opened_masks.split, rows, mask_rows, found, _groups(config, opened.split, rows, found)
+    )
+
+
+def _groups(config: SegmentConfig, split: Split, rows: np.ndarray, names: list[str]) -> list[str]:
+    """The group of each image: of group_pattern in its name, else of its data set; empty without. Raises UserError as `group_finder`."""
+    if config.group_pattern:
+        return group_finder(config.group_pattern)(names)
+    of_all = split.group_names
+    return of_all[rows].tolist() if of_all is not None else []
 
 
 def _first(names: dict[str, int]) -> str:

@@ -27,7 +27,7 @@ def numbers(counts: PixelCounts, classes: MaskClasses, learnt: np.ndarray, score
         classes.names, found.iou.tolist(), found.recall.tolist(), scored.tolist(), learnt.tolist(), strict=True
     )
     return {
-        "miou": found.miou, "interval": [found.low, found.high], "pixel_accuracy": found.pixel_accuracy, "mean_recall": found.mean_recall,
+        "miou": found.miou, "interval": [found.low, found.high], "num_groups": counts.num_units if len(counts.groups) else None, "pixel_accuracy": found.pixel_accuracy, "mean_recall": found.mean_recall,
         "largest_class_alone": {"miou": alone.miou, "pixel_accuracy": alone.pixel_accuracy}, "no_class": float(1 - scored.sum()),
         "per_class": [dict(zip(("class", "iou", "recall", "share", "share_learnt"), row, strict=True)) for row in columns],
     }  # fmt: skip
@@ -38,16 +38,17 @@ def _largest_alone(counts: PixelCounts) -> PixelCounts:
     largest = int(counts.true.sum(0).argmax())
     predicted, right = np.zeros_like(counts.true), np.zeros_like(counts.true)
     predicted[:, largest], right[:, largest] = counts.true.sum(1), counts.true[:, largest]
-    return PixelCounts(counts.rows, right, predicted, counts.true)
+    return PixelCounts(counts.rows, right, predicted, counts.true, counts.groups)
 
 
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each score, as lines for the terminal."""
     low, high = scores["interval"]
     alone = scores["largest_class_alone"]
+    over = counted(scores["num_groups"], "group") if scores["num_groups"] else "images"
     rows = [
         ("mIoU", f"{scores['miou']:.2%}"),
-        ("  its 95 % interval over images", "none of one" if np.isnan(low) else f"{low:.2%} to {high:.2%}"),
+        (f"  its 95 % interval over {over}", "none of one" if np.isnan(low) else f"{low:.2%} to {high:.2%}"),
         ("pixel accuracy", f"{scores['pixel_accuracy']:.2%}"),
         ("recall, mean over classes", f"{scores['mean_recall']:.2%}"),
         ("mIoU, pixel accuracy of the largest class alone", f"{alone['miou']:.2%}, {alone['pixel_accuracy']:.2%}"),

@@ -50,7 +50,7 @@ _SECONDS_BETWEEN_SAVES = 60
 _FORMAT = 1
 # Settings that change no layer, or only by the pairs that they select.
 _NOT_OF_TRAINING = {
-    "weights", "images", "masks", "split", "val_images", "val_masks", "val_split", "val_share", "image_suffix", "mask_suffix", "exclude",
+    "weights", "images", "masks", "split", "val_images", "val_masks", "val_split", "val_share", "group_pattern", "image_suffix", "mask_suffix", "exclude",
     "class_names", "out", "apply", "apply_split", "mlflow", "experiment", "threads", "batch", "num_drawn", "device", "max_bad_share",
 }  # fmt: skip
 # Folders that name a part of a data set, and not the data set; and the part that is held out of the images.
@@ -83,6 +83,11 @@ def run(config: SegmentConfig) -> dict[str, Any]:
         verb = "is" if both == 1 else "are"
         print(
             f"warning: {counted(both, 'image')} {verb} learnt from and scored on, so the score is not of held-out images"
+        )
+    if shared := sorted(set(train.groups) & set(test.groups)):
+        print(
+            f"warning: {counted(len(shared), 'group')}, such as {shared[0]!r}, {'has' if len(shared) == 1 else 'have'} images that are learnt from and "
+            "others that are scored on, so the score is not of unseen groups"
         )
     learnt, scored = masks.shares
     print(

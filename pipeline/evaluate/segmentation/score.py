@@ -1,7 +1,7 @@
 """Segments whole images by overlapping windows, and counts their right pixels. Shapes: H, W height and width, S side of a window, n images, K classes."""
 
 from collections.abc import Callable
-from dataclasses import astuple
+from functools import partial
 
 import numpy as np
 import torch
@@ -80,7 +80,8 @@ def count(
     done: called after each pair. keep: called with (number, pixels, true classes, predicted classes) of each that can be read.
     """
     num_pairs, num_classes = len(reader.pairs), len(reader.classes.values)
-    counts = PixelCounts(np.arange(num_pairs), *(np.zeros((num_pairs, num_classes), np.int64) for _ in range(3)))
+    zeros = partial(np.zeros, (num_pairs, num_classes), np.int64)
+    counts = PixelCounts(np.arange(num_pairs), zeros(), zeros(), zeros(), reader.pairs.group_numbers())
     problems: dict[int, str] = {}
     head.eval()
     for number, found in enumerate(in_order(reader.read, range(num_pairs), config.threads, 2 * config.threads)):
@@ -92,8 +93,7 @@ def count(
             _add(counts, number, true, predicted)
             keep(number, pixels, true, predicted)
         done()
-    read = [number for number in range(num_pairs) if number not in problems]
-    return PixelCounts(*(part[read] for part in astuple(counts))), problems
+    return counts.only(np.array([number for number in range(num_pairs) if number not in problems], np.int64)), problems
 
 
 def _add(counts: PixelCounts, number: int, true: np.ndarray, predicted: np.ndarray) -> None:

@@ -8,7 +8,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import MAX_SEED, MAX_TASKS
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import mlflow_uri, pixels, share
+from pipeline.settings.shared import check_pattern, group_pattern, mlflow_uri, pixels, share
 
 _URL = "Folder or URL (s3://, gs://)"
 _INSPECT = "decode: decode every image; header: read its header and, for JPEG and PNG, look for the end marker."
@@ -17,21 +17,6 @@ Inspect = Literal["decode", "header"]
 
 def _num_tasks(items: str) -> int:
     return setting(0, f"{items} at the same time; 0 is one per CPU of the cluster.", min=0, max=MAX_TASKS)
-
-
-def _group_pattern() -> str:
-    return setting(
-        "",
-        "Regular expression that finds the group of an image in its key (the path without extension, below its split): what the first "
-        "parentheses match, or all of it. '^[^/]+/(patient[0-9]+)' of cat/patient12_3.",
-    )
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"group_pattern = {quoted(pattern)} is no regular expression: {error}.") from None
 
 
 def _check_split_names(splits: dict[str, str]) -> None:
@@ -110,7 +95,7 @@ class ShardConfig:
         "copied them. val_share and data.dev_share hold out whole groups, and intervals of scores are over groups.",
         needs="layout=auto,parquet,list",
     )
-    group_pattern: str = _group_pattern()
+    group_pattern: str = group_pattern()
     label_names: str = setting("", "File of class names, one per line, for labels that are numbers from 0.", path=True)
     class_map: str = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.", path=True)
     class_list: str = setting("", "File of class names, one per line: keep only these, in this order.", path=True)
@@ -140,7 +125,7 @@ class ShardConfig:
             raise UserError("group_column and group_pattern both name the group of an image: use one of them.")
         if self.holdout_per_class and (self.group_column or self.group_pattern):
             raise UserError("holdout_per_class holds out single images, and would divide groups. Use val_share.")
-        _check_pattern(self.group_pattern)
+        check_pattern(self.group_pattern)
         if self.val_share and self.holdout_per_class:
             raise UserError("val_share and holdout_per_class both hold out 'val': use one of them.")
         for name in ("val_share", "holdout_per_class"):
@@ -209,14 +194,14 @@ class IndexConfig:
     label_names: str = setting(
         "", "File of class names, one per line, by label; empty names classes by number.", path=True
     )
-    group_pattern: str = _group_pattern()
+    group_pattern: str = group_pattern()
     inspect: Inspect = setting("decode", _INSPECT)
     max_bad_share: float = share(0.001, "Share of unreadable samples above which the job fails.")
     num_tasks: int = _num_tasks("Number of tars read")
 
     def check(self) -> None:
         """Check the names of splits, and the pattern. Raises UserError."""
-        _check_pattern(self.group_pattern)
+        check_pattern(self.group_pattern)
         _check_split_names(self.splits)
 
 

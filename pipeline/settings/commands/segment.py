@@ -9,7 +9,7 @@ from pipeline.base.errors import UserError
 from pipeline.settings.commands.weights import EXCLUDE, IMAGES, WeightsConfig
 from pipeline.settings.quantities import MAX_SEED
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import batch_size, mlflow_uri, pixels, share
+from pipeline.settings.shared import batch_size, check_pattern, group_pattern, mlflow_uri, pixels, share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class SegmentConfig(WeightsConfig):
     val_masks: list[str] = setting(list, "Their masks.", path=True, needs="val_images")
     val_split: str = setting("val", "If images or val_images is a data set: the split to be scored on.")
     val_share: float = share(0.1, "Share of the images that is held out for the score if nothing else says which.")
+    group_pattern: str = group_pattern()
     image_suffix: str = setting("", "End of the names of images that their masks do not have, as _leftImg8bit.")
     mask_suffix: str = setting("", "End of the names of masks that their images do not have, as _gtFine_labelTrainIds.")
     exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
@@ -86,6 +87,7 @@ class SegmentConfig(WeightsConfig):
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
+        check_pattern(self.group_pattern)
         if bool(self.val_images) != bool(self.val_masks):
             raise UserError("val_images and val_masks belong together: set both, or neither.")
         if self.val_images:

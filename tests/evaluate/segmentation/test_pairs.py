@@ -53,6 +53,28 @@ def test_of_few_images_one_is_held_out(write_pairs: Write) -> None:
     assert (len(train), len(val)) == (2, 1)
 
 
+def test_groups_are_held_out_whole(write_pairs: Write) -> None:
+    """Of names part.0/0 to part.1/19: by the last digit, and of two groups, one."""
+    places = write_pairs(20)
+    train, val = open_pairs(settings(*map(str, places), "val_share=0.3", "group_pattern=[0-9]$"))
+    assert val.groups == [name[-1] for name in val.names]
+    assert not set(train.groups) & set(val.groups)
+    assert len(train) + len(val) == 20
+    numbers = val.group_numbers()
+    assert [number == numbers[0] for number in numbers] == [group == val.groups[0] for group in val.groups]
+    assert val.only(np.array([1])).groups == val.groups[1:2]
+    assert [len(names) for names in opened(*places, "val_share=0.01", "group_pattern=^part.([01])")] == [10, 10]
+    with pytest.raises(UserError, match=r"finds no group in the key 'part\.0/0'"):
+        opened(*places, "group_pattern=video")
+
+
+def test_a_data_set_has_groups_itself(make_dataset: Callable[..., Dataset]) -> None:
+    data = make_dataset({"train": [[0]] * 12}, ["any"], groups=lambda row: f"video{row // 3}").path
+    train, val = open_pairs(settings(str(data), str(data), "val_share=0.3", "val_split="))
+    assert sorted([*train.groups, *val.groups]) == sorted(f"video{row // 3}" for row in range(12))
+    assert not set(train.groups) & set(val.groups)
+
+
 def test_what_has_no_partner_is_counted(write_pairs: Write, capsys: pytest.CaptureFixture[str]) -> None:
     images, masks = write_pairs(20)
     (images / "part.0/0.png").unlink()

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 from block_pairs import NUM_CLASSES, SIDE, settings
+from scipy import stats
 from torch.nn.functional import interpolate
 
 from pipeline.base.errors import UserError
 from pipeline.evaluate.loaded_model import LoadedModel, load_model
-from pipeline.evaluate.segmentation import score
+from pipeline.evaluate.segmentation import report, score
 from pipeline.evaluate.segmentation.counts import PixelCounts, as_file, parse_counts, resampled_miou, scores_of
 from pipeline.evaluate.segmentation.linear import LinearHead, PatchTokens
+from pipeline.evaluate.segmentation.masks import MaskClasses
 from pipeline.review import statistics
 
 
@@ -23,6 +25,41 @@ def counted(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> PixelC
     for number in range(len(true)):
         score._add(counts, number, true[number][None], predicted[number][None])
     return counts
+
+
+def test_groups_are_drawn_whole() -> None:
+    """As images that are the sum of each group's; of one group nothing follows."""
+    rng = np.random.default_rng(0)
+    true, predicted = rng.integers(-1, 4, (12, 50)), rng.integers(0, 4, (12, 50))
+    alone, groups = counted(true, predicted, 4), np.array([5, 5, 7, 7, 7, 7, 7, 2, 2, 2, 2, 2])
+    grouped = replace(alone, groups=groups)
+    together = [slice(7, 12), slice(0, 2), slice(2, 7)]  # In the order of their numbers.
+    summed = PixelCounts(
+        np.arange(3),
+        *(np.stack([part[of].sum(0) for of in together]) for part in (alone.right, alone.predicted, alone.true)),
+    )
+    assert np.array_equal(resampled_miou(grouped), resampled_miou(summed))
+    assert scores_of(grouped).miou == scores_of(alone).miou
+    found, draws = scores_of(grouped), resampled_miou(summed)
+    half = stats.t.ppf(0.975, 2) * draws.std() * (3 / 2) ** 0.5
+    assert (found.low, found.high) == pytest.approx((max(0, found.miou - half), min(1, found.miou + half)))
+    assert np.array_equal(parse_counts(as_file(grouped), "").groups, groups)
+    assert np.array_equal(resampled_miou(replace(alone, groups=np.arange(12))), resampled_miou(alone))
+    assert np.isnan(scores_of(replace(alone, groups=np.zeros(12, int))).low)
+    with pytest.raises(UserError, match="it has groups of other images"):
+        parse_counts(as_file(replace(alone, groups=groups[:4])), "x")
+    classes = MaskClasses(np.arange(4), list("abcd"))
+    rows = dict(
+        report.summary(
+            {
+                **report.numbers(grouped, classes, np.ones(4), np.ones(4)),
+                "num_samples": 12,
+                "num_unreadable": 0,
+                "num_turned": 0,
+            }
+        )
+    )
+    assert rows["  its 95 % interval over 3 groups"] == f"{found.low:.2%} to {found.high:.2%}"
 
 
 def test_the_scores_are_those_of_the_definition() -> None:

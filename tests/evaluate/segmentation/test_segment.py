@@ -315,6 +315,20 @@ def test_images_that_are_scored_on_twice_are_told(
     assert scores["num_samples"] == 1
 
 
+def test_groups_on_both_sides_are_told(
+    write_pairs: Write, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The group is the first digit of 0, 2, 4, ..., 22, which are learnt from, and of 1, 3, ..., 23, which are scored on."""
+    images, masks = write_pairs(24)
+    other = (f"val_images={images / 'part.1'}", f"val_masks={masks / 'part.1'}", "group_pattern=^[0-9]")
+    given = (images / "part.0", masks / "part.0", *other, f"weights={weights}", f"out={tmp_path / 'out'}", "steps=1")
+    scores = run.run(settings(*given))
+    said = capsys.readouterr().out
+    assert "warning: 2 groups, such as '1', have images that are learnt from and others that are scored on" in said
+    assert "its 95 % interval over 6 groups" in said
+    assert scores["num_groups"] == 6
+
+
 @pytest.mark.parametrize(
     ("images", "name"),
     [
