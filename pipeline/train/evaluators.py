@@ -14,14 +14,13 @@ from torch import Tensor
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.files import write_text
-from pipeline.base.metric import SPREAD
 from pipeline.checkpoint.saver import Saver
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch
 from pipeline.evaluate.classify import ClassificationScores, Predictions, predict, score
 from pipeline.evaluate.measured import Means, means
-from pipeline.evaluate.probes.probe import probe_metrics
+from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
 from pipeline.evaluate.probes.rankme import collapse
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.train.training_run import Monitoring, RunContext
@@ -155,10 +154,10 @@ class ProbeEvaluator(Evaluator):
 
         scores = probe.scores(features, self.context.ranks, self.context.stop)
         metrics = probe_metrics(scores, self.context.config.probe.prefix)
-        line = ", ".join(f"{name} {value:{'.4g' if name in SPREAD else '.2%'}}" for name, value in metrics.items())
         # Classes may well collapse to a few directions: of two classes, one is enough.
         is_judged = "spread" in scores and not self.context.config.needs_labels
         found = collapse(scores["spread"]) if is_judged else ""
+        line = metrics_in_words(metrics)
         return Evaluation(metrics | ({"probe_collapse": 1} if found else {}), scores, line, collapse=found)
 
 

@@ -158,6 +158,12 @@ def probe_metrics(scores: dict[str, Any], prefix: str) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
+def metrics_in_words(metrics: dict[str, float]) -> str:
+    """`probe_metrics` as a log says them, without numbers of effective images."""
+    told = {name: value for name, value in metrics.items() if not name.endswith("_effective_images")}
+    return ", ".join(f"{name} {value:{'.4g' if name in SPREAD else '.2%'}}" for name, value in told.items())
+
+
 def spread_rows(config: ProbeConfig, num_samples: int) -> np.ndarray:
     """Rows, int64, ascending, of the random images that RankMe is measured of, or all of a smaller split."""
     return np.sort(random_numbers.permutation(num_samples, 0, Purpose.named("rankme"))[: config.rankme_images])

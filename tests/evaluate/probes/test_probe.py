@@ -13,8 +13,9 @@ from tiny import make_dataset
 
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.evaluate import report
+from pipeline.evaluate.intervals import effective_number
 from pipeline.evaluate.probes.features import Features, requests
-from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics
+from pipeline.evaluate.probes.probe import choose_samples, metrics_in_words, probe, probe_metrics
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
@@ -154,6 +155,16 @@ def test_what_is_no_number_is_wrong_and_teaches_nothing(data: Path) -> None:
     assert np.isnan(nothing["fewshot"][0]["top1"])
     assert np.isnan(nothing["knn"]["top1"])
     assert list(probe_metrics(whole, "x")) == ["x_2shot", "x_2shot_std", "x_3nn"]
+    # Of two groups, all of the first are right, and one of the two of the other.
+    grouped = probe(config, choice, Features(values, readable, {}), test, labels, ALONE, np.array([5, 5, 5, 9, 9]))
+    effective = effective_number(np.array([3, 1]), np.array([3, 2]))
+    assert grouped == {
+        "fewshot": [{**whole["fewshot"][0], "effective_images": effective}],
+        "knn": {**whole["knn"], "effective_images": effective},
+    }
+    metrics = probe_metrics(grouped, "x")
+    assert metrics["x_3nn_effective_images"] == effective
+    assert metrics_in_words(metrics) == "x_2shot 80.00%, x_2shot_std 0.00%, x_3nn 80.00%"
     once = ProbeConfig(shots=[2], shots_seeds=1, neighbours=0)
     alone = probe(once, choose_samples(once, train, 4), Features(values, readable, {}), test, labels, ALONE)
     assert alone["fewshot"][0]["std"] is None
