@@ -57,8 +57,8 @@ _BESIDE_MARKS = {
 }  # fmt: skip
 # Suffixes of images (EXTENSIONS in pipeline/data/loading/decode.py) and of shards, among which no run may write.
 _DATA = {
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff",
-    ".tar", ".parquet",
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".hif", ".avif",
+    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".jpx", ".tar", ".parquet",
 }  # fmt: skip
 # The search for them is bounded: levels of folders, folders, entries of each.
 _DATA_LEVELS, _DATA_FOLDERS, _DATA_ENTRIES = 4, 50, 200

@@ -118,10 +118,10 @@ def test_hidden_files_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_photograph_that_cannot_be_decoded_is_not_ignored(tmp_path: Path) -> None:
-    for name in ("a.HEIC", "b.jpg", "c.txt"):
+    for name in ("a.HEIC", "b.jpg", "c.txt", "d.jxl", "e.ppm"):
         (tmp_path / name).write_bytes(b"x")
     found = open_adhoc_split([str(tmp_path)], "val", "all", []).split
-    assert found.keys(range(len(found))) == [str(tmp_path / "a.HEIC"), str(tmp_path / "b.jpg")]
+    assert found.keys(range(len(found))) == [str(tmp_path / name) for name in ("a.HEIC", "b.jpg", "d.jxl", "e.ppm")]
 
 
 def test_a_fifo_does_not_block(tmp_path: Path) -> None:

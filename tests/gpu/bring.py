@@ -13,8 +13,8 @@ from pathlib import Path
 
 # What training, evaluation and their tests import. Ray is not needed on one machine.
 _NEEDED = (
-    "deepspeed", "webdataset", "mlflow", "safetensors", "xxhash", "google-crc32c", "simplejpeg", "turbojpeg", "captum",
-    "pyyaml", "tqdm", "psutil", "hypothesis", "pytest", "pytest-timeout",
+    "deepspeed", "webdataset", "mlflow", "safetensors", "xxhash", "google-crc32c", "simplejpeg", "turbojpeg", "pi_heif",
+    "captum", "pyyaml", "tqdm", "psutil", "hypothesis", "pytest", "pytest-timeout",
 )  # fmt: skip
 _PRESENT = {
     "torch", "torchvision", "timm", "numpy", "scipy", "pandas", "pyarrow", "scikit-learn", "matplotlib", "pillow", "h5py",

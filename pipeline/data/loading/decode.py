@@ -1,4 +1,4 @@
-"""Decodes image files to RGB pixels: libjpeg-turbo for JPEG, Pillow for all other formats.
+"""Decodes image files to RGB pixels: libjpeg-turbo for JPEG, libheif for HEIC, Pillow for all other formats.
 
 Sharding and training use the same functions, so training can read every image that sharding accepted.
 """
@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import simplejpeg
-from PIL import Image
+from PIL import Image, ImageFile
 
+from pipeline.base.words import counted
 from pipeline.data.loading import jpeg_region
 from pipeline.data.loading.jpeg_region import Region
 
@@ -19,17 +20,20 @@ from pipeline.data.loading.jpeg_region import Region
 warnings.filterwarnings("ignore", module="PIL")
 
 # Suffixes of files that are treated as images; the format is then determined from the first bytes.
-EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+EXTENSIONS = {
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".hif", ".avif",
+    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".jpx",
+}  # fmt: skip
 # Suffixes of photographs that are not decoded: they belong to a data set, so each counts as a bad image.
-NOT_DECODED = {".heic", ".heif", ".avif", ".jxl"}
+NOT_DECODED = {".jxl"}
 NOT_DECODED_REASON = "this format is not read; convert it to JPEG or PNG"
 # How a file begins that Git LFS has not fetched yet, as after `git clone` of a data set without git-lfs.
 LFS_POINTER = b"version https://git-lfs"
 LFS_REASON = "a pointer of Git LFS instead of the file; run git lfs pull"
 # Folders that macOS, Synology's NAS, Linux and Windows add to others: thumbnails and rescued or deleted files, which are no samples.
 SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
-# How HEIC and AVIF begin, after four bytes of a size: phones and web sites also call such files .jpg.
-_NOT_DECODED_MAGIC = tuple(b"ftyp" + brand for brand in (b"hei", b"hev", b"mif1", b"msf1", b"avi"))
+# How JPEG XL begins: as a box, or without one. Browsers that save it may call such files .jpg.
+_NOT_DECODED_MAGIC = (b"\0\0\0\x0cJXL \r\n\x87\n", b"\xff\x0a")
 _MAGIC = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG\r\n\x1a\n": "png",
@@ -37,7 +41,14 @@ _MAGIC = {
     b"BM": "bmp",
     b"II*\0": "tiff",
     b"MM\0*": "tiff",
-}
+    b"P1": "pbm", b"P2": "pgm", b"P3": "ppm", b"P4": "pbm", b"P5": "pgm", b"P6": "ppm",
+    b"\0\0\0\x0cjP  \r\n\x87\n": "jp2",
+    b"\xffO\xffQ": "j2k",
+}  # fmt: skip
+# Files of boxes (ISO 14496-12) name what reads them: letters with which these brands begin, and brands of images of any codec.
+_BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1", b"msf1")
+# How an unfinished download ends whose space was reserved before.
+_EMPTY_BLOCK = bytes(4096)
 _EXIF_ORIENTATION = 0x0112
 # Tags of a TIFF: bits of a sample; how they are to be read, of which 0 is "white is zero".
 _BITS, _PHOTOMETRIC = 258, 262
@@ -65,10 +76,10 @@ def decode(
     factor: Callable[[], int] = lambda: 1,
     by_region: bool = True,
 ) -> np.ndarray:
-    """Decode JPEG, PNG, WebP, GIF, BMP or TIFF to uint8 (H, W, 3) RGB, turned upright by its EXIF tag.
+    """Decode an image of one of the EXTENSIONS to uint8 (H, W, 3) RGB, turned upright by its EXIF tag (HEIC and AVIF: by irot and imir).
 
-    Grayscale is repeated to three channels, 12-bit and 16-bit are scaled to 8, alpha is dropped, and the first frame of an animation
-    is used. Raises DecodeError for anything that cannot be decoded to its last row, and for floating-point pixels, negative ones and
+    Grayscale is repeated to three channels, 10-bit to 16-bit are scaled to 8, alpha is dropped, and the first frame of an animation
+    or the primary image of a HEIC is used. Raises DecodeError for anything that cannot be decoded to its last row, and for floating-point pixels, negative ones and
     those above 65,535.
 
     choose: (height, width) of the upright image -> the region to return, (top, left, height, width). Its pixels are those of
@@ -110,7 +121,7 @@ def exif_orientation(jpeg: bytes) -> int:
 
 
 def inspect(data: bytes, decode_all: bool) -> tuple[str, int, int]:
-    """(file extension by content, width, height) of an image as stored, before EXIF rotation. Raises DecodeError.
+    """(file extension by content, width, height) of an image as stored, before EXIF rotation (HEIC: after its own). Raises DecodeError.
 
     decode_all: decode the whole image, to detect truncated and damaged files; else only the header is read (see `check_end`).
     """
@@ -123,19 +134,41 @@ def inspect(data: bytes, decode_all: bool) -> tuple[str, int, int]:
 
 
 def check_end(data: bytes, ext: str) -> None:
-    """Detect a truncated file without decoding it: by the end marker of a JPEG or PNG, or the length of a WebP.
+    """Detect a truncated file without decoding it: by the end marker of JPEG, PNG and JPEG 2000, or the lengths in WebP, HEIC and AVIF.
 
-    Bytes after the end marker (padding, a second image) are ignored. Raises DecodeError.
+    Bytes after the end marker (padding, a second image) are ignored. GIF, BMP, TIFF and PPM are not checked. Raises DecodeError.
     """
     if ext == "jpg":
         # Segments before the scan do not count: EXIF may hold a complete thumbnail.
         is_complete = data.rfind(_JPEG_END, _start_of_scan(data)) >= 0
     elif ext == "png":
         is_complete = data.rfind(_PNG_END) >= 0
+    elif ext in ("jp2", "j2k"):
+        is_complete = data.rfind(_JPEG_END, data.find(b"\xffO\xffQ")) >= 0
+    elif ext in ("heic", "avif"):
+        _check_boxes(data)
+        is_complete = True
     else:
         is_complete = ext != "webp" or len(data) >= 8 + int.from_bytes(data[4:8], "little")
     if not is_complete:
         raise DecodeError("cut off: it has no end" if ext == "webp" else "cut off: it has no end marker")
+
+
+def _check_boxes(data: bytes) -> None:
+    """Raise DecodeError for a HEIC or AVIF without its end: libheif leaves those tiles of a photograph green that are missing."""
+    at, end = 0, len(data)
+    while at + 8 <= end:
+        size, name = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        if size == 1:
+            size = int.from_bytes(data[at + 8 : at + 16], "big")
+        stop = at + size if size else end
+        if name in (b"ftyp", b"meta", b"mdat") and stop > end:
+            raise DecodeError(f"cut off: {counted(end, 'byte')}, where its header names {stop:,}")
+        if name == b"mdat" and data.endswith(_EMPTY_BLOCK, at, stop):
+            raise DecodeError(f"cut off: it ends with {len(_EMPTY_BLOCK):,} zeros")
+        if stop < at + 8:
+            return  # Phones append what is not in boxes.
+        at = stop
 
 
 def _format(data: bytes) -> str:
@@ -144,11 +177,20 @@ def _format(data: bytes) -> str:
             return ext
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
-    if data.startswith(_NOT_DECODED_MAGIC, 4):
+    if data[4:8] == b"ftyp" and (ext := _brand(data)):
+        return ext
+    if data.startswith(_NOT_DECODED_MAGIC):
         raise DecodeError(NOT_DECODED_REASON)
     if data.startswith(LFS_POINTER):
         raise DecodeError(LFS_REASON)
     raise DecodeError(f"no image: begins with {data[:12]!r}" if data else "empty file")
+
+
+def _brand(data: bytes) -> str:
+    """heic or avif: by the first brand of a file of boxes that names a codec. "" for others, such as videos."""
+    brands = [data[at : at + 4] for at in (8, *range(16, min(int.from_bytes(data[:4], "big"), 1024), 4))]
+    ext = next((_BRANDS[brand[:3]] for brand in brands if brand[:3] in _BRANDS), "")
+    return ext or ("heic" if any(brand in _ANY_IMAGE for brand in brands) else "")
 
 
 def _may_have_exif(data: bytes) -> bool:
@@ -207,7 +249,7 @@ def _refuse_bomb(height: int, width: int) -> None:
 def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
     """Returns question(opened image). Raises DecodeError for every failure of Pillow."""
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with _opener(data)(io.BytesIO(data)) as image:
             _refuse_bomb(image.height, image.width)
             return question(image)
     except DecodeError:
@@ -216,8 +258,55 @@ def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
         raise DecodeError(_reason(error)) from None
 
 
+def _opener(data: bytes) -> Callable[[io.BytesIO], Image.Image]:
+    """Pillow's, or that of one of its plug-ins. Raises DecodeError for a cut HEIC or AVIF."""
+    ext = _brand(data) if data[4:8] == b"ftyp" else ""
+    if not ext:
+        return Image.open
+    _check_boxes(data)
+    if ext == "avif":
+        from PIL import AvifImagePlugin
+
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # Images are decoded beside each other already.
+        return AvifImagePlugin.AvifImageFile
+    return _HeicFile
+
+
+class _HeicFile(ImageFile.ImageFile):
+    """Pillow's plug-in for HEIC, by libheif. That of pi_heif reads EXIF and profiles, too, and version 1.4.0 crashes where these are damaged."""
+
+    format = "HEIF"
+
+    def _open(self) -> None:
+        import _pi_heif  # When the first HEIC is read.
+
+        assert self.fp is not None
+        # No threads of its own; colours to 8 bits, as RGB, rows as libheif aligns them; gray to 8 or 16 bits; any decoder; with limits.
+        images = _pi_heif.load_file(self.fp.read(), 0, True, False, False, True, "", False)
+        self._found = next((image for image in images if image is not None and image.primary), None)
+        if self._found is None:
+            raise DecodeError("its primary image cannot be read")
+        self._size, self._mode = self._found.size_mode
+
+    def load(self) -> "Image.core.PixelAccess | None":
+        if self._found is not None:
+            found, self._found = self._found, None
+            pixels = found.data
+            (width, height), _ = found.size_mode
+            if (width, height) != self.size:
+                raise DecodeError(f"{width} x {height} pixels, where its header says {self.width} x {self.height}")
+            self.load_prepare()
+            self.frombytes(pixels, "raw", (self.mode, found.stride))
+        return super().load()
+
+
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation, 1 to 8; 1 if it is absent or invalid, since the pixels are usable anyway."""
+    """EXIF orientation, 1 to 8; 1 if it is absent or invalid, since the pixels are usable anyway.
+
+    A HEIC has been turned already. For an AVIF, Pillow sets the tag to what irot and imir say.
+    """
+    if image.format == "AVIF":
+        image.info.pop("xmp", None)  # Pillow would read an orientation there that does not count.
     try:
         found = image.getexif().get(_EXIF_ORIENTATION, 1)
     except Exception:  # As above.
@@ -264,6 +353,8 @@ def _wide_scale(image: Image.Image) -> float:
     if image.mode.startswith("I;16"):
         # Pillow leaves 12-bit values as they are, in 16 bits.
         return 4095 / 255 if _tiff_tag(image, _BITS) == 12 else 257
+    if image.format == "PPM":
+        return 257  # Pillow scales these to 16 bits.
     # For 32-bit types only the values show whether they are 8-bit or 16-bit.
     extremes = np.array([strip.getextrema() for _, strip in _strips(image)])
     low, high = int(extremes.min()), int(extremes.max())

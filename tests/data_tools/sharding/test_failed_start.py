@@ -9,7 +9,7 @@ from data_tools.sharding import shard
 from pipeline.base.errors import UserError
 
 GOOD = {f"cat/{i:02}.jpg": jpeg(i) for i in range(12)}
-PHONE = {f"dog/{i}.heic": b"?" for i in range(3)}
+PHONE = {f"dog/{i}.jxl": b"?" for i in range(3)}
 
 
 def test_a_start_that_made_no_shard_does_not_bind_the_next(ray_cluster: int, tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_start_that_made_no_shard_does_not_bind_the_next(ray_cluster: int, tmp
     only_bad = write_folder({"cat/1.jpg": b"x", "cat/2.jpg": b"y", "dog/1.jpg": b"z"}, tmp_path / "bad")
     with pytest.raises(UserError, match="of the 3 images read so far are bad"):
         shard.run(settings(only_bad, out, merge_copies=True, samples_per_shard=16))
-    write_folder({name.replace("heic", "jpg"): jpeg(30 + i) for i, name in enumerate(PHONE)}, source)
+    write_folder({name.replace("jxl", "jpg"): jpeg(30 + i) for i, name in enumerate(PHONE)}, source)
     dataset = shard.run(settings(source, out, val_share=0.25, merge_copies=True))
     assert sum(dataset.info["samples"].values()) == 16
     fresh = shard.run(settings(source, tmp_path / "fresh", val_share=0.25, merge_copies=True))

@@ -7,6 +7,7 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from heic_files import HEIC
 from PIL import Image
 
 from data_tools.sources.images import png, shrink
@@ -27,6 +28,13 @@ def test_smaller_copies(method: Literal["area", "antialias"]) -> None:
     error = {name: np.abs(decode(data).astype(int) - image).mean() for name, image in references.items()}
     assert error.pop(method) < 1
     assert min(error.values()) > 5
+
+
+def test_a_smaller_copy_of_a_heic_is_an_upright_jpeg() -> None:
+    data, width, height = shrink(HEIC["turned"], 8, "area", 100)
+    assert data.startswith(b"\xff\xd8\xff")
+    assert (width, height) == (8, 16)
+    assert np.abs(decode(data)[4, 2].astype(int) - (250, 20, 20)).max() < 9
 
 
 # The last needs more than one of the blocks that a PNG's bytes are stored in.

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from raw_images import contents, jpeg, write_tar
+from heic_files import HEIC
+from raw_images import contents, encoded, jpeg, noise, write_tar
 
 from data_tools.check import verify
 from data_tools.dedup.thumbnails import ThumbnailJob, jobs, make_thumbnails
@@ -157,6 +158,23 @@ def test_a_cut_image_is_skipped_by_its_header_alone(tmp_path: Path) -> None:
     for whole, reason in ((False, "cut off: it has no end marker"), (True, "ValueError: Premature end of JPEG file")):
         done = index_tar(IndexJob(str(source), "a.tar", "train", str(tmp_path / f"{whole}.parquet"), whole, 1))
         assert (done.shard.samples, done.skipped) == (1, [("2", "a.tar: 2.jpg", reason)])
+
+
+def test_tars_of_formats_that_phones_and_web_sites_write(tmp_path: Path) -> None:
+    small = noise(1, width=32, height=16)
+    images = {
+        "1.heic": HEIC["turned"], "2.jpg": HEIC["tiles"], "3.avif": encoded(small, "AVIF"), "4.ppm": encoded(small, "PPM"),
+        "5.jp2": encoded(small, "JPEG2000"), "6.avif": encoded(small, "AVIF")[:-9], "7.heic": HEIC["tiles"][:-9],
+    }  # fmt: skip
+    source = write_tar(images, tmp_path / "a.tar")
+    for whole in (False, True):
+        table = tmp_path / f"{whole}.parquet"
+        done = index_tar(IndexJob(str(source), "a.tar", "train", str(table), whole, 1))
+        assert [(key, reason.split(":")[0]) for key, _, reason in done.skipped] == [("6", "cut off"), ("7", "cut off")]
+        rows = pq.read_table(table, columns=["ext", "width", "height"]).to_pylist()
+        assert [tuple(row.values()) for row in rows] == [
+            ("heic", 16, 32), ("heic", 100, 96), ("avif", 32, 16), ("ppm", 32, 16), ("jp2", 32, 16),
+        ]  # fmt: skip
 
 
 def test_a_file_that_is_too_large_for_an_image_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,10 +223,10 @@ def test_skipped_items_count_as_bad_images_and_the_rest_is_the_same(ray_cluster:
 
 def test_skipped_items_are_a_share_of_all_items(ray_cluster: int, tmp_path: Path, capfd) -> None:
     """Of 3 images and 4 that were never listed as such, no share was enough: 1.0 allowed 3."""
-    files = {**GOOD, "dog/cut.jpg": jpeg(3)[:-200], **{f"cat/{i}.heic": b"?" for i in range(4)}}
+    files = {**GOOD, "dog/cut.jpg": jpeg(3)[:-200], **{f"cat/{i}.jxl": b"?" for i in range(4)}}
     source = write_folder(files, tmp_path / "raw")
     with pytest.raises(
-        UserError, match=r"^4 items of the source cannot be used, .* max_bad_share = 0.5 allows of 7: cat/0.heic"
+        UserError, match=r"^4 items of the source cannot be used, .* max_bad_share = 0.5 allows of 7: cat/0.jxl"
     ):
         shard.run(settings(source, tmp_path / "out", max_bad_share=0.5))
     with pytest.raises(
@@ -447,13 +447,13 @@ DEEP = b'{"label": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
 SHARD = [
     ("1.jpg", jpeg(1)), ("1.cls", b"0"), ("/tmp/ESC.jpg", jpeg(2)), ("/tmp/ESC.cls", b"1"), ("../up.jpg", jpeg(3)),
     ("../up.cls", b"0"), ("deep.jpg", jpeg(4)), ("deep.json", DEEP), (f"{LATIN}.jpg", jpeg(5)), (f"{LATIN}.cls", b"1"),
-    ("long.jpg", jpeg(6)), ("long.cls", b"9" * 5000), ("phone.heic", b"?"), ("phone.cls", b"0"),
+    ("long.jpg", jpeg(6)), ("long.cls", b"9" * 5000), ("phone.jxl", b"?"), ("phone.cls", b"0"),
 ]  # fmt: skip
 BAD = {
     "deep.jpg": "nested too deeply",
     "caf\\udce9.jpg": "not UTF-8",
     "long.jpg": "no whole number",
-    "phone.heic": "not read; convert it",
+    "phone.jxl": "not read; convert it",
 }
 
 
@@ -497,8 +497,8 @@ NO_IMAGES = {
         "an extension begins at the first dot of a name",
     ),
     "dots in the names": (["v2.cls", "v2.5.png"], "v2.5.png", "an extension begins at the first dot of a name"),
-    "a photograph in HEIC": (["2.cls", "2.HEIC"], "2.HEIC", "this format is not read; convert it to JPEG or PNG"),
-    "a photograph beside its mask": (["2.cls", "2.seg.png", "2.avif"], "2.avif", "this format is not read"),
+    "a photograph in JPEG XL": (["2.cls", "2.JXL"], "2.JXL", "this format is not read; convert it to JPEG or PNG"),
+    "a photograph beside its mask": (["2.cls", "2.seg.png", "2.jxl"], "2.jxl", "this format is not read"),
     "files that are not side by side": (
         ["2.cls", "1.png", "2.jpg"],
         "2.cls",

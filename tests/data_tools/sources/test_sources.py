@@ -240,14 +240,22 @@ def test_help_tells_every_setting() -> None:
 
 
 def test_photographs_of_other_formats_count_as_bad(tmp_path: Path) -> None:
-    """A phone's HEIC files were once `files without an image extension`, and left out."""
-    source = write_folder({**GOOD, "cat/2.HEIC": b"?", "fox/1.avif": b"?"}, tmp_path / "raw")
+    """They were once `files without an image extension`, and left out."""
+    source = write_folder({**GOOD, "cat/2.JXL": b"?", "fox/1.jxl": b"?"}, tmp_path / "raw")
     reason = "this format is not read; convert it to JPEG or PNG"
     for layout in ("folder", "images"):
         config = ShardConfig(source=str(source), out="unused", layout=layout)
         found = list_source(source, config, tmp_path / "staging")
-        assert found.skipped == [("", "cat/2.HEIC", reason), ("", "fox/1.avif", reason)]
+        assert found.skipped == [("", "cat/2.JXL", reason), ("", "fox/1.jxl", reason)]
         assert len(found) == len(GOOD)
+
+
+def test_photographs_of_phones_and_netpbm_s_are_images(tmp_path: Path) -> None:
+    files = {"cat/2.HEIC": b"?", "cat/3.hif": b"?", "fox/1.avif": b"?", "fox/2.ppm": b"?", "fox/3.pgm": b"?"}
+    source = write_folder({**GOOD, **files}, tmp_path / "raw")
+    found = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
+    assert not found.skipped
+    assert {name.partition(".")[0] for name in files} <= set(found.table["key"].to_pylist())
 
 
 def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
