@@ -23,14 +23,22 @@ _MAX_NUMBER = 2**16 - 1
 # More different values than any published data set has classes: a photograph, or a mask with smoothed borders.
 _MAX_VALUES = 1000
 _VALUE = re.compile(r"\d+|#[0-9a-fA-F]{6}")
-_LOSSY = {"JPEG": "a JPEG", "MPO": "a JPEG", "WEBP": "a WebP"}  # Pillow does not say whether a WebP has lost anything.
+# Pillow does not say whether a WebP, an AVIF or a JPEG 2000 has lost anything.
+_LOSSY = {
+    "JPEG": "a JPEG",
+    "MPO": "a JPEG",
+    "WEBP": "a WebP",
+    "AVIF": "an AVIF",
+    "HEIF": "a HEIC",
+    "JPEG2000": "a JPEG 2000",
+}
 _MODES = {"1", "L", "LA", "P", "PA", "I", "RGB", "RGBA"}  # and those of 16 bits, I;16 and others
 
 
 def decode_mask(data: bytes) -> np.ndarray:
     """The value of each pixel of a mask file, int32 (H, W): its number, also in a palette, or 0x1RRGGBB for a colour; alpha is dropped.
 
-    Raises DecodeError for bytes that are not an image, JPEG and WebP, whose compression may change values, and pixels that are
+    Raises DecodeError for bytes that are not an image, JPEG and other formats whose compression may change values, and pixels that are
     floating-point, negative or above 65,535.
     """
     values: np.ndarray = with_pillow(data, _values)
@@ -42,7 +50,10 @@ def _values(image: Image.Image) -> np.ndarray:
         raise DecodeError(f"{_LOSSY[image.format]} may not keep the values of a mask: give PNG files")
     if image.mode not in _MODES and not image.mode.startswith("I;16"):
         raise DecodeError(f"a mask has numbers or colours, not Pillow's mode {image.mode}")
+    scale = _pnm_scale(image)
     pixels = np.asarray(image)
+    if scale != 1:
+        pixels = np.round(pixels * scale).astype(np.int32)
     if pixels.ndim == 3 and pixels.shape[2] >= 3:
         values = np.full(pixels.shape[:2], _COLOUR >> 16, np.int32)
         for channel in range(3):  # One after another, because a mask of 24 million pixels would take 700 MB at once.
@@ -53,6 +64,16 @@ def _values(image: Image.Image) -> np.ndarray:
     if numbers.min() < 0 or numbers.max() > _MAX_NUMBER:
         raise DecodeError(f"values from {numbers.min():,} to {numbers.max():,} are no numbers of classes")
     return numbers
+
+
+def _pnm_scale(image: Image.Image) -> float:
+    """By what the values that Pillow returns of a PGM or PPM are multiplied to get those of the file: it stretches them to 255 or 65,535."""
+    if image.format != "PPM" or image.mode not in ("L", "RGB", "I"):
+        return 1
+    decoder, _, _, arguments = image.tile[0]  # type: ignore[attr-defined]
+    # Of "raw", the values are as in the file. The other decoders' last argument is the largest value that the header allows; colours of
+    # more than 8 bits become 8, as in PNG.
+    return 1 if decoder == "raw" else min(1, arguments[-1] / (65535 if image.mode == "I" else 255))
 
 
 @dataclass(frozen=True)

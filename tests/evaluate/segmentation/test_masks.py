@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from block_pairs import settings
+from heic_files import HEIC
 from PIL import Image
 
 from pipeline.base.errors import UserError
@@ -58,6 +59,18 @@ def test_numbers_of_more_than_8_bits_and_two_colours_of_one_bit() -> None:
     assert decode_mask(stored(Image.fromarray(np.array([[True, False]])))).tolist() == [[1, 0]]
 
 
+def test_a_pgm_has_the_numbers_of_its_file() -> None:
+    """Pillow stretches them to 255, or to 65,535: classes 0 to 20 of a PGM whose header says 20 would be 0, 13, 26, ..."""
+    for text in (b"P2 3 1 20 0 1 20", b"P5 3 1 20 \0\1\x14", b"P5 3 1 255 \0\1\x14", b"P2 3 1 1000 0 1 20"):
+        assert decode_mask(text).tolist() == [[0, 1, 20]]
+    for largest in (1, 7, 254, 256, 4095, 65_534, 65_535):
+        numbers = " ".join(str(number) for number in range(largest % 100, largest + 1, max(1, largest // 300)))
+        text = f"P2 {numbers.count(' ') + 1} 1 {largest} {numbers}"
+        assert " ".join(map(str, decode_mask(text.encode())[0])) == numbers
+    assert value_text(int(decode_mask(b"P3 1 1 100 1 50 100")[0, 0])) == "#013264"
+    assert decode_mask(stored(Image.fromarray(np.array([[True, False]])), "PPM")).tolist() == [[1, 0]]
+
+
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
 def test_a_colour_is_a_value(mode: str) -> None:
     colours = np.array([[[255, 128, 0], [0, 0, 7]]], np.uint8)
@@ -74,6 +87,11 @@ def test_what_is_no_mask_is_refused() -> None:
         decode_mask(stored(Image.fromarray(NUMBERS), "JPEG"))
     with pytest.raises(DecodeError, match="a WebP may not keep the values of a mask"):
         decode_mask(stored(Image.fromarray(NUMBERS), "WEBP"))
+    for format, name in {"AVIF": "an AVIF", "JPEG2000": "a JPEG 2000"}.items():
+        with pytest.raises(DecodeError, match=f"{name} may not keep the values of a mask"):
+            decode_mask(stored(Image.fromarray(NUMBERS), format))
+    with pytest.raises(DecodeError, match="a HEIC may not keep the values of a mask"):
+        decode_mask(HEIC["ten bits, grey"])
     with pytest.raises(DecodeError, match="numbers or colours, not Pillow's mode F"):
         decode_mask(stored(Image.fromarray(NUMBERS.astype(np.float32)), "TIFF"))
     with pytest.raises(DecodeError, match="values from -1 to 5 are no numbers of classes"):
