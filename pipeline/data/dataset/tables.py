@@ -34,7 +34,7 @@ REMEDY = "Copy it again, or run the same launch/shard.py again to re-make it."
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 # The columns of a sample that are known before its shard has a number. offset and size: of the image's bytes inside the
-# tar. width and height: as stored, before any EXIF rotation. xxh128: of the image's bytes (`data/storage/content.py`).
+# tar. width and height: as stored, before any EXIF rotation (of a HEIC: after its own). xxh128: of the image's bytes (`data/storage/content.py`).
 ROWS = pa.schema(
     [
         ("key", pa.string()),

@@ -11,7 +11,7 @@ from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.shared import check_pattern, group_pattern, mlflow_uri, pixels, share
 
 _URL = "Folder or URL (s3://, gs://)"
-_INSPECT = "decode: decode every image; header: read its header and, for JPEG and PNG, look for the end marker."
+_INSPECT = "decode: decode every image; header: read its header and, but for GIF, BMP, TIFF and PPM, look for its end."
 Inspect = Literal["decode", "header"]
 
 
