@@ -47,7 +47,7 @@ optimizer: {name: sgd, lr: 0.1, weight_decay: 0}
 schedule: {decay: cosine, warmup: 1 steps}
 engine: {precision: fp32}
 init: {weights: any}
-track: {enabled: false}
+track: {enabled: false, figures: false}
 """
 
 
