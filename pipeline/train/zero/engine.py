@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from pipeline.base import random_numbers
@@ -401,13 +401,18 @@ def _without_joint_reductions() -> None:
 
 @contextmanager
 def _quiet() -> Any:
-    """Context that discards standard output: DeepSpeed prints its configuration and timings there."""
+    """Context that discards standard output: DeepSpeed prints its configuration and timings there.
+
+    At stage 3 it also writes out every parameter's values for a message that it does not print, a tenth of its start.
+    """
     sys.stdout.flush()
     saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
+    write_out, nn.Parameter.__repr__ = nn.Parameter.__repr__, object.__repr__  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
+        nn.Parameter.__repr__ = write_out  # type: ignore[assignment, method-assign]
         sys.stdout.flush()
         os.dup2(saved, 1)
         os.close(saved)
