@@ -4,8 +4,6 @@ import csv
 import json
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 import yaml
 from forked import Forge
 from PIL import Image
-from ranks import ROOT, settings
+from ranks import settings
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -164,12 +162,13 @@ def test_a_step_names_what_each_rank_read(run: Path, overrides: list[str], data:
     assert {row["epoch"] for row in ask(run, "step=7")} == {0, 1}
 
 
-def test_the_command_writes_a_table_and_a_sheet(run: Path, overrides: list[str], data: Dataset, tmp_path: Path) -> None:
+def test_the_command_writes_a_table_and_a_sheet(
+    run: Path, overrides: list[str], data: Dataset, tmp_path: Path, forge: Forge
+) -> None:
     file, sheet = tmp_path / "part.csv", tmp_path / "part.png"
-    command = [sys.executable, "launch/samples.py", f"run={run}", "step=2", "ranks=2", "rank=1", f"csv={file}"]
-    done = subprocess.run([*command, f"sheet={sheet}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "step 2 of 8, rank 1 of 2: 12 samples, trained" in done.stderr
+    command = ["launch/samples.py", f"run={run}", "step=2", "ranks=2", "rank=1", f"csv={file}", f"sheet={sheet}"]
+    said = forge.start_work(1, "forked:command", command).finish()
+    assert "step 2 of 8, rank 1 of 2: 12 samples, trained" in said
     part = list(csv.DictReader(file.open()))
     assert part == [{name: str(value) for name, value in row.items()} for row in ask(run, "step=2")[12:]]
     for row in part:
