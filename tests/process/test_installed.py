@@ -139,6 +139,6 @@ def test_the_installed_library_shards_trains_and_loads(wheel: Path, tmp_path: Pa
     tiny = ["model.width=32", "model.depth=1", "model.mlp_width=32", "model.num_heads=2", "model.image_size=16"]
     short = ["train.length=2 steps", "train.global_batch=4", "train.micro_batch=4", "data.threads=1", "data.streams=4"]
     run(home / "bin/python", "-m", "launch.pretrain", "--config", "configs/demo/pretrain.yaml", "name=try",
-        "data.path=data", "track.enabled=false", "evaluate.every=2 steps", "checkpoint.every=2 steps", *tiny, *short)  # fmt: skip
+        "data.path=data", "track.enabled=false", "track.figures=false", "evaluate.every=2 steps", "checkpoint.every=2 steps", *tiny, *short)  # fmt: skip
     assert float(run(home / "bin/python", "-c", _PREDICT)) == pytest.approx(2)
     assert sorted(path.name for path in work.iterdir()) == ["data", "photos", "runs"]
