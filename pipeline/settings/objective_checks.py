@@ -35,6 +35,8 @@ Labels = Literal["learned", "partly", "scored", "unread"]
 LABELS: dict[str, Labels] = {
     "softmax": "learned", "sigmoid": "learned", "distill_classes": "scored", "pseudo_labels": "partly",
 }  # fmt: skip
+# For messages: those that read no labels.
+NEED_NO_LABELS = " | ".join(loss for loss in OBJECTIVES if loss not in LABELS)
 # Defaults of objective.local_size and objective.mask_share. Here, because they are compared with the patches of a model before torch is
 # imported.
 LOCAL_SIZE, MASK_SHARE = 96, 0.75
@@ -70,16 +72,15 @@ def check_objective(config: "RunConfig") -> None:
 
 def refuse_without_labels(config: "RunConfig", num_classes: int) -> None:
     """Raise UserError if a run reads labels and its data set, of num_classes classes, has none, or one from which nothing is learned."""
-    others = [loss for loss in OBJECTIVES if loss not in LABELS]
     if config.needs_labels and not num_classes:
         raise UserError(
             f"train.loss = {config.train.loss} needs labels, and this data set has none (0 classes). Use an objective that needs "
-            f"none (train.loss={' | '.join(others)}), or a data set with labels."
+            f"none (train.loss={NEED_NO_LABELS}), or a data set with labels."
         )
     if config.train.loss in ("softmax", "pseudo_labels") and num_classes == 1:
         raise UserError(
             f"train.loss = {config.train.loss} needs at least two classes, and this data set has one: its loss is 0 and its accuracy 100 % from the "
-            f"first step, and nothing is learned. Use an objective that needs no labels (train.loss={' | '.join(others)}), or "
+            f"first step, and nothing is learned. Use an objective that needs no labels (train.loss={NEED_NO_LABELS}), or "
             "train.loss=sigmoid if some images do not have the label."
         )
 

@@ -1,12 +1,13 @@
 """Runs on a data set without labels or without a held-out split: what they measure, what they refuse, exact resume."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from forked import Forge
@@ -18,7 +19,7 @@ from tiny import make_dataset
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shard, open_dataset, write_dataset
 from pipeline.data.mixture.run_data import held_out_split, run_splits
 from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe
@@ -167,9 +168,11 @@ def test_an_objective_that_measures_no_held_out_image_does_not_advise_to_hold_ou
 
 def test_one_class_is_too_few_to_learn_from(photos: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(photos, tmp_path / "one")
-    info = json.loads((folder / "dataset.json").read_text())
-    del info["checksum"], info["num_classes"]
-    (folder / "dataset.json").write_text(json.dumps({**info, "classes": ["thing"]}))
+    rows = pq.read_table(photos / SAMPLES_FILE).select(ROWS.names)
+    labels = pa.array([[0] if number % 2 else [] for number in range(150)], ROWS.field("labels").type)
+    rows = rows.set_column(rows.schema.get_field_index("labels"), ROWS.field("labels"), labels)
+    shards = [Shard(**shard) for shard in pq.read_table(photos / SHARDS_FILE).to_pylist()]
+    write_dataset(folder, shards, [rows.slice(start, 40) for start in range(0, 150, 40)], ["thing"], {}, {})
     with pytest.raises(UserError, match="softmax needs at least two classes, and this data set has one"):
         prepare(load(folder, "data.eval_split="))
     with pytest.raises(UserError, match="softmax needs at least two classes"):

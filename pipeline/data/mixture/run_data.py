@@ -17,7 +17,7 @@ from pipeline.data.mixture.phases import WAY_OUT, mixture_of
 from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import MixedSplit, mix
 from pipeline.data.storage.cache import Storage
-from pipeline.settings.objective_checks import Labels
+from pipeline.settings.objective_checks import NEED_NO_LABELS, Labels
 from pipeline.settings.run_sections import DataConfig, MixedSet
 
 # The default of data.eval_split.
@@ -76,7 +76,7 @@ def open_run_data(
 
     labels: what the run does with them. If they are only scored, those of data.path and of sets that are evaluated are there; if they are
     learned partly, those of sets that have some; if they are unread, those of data.path alone. Raises UserError as `open_dataset` and
-    `run_splits` do, and for sets that do not go together.
+    `run_splits` do, for sets that do not go together, and for training images of which none has a label that is learned.
     """
     reads_labels = labels != "unread"
     own = dataset = open_dataset(data.path, storage)
@@ -258,9 +258,10 @@ def _refuse_needless(entry: MixedSet, labels: Labels) -> None:
 
 def _refuse_unlabelled(split: Split, own: Dataset, labels: Labels) -> None:
     """Raise UserError if no sample has a label where some must. A data set without any classes is refused by what reads them."""
-    if labels == "partly" and own.classes and split.num_unlabelled == len(split):
+    if labels in ("learned", "partly") and own.classes and 0 < len(split) == split.num_unlabelled:
         raise UserError(
-            f"no training image has a label (split {split.name!r} of {own.path}): nothing is learned. Name a split or a set with labels."
+            f"no training image has a label (split {split.name!r} of {own.path}): nothing is learned. Name a split or a set with labels "
+            f"(data.train_split, data.path), or use an objective that needs none (train.loss={NEED_NO_LABELS})."
         )
 
 

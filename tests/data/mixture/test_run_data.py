@@ -243,6 +243,14 @@ def test_a_split_that_nothing_can_be_scored_on_is_refused(tmp_path: Path, num_im
         UserError, match=f"a: split 'val' has {has}, so nothing can be scored on it. Name another split.$"
     ):
         open_run_data(settings, 0, 20, "learned")
+    trained = replace(settings, train_split="val", eval_split="train")
+    if num_images:
+        assert len(open_run_data(trained, 0, 20, "scored").split) == num_images
+        for labels in ("learned", "partly"):
+            with pytest.raises(
+                UserError, match=r"no training image has a label \(split 'val' of .*a\): nothing is learned"
+            ):
+                open_run_data(trained, 0, 20, labels)
     probed = config(tmp_path, "", "data.eval_split=", "data.mix=[]", "probe.every=1 epochs")
     with pytest.raises(UserError, match=r"a: split 'val' has no images with a class"):
         open_run_probe(probed, open_dataset(train), open_dataset(train).split("train"), open_dataset(train))
