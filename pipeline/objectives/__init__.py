@@ -112,9 +112,10 @@ def flat_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def without_effect(config: RunConfig) -> list[str]:
-    """A line for each reason for which settings of a run, or of its objective, have no effect."""
-    of_objective = effect.without_effect(kind(config.train.loss).settings(config), "objective.")
-    return effect.without_effect(config) + config.without_effect() + of_objective
+    """A line for each reason for which settings of a run, or of its objective, have no effect, or little (`Objective.notes`)."""
+    objective = kind(config.train.loss)
+    of_objective = effect.without_effect(objective.settings(config), "objective.")
+    return effect.without_effect(config) + config.without_effect() + of_objective + objective.notes(config)
 
 
 def teacher_digest(config: RunConfig) -> str:

@@ -118,6 +118,11 @@ class Objective(nn.Module):
         return ""
 
     @classmethod
+    def notes(cls, config: RunConfig) -> list[str]:
+        """Lines to print about settings of a run that are allowed, and of little use with this objective; often none."""
+        return []
+
+    @classmethod
     def teacher_file(cls, config: RunConfig) -> tuple[Path, str] | None:
         """Published weights that it learns from, and the SHA-256 of what is read of them; None for none.
 

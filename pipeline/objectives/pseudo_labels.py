@@ -60,7 +60,19 @@ class PseudoLabels(Classification):
 
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, Metric]:
-        return {"confident": Metric("share"), "pseudo_classes": Metric(better="higher")}
+        losses_of_kinds = dict.fromkeys(("supervised_loss", "unsupervised_loss"), Metric("loss", "lower"))
+        return {**losses_of_kinds, "confident": Metric("share"), "pseudo_classes": Metric(better="higher")}
+
+    @classmethod
+    def notes(cls, config: RunConfig) -> list[str]:
+        if undistorted(config.augment) != config.augment:
+            return []
+        moves = ["crop"] * (config.augment.crop != "none") + ["flip"] * config.augment.flip
+        differ = f"differ by {' and '.join(moves)} alone" if moves else "are the same"
+        return [
+            f"train.loss = pseudo_labels: the teacher's view and the model's {differ}. Distort the model's, as "
+            "augment.randaugment_layers=2 does, or augment.color_jitter, erase, mixup and others"
+        ]
 
     # ------------------------------------------------------------------ module
     @classmethod
@@ -106,6 +118,8 @@ class PseudoLabels(Classification):
         found = losses(logits, learned, self.loss_kind, self.label_smoothing, own)
         shares = F.one_hot(guess, probabilities.shape[1]).float().T @ used.float() / used.sum().clamp(min=1)
         return mean_of_valid(found, valid), {
+            "supervised_loss": mean_among_valid(found.detach(), valid & ~unlabelled),
+            "unsupervised_loss": mean_among_valid(found.detach(), unlabelled),
             "confident": mean_among_valid(used.float(), unlabelled),
             "pseudo_classes": torch.special.entr(shares).sum().exp() * used.any(),
         }

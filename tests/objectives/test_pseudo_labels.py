@@ -62,8 +62,8 @@ def losses(objective: PseudoLabels, mixing: Mixing | None = None) -> tuple[Tenso
     return objective(*objective.inputs(batch(), torch.device("cpu"), mixing))
 
 
-def expected(objective: PseudoLabels, own: float, threshold: float, smoothing: float) -> tuple[float, int]:
-    """(the loss of pairs that are mixed by `own` where both are readable and have a label, the number of pseudo-labels), image by image."""
+def expected(objective: PseudoLabels, own: float, threshold: float, smoothing: float) -> tuple[list[float], int]:
+    """(losses of pairs that are mixed by `own` where both are readable and have a label, the number of pseudo-labels), image by image."""
     strong, weak = (view[0].permute(0, 3, 1, 2) / 127.5 - 1 for view in batch().views)
     with torch.no_grad():
         sure = objective.teacher["backbone"](weak).softmax(1).tolist()
@@ -71,7 +71,7 @@ def expected(objective: PseudoLabels, own: float, threshold: float, smoothing: f
     for label, valid, of_teacher in zip(LABELS, VALID, sure, strict=True):
         guess = of_teacher.index(max(of_teacher)) if max(of_teacher) >= threshold and valid else NONE
         learned.append(guess if label == NONE else label)
-    total = 0.0
+    found = [0.0] * len(LABELS)
     for image in range(len(LABELS)):
         partner = image ^ 1
         known = NONE not in (learned[image], learned[partner])
@@ -80,8 +80,8 @@ def expected(objective: PseudoLabels, own: float, threshold: float, smoothing: f
         log_p = objective.backbone(seen[None])[0].detach().log_softmax(0)
         for label, share in ((learned[image], weight), (learned[partner], 1 - weight)):
             if share and label != NONE and VALID[image]:
-                total -= share * float((1 - smoothing) * log_p[label] + smoothing * log_p.mean())
-    return total / len(LABELS), sum(old == NONE != new for old, new in zip(LABELS, learned, strict=True))
+                found[image] -= share * float((1 - smoothing) * log_p[label] + smoothing * log_p.mean())
+    return found, sum(old == NONE != new for old, new in zip(LABELS, learned, strict=True))
 
 
 @pytest.mark.parametrize("own", [1.0, 0.7])
@@ -90,7 +90,9 @@ def test_the_loss_is_its_formula(own: float, threshold: float) -> None:
     objective = create(f"objective.threshold={threshold}", "train.label_smoothing=0.1")
     loss, values = losses(objective, Mixing(own, None) if own < 1 else None)
     by_hand, used = expected(objective, own, threshold, 0.1)
-    assert loss.item() == pytest.approx(by_hand, rel=1e-5)
+    assert loss.item() == pytest.approx(sum(by_hand) / 8, rel=1e-5)
+    assert values["supervised_loss"].item() == pytest.approx(sum(by_hand[:2]) / 2, rel=1e-5)
+    assert values["unsupervised_loss"].item() == pytest.approx(sum(by_hand[2:]) / 5, rel=1e-5)
     assert values["confident"].item() == pytest.approx(used / 5)
     assert used == {0.0: 5, 1.0: 0}.get(threshold, used)
     assert threshold != 0.35 or 0 < used < 5
@@ -138,6 +140,21 @@ def test_the_teacher_s_view_has_the_crop_alone() -> None:
     assert strong.augment == config.augment
     assert weak.augment == replace(config.augment, **dict.fromkeys(distorted, 0))
     assert (weak.size, weak.count) == (strong.size, strong.count) == (config.model.image_size, 1)
+
+
+@pytest.mark.parametrize(
+    ("augment", "said"),
+    [
+        (["augment.mixup=0.8"], ""),
+        (["augment.randaugment_layers=2", "augment.crop=none"], ""),
+        ([], "differ by crop and flip alone"),
+        (["augment.crop=none"], "differ by flip alone"),
+        (["augment.crop=none", "augment.flip=false"], "are the same"),
+    ],
+)
+def test_views_that_no_distortion_sets_apart_are_said(augment: list[str], said: str) -> None:
+    lines = objectives.without_effect(schema.load(RunConfig, None, given(Path("d"), *augment)))
+    assert [said in line for line in lines if "the teacher's view" in line] == [True] * bool(said)
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +282,8 @@ def test_a_run_on_few_labels_exports_its_teacher_and_resumes_exactly(
     forge.start(2, [*given(dataset, *more), "name=whole"]).finish()
     whole = tmp_path / "whole"
     assert set(metrics(whole, "val_top1")) == {2, 4}
-    assert set(metrics(whole, "confident")) == set(metrics(whole, "pseudo_classes")) == {1, 2, 3, 4}
+    for name in ("supervised_loss", "unsupervised_loss", "confident", "pseudo_classes"):
+        assert set(metrics(whole, name)) == {1, 2, 3, 4}
     assert any(metrics(whole, "confident").values())
     assert "24 of 84 samples have a label" in (whole / "log.txt").read_text()
     cut = Path(shutil.copytree(whole, tmp_path / "cut"))
