@@ -17,7 +17,7 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.decode import inspect
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
+from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split, refuse_without_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.predict import read_class_names, with_readable_labels
 from pipeline.evaluate.probes.features import extract
@@ -42,6 +42,7 @@ def run(config: ChooseConfig) -> list[str]:
     labelled = None
     if config.labelled:
         labelled = open_adhoc_split(config.labelled, config.labelled_split, config.exclude, names, "labelled")
+    refuse_without_dataset(config, split=["images"], labelled_split=["labelled"], exclude=["images", "labelled"])
     for line in images.split.notes() + (labelled.split.notes() if labelled else []):
         print(line)
     candidates = np.sort(random_numbers.permutation(len(images.split), config.seed, _CANDIDATES)[: config.candidates])

@@ -19,7 +19,7 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
-from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
+from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split, refuse_without_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.predict import read_class_names, with_readable_labels
 from pipeline.evaluate.probes.features import Features, extract
@@ -46,6 +46,7 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     loaded = load_model(config)
     names = read_class_names(config.class_names) or loaded.extra.get("classes") or []
     images = with_readable_labels(open_adhoc_split(config.images, config.split, config.exclude, names), loaded)
+    refuse_without_dataset(config, split=["images"], exclude=["images"])
     for line in images.split.notes():
         print(line)
     query = _open_query(config) if config.like else None

@@ -153,6 +153,9 @@ def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, t
         (21, "labelled=PHOTOS", r"of 21 candidates 0 can .* no copies of each other or of labelled ones, fewer than num = 21\.$"),
         (3, "labelled=nowhere", "labelled = nowhere: no such file or folder"),
         (3, "labelled_split=val", "labelled_split = val has no effect without labelled"),
+        (3, "split=train", "split = train has no effect: it selects from a data set, and images = .*photos is none"),
+        (3, "labelled=PHOTOS labelled_split=val", "labelled_split = val has no effect: it .*, and labelled = .*photos is none"),
+        (3, "labelled=PHOTOS exclude=none", "exclude = none has no effect: .*, and images = .*photos; labelled = .*photos is none"),
     ],
 )  # fmt: skip
 def test_mistakes_leave_nothing(num: int, more: str, message: str, weights: Path, photos: Path, tmp_path: Path) -> None:
@@ -161,7 +164,7 @@ def test_mistakes_leave_nothing(num: int, more: str, message: str, weights: Path
             path.write_bytes((photos / "red_00.png").read_bytes())
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(UserError, match=message):
-        run(weights, photos, tmp_path / "new" / "out", num, more.replace("PHOTOS", str(photos)))
+        run(weights, photos, tmp_path / "new" / "out", num, *more.replace("PHOTOS", str(photos)).split())
     assert sorted(os.listdir(tmp_path)) == before
 
 

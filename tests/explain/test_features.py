@@ -112,6 +112,8 @@ def test_the_table_has_what_the_head_reads(
     said = r"11 samples of 19 cannot be read, more than max_bad_share = 0.2 allows \(10\)"
     with pytest.raises(UserError, match=said):
         run(weights, photos, tmp_path / "none.parquet", "max_bad_share=0.2")
+    with pytest.raises(UserError, match="split = train has no effect"):
+        run(weights, photos, tmp_path / "none.parquet", "split=train")
     assert not (tmp_path / "none.parquet").exists()
     # A small folder with some unreadable images is no reason to stop, unless the user says so.
     (photos / "unsorted" / "9.png").unlink()

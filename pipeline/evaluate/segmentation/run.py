@@ -25,7 +25,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import replacing, write_files
-from pipeline.evaluate.adhoc_split import is_dataset
+from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
 from pipeline.evaluate.segmentation import report
 from pipeline.evaluate.segmentation.apply import open_others, write_masks
@@ -76,6 +76,10 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     data, split = _scored_on(config)
     folder = output_folder(config.out, config.weights, "segment", f"{data}-{split}", holds="segmentation")
     others = open_others(config, folder / _MASKS) if config.apply else None
+    refuse_without_dataset(
+        config, split=["images", "masks"], val_split=["images", "masks", "val_images", "val_masks"], apply_split=["apply"],
+        exclude=["images", "val_images", "apply"],
+    )  # fmt: skip
     masks = scan(config, _budget(config), train, test)
     for pairs in (train, test):
         _try_first(pairs, masks.classes)

@@ -253,6 +253,9 @@ def test_what_is_refused_before_anything_is_written(
         run.run(command(weights, places, out, "layers=3"))
     with pytest.raises(UserError, match="short_side = 12 is smaller than image_size = 16, the side of the windows"):
         run.run(command(weights, places, out, "short_side=12"))
+    for given in ("split=val", "val_split=test", "exclude=none"):
+        with pytest.raises(UserError, match=rf"{given.replace('=', ' = ')} has no effect: it selects from a data set"):
+            run.run(command(weights, places, out, given))
     with pytest.raises(UserError, match="unknown setting eval_crop"):
         schema.load(SegmentConfig, None, ["weights=w", "images=i", "masks=m", "eval_crop=resize"])
     with pytest.raises(UserError, match=r"scale_min = 3.0 is larger than scale_max = 2.0"):
