@@ -18,7 +18,7 @@ from pipeline.base.words import counted, on_one_line
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
-from pipeline.data.mixture.label_use import label_notes
+from pipeline.data.mixture.label_use import data_notes
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
 from pipeline.evaluate import architecture
@@ -86,8 +86,8 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     if not stop.folder.is_locked:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
     probe_notes = prepared.run_probe.notes(data) if prepared.run_probe else []
-    label_lines = label_notes(data, config.train.loss) if ranks.is_main else []  # Others say nothing.
-    for line in plan.notes(config) + objectives.without_effect(config) + data.notes() + label_lines + probe_notes:
+    data_lines = data_notes(data, config.train.loss) if ranks.is_main else []  # Others say nothing.
+    for line in plan.notes(config) + objectives.without_effect(config) + data_lines + probe_notes:
         console.say(line)
     start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config))
     ranks.agree(in_use)

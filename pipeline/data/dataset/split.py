@@ -152,11 +152,11 @@ class Split:
         number = f"{len(self.excluded_rows):,}"
         return f"{number} samples ({digest[:8]})"  # Compared with the text in a checkpoint, so "1 samples" stays.
 
-    def notes(self) -> list[str]:
-        """Lines to print about how this split was opened; often none."""
+    def notes(self, labels: bool = True) -> list[str]:
+        """Lines to print about how this split was opened; often none. labels: whether to say how many samples have none."""
         lines = [self.index.note] if self.index.note else []
         # Counted only where that needs no pass over all samples. With several labels, none is a label like any other.
-        if self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
+        if labels and self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
             lines.append(f"{self.name}: {bare:,} of {counted(len(self.index), 'sample')} have no label")
         if self.excluded_by:
             lists = ", ".join(f"{name} {count:,}" for name, count in self.excluded_by.items())

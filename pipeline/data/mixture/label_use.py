@@ -9,8 +9,15 @@ from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.settings.objective_checks import LABELS
 
+# Values of train.loss of which `label_notes` counts the samples with or without a label.
+_COUNTED = ("softmax", "pseudo_labels")
 # Samples of which labels are read at a time: first so many, then up to the other number.
 _FIRST, _MOST = 1024, 2**20
+
+
+def data_notes(data: RunData, loss: str) -> list[str]:
+    """Lines to print about the data of a run with this `train.loss`: how they were opened, then `label_notes`."""
+    return data.notes(labels=loss not in _COUNTED) + label_notes(data, loss)
 
 
 def label_notes(data: RunData, loss: str) -> list[str]:

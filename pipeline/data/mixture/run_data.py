@@ -58,11 +58,11 @@ class RunData:
         """Names among `evaluated` of splits that are trained on, as a part of a mixture may be."""
         return [name for name, (of, split) in self.evaluated.items() if self.trains_on(of.fingerprint, split)]
 
-    def notes(self) -> list[str]:
-        """Lines to print about the splits."""
+    def notes(self, labels: bool = True) -> list[str]:
+        """Lines to print about the splits. labels: whether to say how many samples of a training split have none, as `label_notes` may."""
         of_evaluation = self.evaluation.notes() if self.evaluation else []
         trained = [f"{name} is trained on: its scores are not of held-out images" for name in self.also_trained_on]
-        return [*self.split.notes(), *of_evaluation, *trained]
+        return [*self.split.notes(labels), *of_evaluation, *trained]
 
 
 def open_run_data(

@@ -126,7 +126,8 @@ class MixedSplit(Split):
         sets = zip(self.set_names, self.shares, self.sets, strict=True)
         return "mixture: " + "; ".join(f"{name} {share} ({counted(len(part), 'sample')})" for name, share, part in sets)
 
-    def notes(self) -> list[str]:
+    def notes(self, labels: bool = True) -> list[str]:
+        """As of `Split`. Of each part it is always said how many samples have no label."""
         names = self.set_names
         of_sets = [f"{name}: {line}" for name, part in zip(names, self.sets, strict=True) for line in part.notes()]
         return [self.describe(), *of_sets, *self.lines]

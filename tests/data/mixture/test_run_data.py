@@ -17,7 +17,7 @@ from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shar
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.views import train_view
-from pipeline.data.mixture.label_use import label_notes
+from pipeline.data.mixture.label_use import data_notes, label_notes
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.run_data import RunData, open_run_data
@@ -317,6 +317,8 @@ def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> Non
     assert label_notes(some, "sigmoid") == []  # It learns whether an image has the label.
     for labels in ([[2], [], [1, 2]] * 30, [[1], [], [2, 3]] * 30, [[2], [], [2]] * 29 + [[2], [], [3]]):
         assert label_notes(labelled(data, labels), "softmax") == [bare]
+    assert [line for line in data_notes(some, "softmax") if "label" in line] == [bare, single]
+    assert data_notes(some, "sigmoid") == ["train: 30 of 90 samples have no label"]
     # As many as are not excluded, and of the classes of a mixture.
     kept = replace(some, split=some.split.only(np.arange(1, 90, 3)))
     assert label_notes(kept, "softmax") == ["train.loss = softmax learns nothing from 30 of 30 samples: no label"]
