@@ -20,7 +20,7 @@ from pipeline.evaluate.intervals import OVER_SAMPLES, Interval, of_samples, of_s
 from pipeline.evaluate.segmentation.counts import FILE as PIXEL_COUNTS
 from pipeline.evaluate.segmentation.counts import PixelCounts, bootstrap_interval, miou_of, parse_counts, resampled_miou
 from pipeline.monitor.page_folder import Start
-from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin, flops_until
+from pipeline.monitor.run_page import PROBED_IMAGES, DatasetFacts, WeightsOrigin, flops_until
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
 
@@ -367,8 +367,10 @@ class RunRecord:
         """A metric of the held-out split by its name without the split, such as "top1"."""
         return self.metrics.get(f"{self.split}_{name}")
 
-    def num_evaluated(self, step: int) -> int:
-        """Number of images of the held-out split that the evaluation at this step read; 0 if unknown."""
+    def num_tested(self, name: str, step: int) -> int:
+        """Number of images of which a metric was measured at this step; 0 if unknown, as of the probes of runs of earlier versions."""
+        if name in self.probes and self.kind != "evaluation":
+            return as_count(self.parameters.get(PROBED_IMAGES))
         evaluated = self.dataset("evaluation")
         return int(self._at(f"{self.split}_num_samples", step, evaluated.num_samples if evaluated else 0))
 
@@ -383,13 +385,11 @@ class RunRecord:
         name = name or self.scored
         series, metric = self.metrics[name], self.metric(name)
         step, value = int(series.steps[number]), float(series.values[number])
-        if name in self.probes:
-            if self.kind != "evaluation":  # On how many images is not known.
-                return Score(title_of(name), value, step, metric=metric)
+        num, is_proportion = self.num_tested(name, step), metric.unit == "proportion" or name in self.probes
+        if name in self.probes and self.kind == "evaluation":  # Of a run in training it is not tested.
             metric = replace(metric, unit="proportion")
-        num = self.num_evaluated(step)
         effective = min(num, max(1.0, self._at(f"{name}_effective_images", step, num))) if num else 0
-        interval = of_samples(value, effective) if num and metric.unit == "proportion" and 0 <= value <= 1 else None
+        interval = of_samples(value, effective) if num and is_proportion and 0 <= value <= 1 else None
         if name.endswith("_miou") and self.pixel_counts is not None and self.resampled_miou is not None:
             interval = Interval(*bootstrap_interval(self.pixel_counts, self.resampled_miou), OVER_SAMPLES)
         own = name.removeprefix(f"{self.split}_")

@@ -211,10 +211,10 @@ def _score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
         series, own_name = record.metrics[name], name.removeprefix(f"{record.split}_")
         shown, count = (
             f"{titles.get(own_name, title_of(own_name))}, split {record.split}",
-            record.num_evaluated(int(series.steps[-1])),
+            record.num_tested(name, int(series.steps[-1])),
         )
         if name in probed:
-            shown, count = f"probe {name}", count if record.kind == "evaluation" else 0
+            shown, count = f"probe {name}", count if name in record.probes or record.kind == "evaluation" else 0
         cells = []
         for number in (len(series) - 1, best_of(series, record.metric(name))):
             cells += [str(record.score_at(number, name)), f"{series.steps[number]:,}"]

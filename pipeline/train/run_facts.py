@@ -26,13 +26,14 @@ from pipeline.estimate.plan import Plan
 from pipeline.estimate.step_time import predicted_speed
 from pipeline.evaluate import architecture
 from pipeline.evaluate.intervals import of_samples
-from pipeline.evaluate.probes.probe import probe_metrics
+from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
 from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import (
     FLOPS_OF_PARTS,
     PREDICTED_SPEED,
+    PROBED_IMAGES,
     TEACHER_TAG,
     DatasetFacts,
     RunFacts,
@@ -51,8 +52,9 @@ ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.j
 
 
 def run_facts(
-    config: RunConfig, plan: Plan, model: Model, data: RunData, device: torch.device, origin: WeightsOrigin | None
-) -> RunFacts:
+    config: RunConfig, plan: Plan, model: Model, data: RunData, device: torch.device, origin: WeightsOrigin | None,
+    probe: RunProbe | None = None,
+) -> RunFacts:  # fmt: skip
     """The facts of a run whose model is built. origin: None for new weights, and where it was not recorded."""
     dataset, split = data.dataset, data.split
     flops = objectives.training_flops(config, model.config)
@@ -77,6 +79,8 @@ def run_facts(
         "classes": dataset.num_classes,
         "excluded": split.excluded,
     }
+    if probe and probe.labelled:
+        parameters[PROBED_IMAGES] = len(probe.labelled.test)
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
         if speed := predicted_speed(config, plan, model.config, gpu, ranks_on_host()):
@@ -242,8 +246,12 @@ def _last_scores(folder: Path, config: RunConfig) -> str:
     if held_out is not None:
         told += f"; at step {held_out.get('step')}: {scores_in_words(held_out)}"
     if probed is not None:
-        metrics = probe_metrics(probed, config.probe.prefix)
-        shown = [f"{name} {metric_of(name).text(value)}" for name, value in metrics.items() if metric_of(name).better]
+        metrics, count = probe_metrics(probed, config.probe.prefix), probed.get("num_samples", 0)
+        shown = [
+            f"{name} {metric.text(value)}{_interval(value, metrics.get(f'{name}_effective_images') or count) if metric.is_share else ''}"
+            for name, value in metrics.items()
+            if (metric := metric_of(name)).better
+        ]
         told += f"; probe at step {probed.get('step')}: {', '.join(shown)}" * bool(shown)
     return told
 
@@ -259,11 +267,19 @@ def scores_in_words(scores: dict[str, Any]) -> str:
             and isinstance(value, int | float)
         ):
             metric, effective = metric_of(f"split_{name}"), scores.get(f"{name}_effective_images") or count
-            interval = of_samples(value, effective) if metric.unit == "proportion" and count else None
-            spread = f" [{100 * interval.low:.2f}, {100 * interval.high:.2f}]" if interval else ""
-            told.append(f"{name} {metric.text(value)}{spread}")
+            told.append(
+                f"{name} {metric.text(value)}{_interval(value, effective) if metric.unit == 'proportion' else ''}"
+            )
     unreadable = f", {scores['num_unreadable']:,} of them unreadable" if scores.get("num_unreadable") else ""
     return ", ".join(told) + f" on {counted(count, 'image')}" * bool(count) + unreadable
+
+
+def _interval(accuracy: float, count: float) -> str:
+    """As " [70.10, 71.88]"; "" where the number of images is unknown, and of what is no accuracy."""
+    if not (count and 0 <= accuracy <= 1):
+        return ""
+    found = of_samples(accuracy, count)
+    return f" [{100 * found.low:.2f}, {100 * found.high:.2f}]"
 
 
 def _test_copies(dataset: Dataset, split: str) -> str:

@@ -239,7 +239,7 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
         saved = page.read_facts().facts
     # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
     origin = start.origin if start.resumed is None else saved.origin if saved else None
-    facts = run_facts(start.config, plan, model, data, ranks.device, origin)
+    facts = run_facts(start.config, plan, model, data, ranks.device, origin, context.prepared.run_probe)
     changed = resume.changes_since(start.state, context.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
     facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before, changed=told)

@@ -11,6 +11,7 @@ from pipeline.base.metric import Metric
 from pipeline.base.page import PngImage, Table, markdown
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.run_page import PROBED_IMAGES
 from pipeline.monitor.tracking import default_uri
 from pipeline.review import budgets, compare, report
 from pipeline.review.reader import RunReader, from_folder, from_mlflow
@@ -92,6 +93,12 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     probed = {"test_loss": Metric("loss", "lower", "eval"), "pets_5shot": SHARE, "pets_20nn": SHARE}
     record = from_folder(write_run(tmp_path / "a", evaluations={10: 0.25, 20: 0.75}, declared=probed))
     record = dataclasses.replace(record, settings={**record.settings, "probe.data": "d/pets", "probe.split": "val"})
+    # On how many images is a parameter of the run, which one of an earlier version does not have.
+    counted = dataclasses.replace(record, parameters={**record.parameters, PROBED_IMAGES: "400"})
+    assert str(counted.last_score) == "75.00 % [70.53, 78.99]"
+    assert not counted.last_score.is_accuracy
+    assert ("probe pets_20nn", *("75.00 % [70.53, 78.99]", "20") * 2, "400") in report._score_rows(counted)
+    assert ("probe pets_20nn", *("75.00 %", "20") * 2, "–") in report._score_rows(record)
     records = {name: dataclasses.replace(record, flops_per_image=flops) for name, flops in (("a", 1.0), ("b", 2.0))}
     assert (record.scored, str(record.last_score)) == ("pets_20nn", "75.00 %")
     assert next(comparable(records, list(by_evaluation(records).values()))) == (

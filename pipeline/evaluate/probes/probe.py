@@ -195,7 +195,7 @@ class RunProbe:
         return [f"probe.split = {found.test.name} is trained on: its scores are not of held-out images"]
 
     def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest) -> dict[str, Any]:
-        """Scores of `features` (uint8 (B, H, W, 3) -> (B, D)), as `probe` returns them, and as "spread" what `spread` does.
+        """Scores of `features` (uint8 (B, H, W, 3) -> (B, D)), as `probe` returns them, "num_samples" tested, and as "spread" what `spread` does.
 
         Collective; raises Stopped on all ranks.
         """
@@ -211,7 +211,7 @@ class RunProbe:
         if self.labelled:
             train, test, choice = self.labelled.train, self.labelled.test, self.labelled.choice
             learnt, tested = read(train, choice.rows), read(test, np.arange(len(test)))
-            found = probe(config.probe, choice, learnt, tested, label_table(test), ranks, test.groups)
+            found = probe(config.probe, choice, learnt, tested, label_table(test), ranks, test.groups) | {"num_samples": len(test)}
         if config.probe.rankme_images:
             found["spread"] = spread(read(self.own, spread_rows(config.probe, len(self.own))))
         return found

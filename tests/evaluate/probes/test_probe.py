@@ -12,10 +12,11 @@ from ranks import metrics, settings
 from tiny import make_dataset
 
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.evaluate import report
+from pipeline.evaluate import intervals, report
 from pipeline.evaluate.intervals import effective_number
 from pipeline.evaluate.probes.features import Features, requests
 from pipeline.evaluate.probes.probe import choose_samples, metrics_in_words, probe, probe_metrics
+from pipeline.monitor.run_page import PROBED_IMAGES
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
@@ -54,7 +55,11 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
     one, two = (json.loads((run / "probe.json").read_text()) for run in runs)
     assert one == two
     assert one["step"] == 6
-    assert f"{'other_5nn'} {one['knn']['top1']:.2%}" in (runs[0] / "log.txt").read_text()
+    # Of so many images, the report and MLflow's page give intervals.
+    assert json.loads((runs[0] / "page" / "facts.json").read_text())["facts"]["parameters"][PROBED_IMAGES] == 61
+    found = intervals.of_samples(one["knn"]["top1"], 61)
+    told = f"other_5nn {100 * one['knn']['top1']:.2f} % [{100 * found.low:.2f}, {100 * found.high:.2f}], rankme"
+    assert told in (runs[0] / "page" / "end.json").read_text()
     scored = report.run(
         schema.load(
             ScoreConfig, None,
