@@ -5,6 +5,7 @@ Ray reads its environment when it is imported, and the import takes a second, so
 
 import contextlib
 import os
+import resource
 import secrets
 import select
 import shutil
@@ -32,6 +33,8 @@ _SETTINGS = 4
 _SEARCH_SECONDS = 0.1
 # Processes of a node, children of the one that starts it. Ray waits a minute for the second, then aborts.
 _OF_NODE = ("raylet", "gcs_server")
+# Fewer open files than usual limits allow; with 40, processes of a node do not start, and Ray says that it timed out.
+_FEW_FILES = 1024
 # A disk with fewer free bytes is full.
 _FULL_BYTES = 2**20
 # The variable, JSON, that tells the command of `ray job submit` about its job.
@@ -105,8 +108,12 @@ def connect(num_cpus: int = 0) -> int:
                 raise UserError(
                     f"RAY_ADDRESS = {address[:200]}: Ray did not join this cluster: {on_one_line(error)[:600] or type(error).__name__}"
                 ) from None
+            files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            few = f"This process may open only {files} files at once: raise the limit (ulimit -n 4096). " * (
+                0 < files < _FEW_FILES
+            )
             raise UserError(
-                f"Ray did not start on this machine: {on_one_line(error)[:600]} Run the same command again when the machine is less busy, "
+                f"Ray did not start on this machine: {on_one_line(error)[:600]} {few}Run the same command again when the machine is less busy, "
                 "or set RAY_TMPDIR to another folder (a short path, free space), where Ray writes its logs: ray/session_latest/logs."
             ) from None
         finally:

@@ -193,6 +193,8 @@ def mistake_in_words(error: UserError | OSError) -> str | None:
         )
     if error.errno in _WRONG_PATH and error.filename:
         return f"{error.filename}: {_WRONG_PATH[error.errno]}."
+    if error.errno in (errno.EMFILE, errno.ENFILE):  # A pipe and a socket have no name.
+        return f"{_WRONG_PATH[error.errno]}."
     return None
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -255,6 +256,23 @@ def test_a_ray_that_does_not_start_is_one_line(own_ray: None, folder: str, reaso
     assert reason in done.stderr
     assert "RAY_TMPDIR" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_ray_that_may_open_few_files_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `ulimit -n 40`, Ray waits for a file of a process that could not start, and says that it timed out."""
+    import ray
+
+    def late(**options: object) -> None:
+        raise RuntimeError("Timed out waiting for file gcs_server_port")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", late)
+    for limit, said in ((40, True), (1024, False), (resource.RLIM_INFINITY, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
+        with pytest.raises(UserError, match="Ray did not start on this machine: Timed out") as refused:
+            ray_tasks.connect(1)
+        assert (f"may open only {limit} files at once: raise the limit (ulimit -n" in str(refused.value)) == said
 
 
 SCRIPT = """

@@ -194,6 +194,16 @@ def test_a_path_that_the_system_refuses_is_one_line(
     assert printed.count("\n") == 1
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_are_one_line_without_a_path(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a pipe or a socket, with `ulimit -n 40`: they ended in a traceback."""
+    said = ending(OSError(number, "Too many open files"), monkeypatch, capsys)
+    assert said.startswith("error: too many files are open")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("number", "said"),
     [
