@@ -220,8 +220,12 @@ def _train_split(config: ScoreConfig, dataset: Dataset) -> Split:
             f"It has: {', '.join(dataset.splits)}. Set train_split, or shots=0."
         )
     split = dataset.split(config.train_split, config.exclude)
-    if not len(split):
-        raise UserError(f"{config.data}: split {config.train_split!r} has no images to choose shots from. Use shots=0.")
+    # Before the forward pass of the other split. Where lists exclude all images with labels, `_probe` refuses it.
+    if missing := "no images" if not len(split) else "" if split.max_labels else "images, but no labels":
+        raise UserError(
+            f"{config.data}: split {config.train_split!r} has {missing}, so no shots and neighbours can be chosen from it. Name another "
+            "train_split, or use shots=0 neighbours=0."
+        )
     return split
 
 

@@ -264,12 +264,22 @@ def test_images_without_a_label_are_counted(weights: Path, make_dataset, tmp_pat
     assert features["num_unlabelled"] == 2
 
 
-def test_a_split_without_images_or_labels_has_no_scores(weights: Path, make_dataset, tmp_path: Path) -> None:
+def test_a_split_without_images_or_labels_has_no_scores(
+    weights: Path, make_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = make_dataset({"train": [[0], [1]], "bare": [[], []], "none": []}, CLASSES)
     for split, has in (("bare", "images, but no labels"), ("none", "no images")):
         for more in ([], ["classify=false", "neighbours=1"]):
             with pytest.raises(UserError, match=f"photos: split '{split}' has {has}, so nothing can be scored on it."):
                 report.run(config(weights, data, f"split={split}", f"out={tmp_path / 'out'}", *more))
+        # Neither read a split of thousands of images first.
+        monkeypatch.setattr(report, "_forward", lambda *given: pytest.fail("read images"))
+        with pytest.raises(
+            UserError, match=f"photos: split '{split}' has {has}, so no shots and neighbours can be chosen from it."
+        ):
+            report.run(
+                config(weights, data, "split=train", f"train_split={split}", f"out={tmp_path / 'out'}", "shots=1")
+            )
     assert not (tmp_path / "out").exists()
 
 
