@@ -49,12 +49,12 @@ def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[st
     groups: split -> the group of each sample; none of those without groups.
     """
     counts = {split: _sizes(column) for split, column in groups.items()}
-    parts = (
-        f"{split} {len(of):,} (the largest has {counted(max(of.values()), 'image')})"
-        for split, of in counts.items()
-        if of
-    )
-    lines = [f"groups: {', '.join(parts)}"] if any(counts.values()) else []
+    parts = []
+    for split, of in counts.items():
+        largest, size = max(of.items(), key=lambda item: item[1], default=("", 0))
+        if size:
+            parts.append(f"{split} {len(of):,} (the largest, {printable(largest)!r}, has {counted(size, 'image')})")
+    lines = [f"groups: {', '.join(parts)}"] if parts else []
     for one, other in itertools.combinations(counts, 2):
         if both := sorted(counts[one].keys() & counts[other].keys()):
             lines.append(

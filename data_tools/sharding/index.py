@@ -255,9 +255,12 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
     If any has, a sample without labels is a bad one.
     """
     results: dict[int, _IndexedTar] = {}
+    find = group_finder(config.group_pattern) if config.group_pattern else None
     with tasks_on_cluster(index_tar, jobs, config.num_tasks, None, len(jobs), out, "indexed") as (tasks, progress):
         for number, done in tasks:
             results[number] = done
+            if find:  # Now, so that a wrong pattern is not found out after hours.
+                find(read_rows(to_path(jobs[number].part))["key"].to_pylist())
             progress.add(done.shard.samples, done.shard.bytes)
     ordered = [results[number] for number in range(len(jobs))]
     is_labelled = any(done.shard.samples > done.num_unlabelled for done in ordered)
@@ -319,7 +322,7 @@ def _finish(
         )
     about, settings = {"path": str(source), "indexed": True}, {"group_pattern": group_pattern} if group_pattern else {}
     dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, settings)
-    groups = {split: dataset.table(split, verify=False).group_names() for split in dataset.splits if group_pattern}
+    groups = {split: dataset.table(split, verify=False).groups() for split in dataset.splits if group_pattern}
     for line in describe_groups(groups):
         print(line)
     if repeated := _num_repeated(kept, not is_labelled):

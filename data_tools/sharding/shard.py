@@ -32,6 +32,7 @@ from pipeline import ray_tasks
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
+from pipeline.base.json_record import quoted
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
@@ -98,8 +99,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     _refuse_other_settings(out, config, existing)
     try:
         remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
-        listing = with_groups(list_samples(source, config, out / STAGING), config.group_pattern)
-        listing = apply_rules(listing, config)
+        listing = apply_rules(list_samples(source, config, out / STAGING), config)
+        listing = with_groups(listing, config.group_pattern)
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
@@ -370,7 +371,8 @@ def _other_settings(config: ShardConfig, existing: _DatasetRecord | None) -> lis
     for name in {**dict.fromkeys(_DECISIVE_IF_SET), **existing.settings}:
         old, new = existing.settings.get(name, getattr(ShardConfig, name, None)), getattr(config, name, None)
         if old != new:
-            others.append(f"{name} = {old}, not {new}")
+            values = (quoted(value) if value == "" else value for value in (old, new))
+            others.append("{} = {}, not {}".format(name, *values))
     return others
 
 

@@ -75,6 +75,7 @@ _KNOWN = {
     **SPREAD,
     **dict.fromkeys(("top1", "vtab_mean"), Metric("proportion", "higher")),
     "best_score": Metric("share", "higher"),  # Of a study.
+    "*_effective_images": Metric("count", "", "eval"),
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),
     **dict.fromkeys(("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn"), Metric("share", "higher", "probe")),
     **dict.fromkeys(("*_top1", "*_top5"), Metric("proportion", "higher", "eval")),
@@ -83,7 +84,7 @@ _KNOWN = {
         Metric("share", "higher", "eval"),
     ),
     "*_loss": Metric("loss", "lower", "eval"),
-    **dict.fromkeys(("*_num_samples", "*_num_unreadable", "*_effective_images"), Metric("count", "", "eval")),
+    **dict.fromkeys(("*_num_samples", "*_num_unreadable"), Metric("count", "", "eval")),
 }
 
 

@@ -31,7 +31,7 @@ def sample_deviation(accuracies: Sequence[float]) -> float | None:
     return float(np.std(accuracies, ddof=1)) if len(accuracies) > 1 else None
 
 
-def rounding(num_test: int) -> float:
+def rounding(num_test: float) -> float:
     """Standard deviation of rounding an accuracy to whole images of `num_test`; 0 where their number is unknown.
 
     The least deviation over seeds that is assumed: equal accuracies on a few images are no proof that seeds do not differ.
@@ -53,24 +53,31 @@ def effective_number(right: np.ndarray, sizes: np.ndarray) -> float:
     """Number of independent samples whose accuracy would be as uncertain as that of samples in groups, which are right together.
 
     right: (G,), how many of each group's samples are right, or their mean over seeds. sizes: (G,), its samples; groups without any are
-    ignored. By the variance between groups (of a ratio, Cochran, Sampling Techniques, section 11.6), made smaller for few groups by
-    quantiles of Student's t (Korn and Graubard 1998); at most the number of samples, at least 1. Where all samples are right, or none,
-    nothing is known of how groups differ, and it is the number of groups.
+    ignored. By the variance between groups, made smaller for few groups by quantiles of Student's t (Korn and Graubard 1998); at most the
+    number of samples, at least 1. As Agresti and Coull add samples, half a group that is all right and half a group that is all wrong are
+    added: one error or none in many groups does not say that groups never differ.
     """
     right, sizes = right[sizes > 0], sizes[sizes > 0]
-    num_groups, num_samples = len(sizes), float(sizes.sum())
-    accuracy = float(right.sum()) / num_samples
-    if num_groups < 2 or accuracy in (0, 1):
-        return float(num_groups)
-    variance = grouped_error(right, sizes) ** 2
-    found = min(num_samples, accuracy * (1 - accuracy) / variance) if variance else num_samples
-    return max(1.0, found * (quantile(num_samples - 1) / quantile(num_groups - 1)) ** 2)
+    num_samples, half = float(sizes.sum()), sizes.mean() / 2
+    with_two = np.append(right, [half, 0.0]), np.append(sizes, [half, half])
+    accuracy = float(with_two[0].sum() / with_two[1].sum())
+    found = min(num_samples, accuracy * (1 - accuracy) / grouped_error(*with_two) ** 2)
+    return max(1.0, found * (quantile(max(1.0, num_samples - 1)) / quantile(freedom_of_groups(sizes))) ** 2)
 
 
 def grouped_error(sums: np.ndarray, sizes: np.ndarray) -> float:
-    """Standard error of the mean over samples in at least two groups. sums: (G,) of each group's values. sizes: (G,), its samples."""
-    rest = sums - sums.sum() / sizes.sum() * sizes
-    return float(np.sqrt(len(sizes) / (len(sizes) - 1) * (rest**2).sum()) / sizes.sum())
+    """Standard error of the mean over samples in at least two groups, by leaving out one group after the other (jackknife).
+
+    sums: (G,) of each group's values. sizes: (G,), its samples.
+    """
+    share = sizes / sizes.sum()
+    rest = (sums - sums.sum() * share) / (1 - share) / sizes.sum()
+    return float(np.sqrt((1 - 1 / len(sizes)) * (rest**2).sum()))
+
+
+def freedom_of_groups(sizes: np.ndarray) -> float:
+    """Degrees of freedom of such an error: of equal groups their number less one, fewer where some are much larger (Kish), at least 1."""
+    return max(1.0, float(sizes.sum() ** 2 / (sizes.astype(np.float64) ** 2).sum()) - 1)
 
 
 def of_samples(accuracy: float, num_test: float) -> Interval:

@@ -134,7 +134,7 @@ def _send(
     """Send the scores to MLflow, as a run that names the run of the weights."""
     data = dataset.path.name
     known = (
-        "top1", "top1_effective_images", "top5", "loss", "num_samples", "num_unreadable", "macro_precision", "macro_recall", "macro_f1",
+        "top1", "top1_effective_images", "top5", "top5_effective_images", "loss", "num_samples", "num_unreadable", "macro_precision", "macro_recall", "macro_f1",
     )  # fmt: skip
     metrics = {f"{split.name}_{name}": float(scores[name]) for name in known if scores.get(name) is not None}
     probed = probe_metrics(scores, data)

@@ -24,6 +24,7 @@ from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
     BOOTSTRAP,
     GROUPED,
+    GROUPED_BOOTSTRAP,
     LEVEL,
     MAX_NAMED,
     MCNEMAR,
@@ -58,6 +59,7 @@ _METHODS = {
     MCNEMAR: "McNemar's test counts the images on which only one of the two is right; the interval is Bonett and Price's.",
     GROUPED: "The images are in groups that are alike, such as those of a patient: Student's t is of what the groups add to the difference.",
     BOOTSTRAP: "The bootstrap draws the test images again, the same ones for both runs; p and the interval are Student's t's.",
+    GROUPED_BOOTSTRAP: "The bootstrap draws groups of test images, such as videos, the same ones for both runs; p and the interval are Student's t's.",
     STUDENT: "Student's t compares the means over seeds, with a common variance, also of a single run; what is more than noise of the seeds on these images may "
     "still be noise on others, with many seeds as with few.",
 }

@@ -116,7 +116,8 @@ def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions
         raise UserError(f"{where} is damaged: its arrays have different lengths.")
     if any(array.dtype.kind not in "iu" for array in (rows, *labels)) or any(found[m].dtype.kind != "f" for m in more):
         raise UserError(f"{where} is damaged: its arrays have other types.")
-    if len(rows) and (rows.min() < 0 or min(array.min() for array in labels) < -1):
+    least = [array.min(initial=0) for array in (rows, found.get("groups", rows), *(1 + array for array in labels))]
+    if min(least) < 0:
         raise UserError(f"{where} is damaged: it has rows or labels below 0.")
     return LastPredictions(**found)
 
@@ -377,8 +378,7 @@ class RunRecord:
     def _at(self, name: str, step: int, otherwise: float) -> float:
         """The value of a metric at a step, `otherwise` where it has none."""
         series = self.metrics.get(name)
-        found = np.flatnonzero(series.steps == step) if series else np.empty(0, np.int64)
-        return float(series.values[found[0]]) if series and len(found) else otherwise
+        return float(next(iter(series.values[series.steps == step]), otherwise)) if series else otherwise
 
     def score_at(self, number: int, name: str = "") -> Score:
         """The score of evaluation `number`, counted in the series of a metric. name: of it; default, `scored`."""
@@ -388,12 +388,12 @@ class RunRecord:
         num, is_proportion = self.num_tested(name, step), metric.unit == "proportion" or name in self.probes
         if name in self.probes and self.kind == "evaluation":  # Of a run in training it is not tested.
             metric = replace(metric, unit="proportion")
-        effective = min(num, max(1.0, self._at(f"{name}_effective_images", step, num))) if num else 0
+        effective = min(num, max(1.0, self._at(f"{name}_effective_images", step, num)))
         interval = of_samples(value, effective) if num and is_proportion and 0 <= value <= 1 else None
         if name.endswith("_miou") and self.pixel_counts is not None and self.resampled_miou is not None:
             interval = Interval(*bootstrap_interval(self.pixel_counts, self.resampled_miou), OVER_SAMPLES)
-        own = name.removeprefix(f"{self.split}_")
-        title = title_of(name) if name in self.probes else f"{self.split} {title_of(own)}"
+        own = title_of(name.removeprefix(f"{self.split}_"))
+        title = title_of(name) if name in self.probes else f"{self.split} {own}"
         return Score(title, value, step, num, interval, metric, effective)
 
     @cached_property
@@ -435,8 +435,8 @@ class RunRecord:
         runs = [run["top1"] for run in self.results.get("runs", [])]
         if not runs:
             return Score("top-1", float(self.metrics["top1"].values[-1]))
-        num = self.results["runs"][0].get("num_samples", 0)
-        effective = min(num, max(1, self.results["runs"][0].get("effective_images") or num)) if num else 0
+        num, found = (self.results["runs"][0].get(name, 0) for name in ("num_samples", "effective_images"))
+        effective = min(num, max(1, found or num))
         interval = of_seeds(runs, num) if len(runs) > 1 else of_samples(runs[0], effective) if num else None
         name = f"{self.results.get('split', '')} top-1".strip()
         return Score(name, float(np.mean(runs)), None, num, interval, effective=effective)

@@ -8,19 +8,21 @@ training (Student's t over seeds, or over the differences of the same seeds). Th
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from pipeline.base.words import counted
-from pipeline.evaluate.intervals import grouped_error, of_samples, quantile, rounding
+from pipeline.evaluate.intervals import freedom_of_groups, grouped_error, of_samples, quantile, rounding
+from pipeline.evaluate.segmentation.counts import PixelCounts, resampled_miou
 from pipeline.review.record import RunRecord, as_number
 from pipeline.settings import changes
 from pipeline.settings.run import RunConfig
 
 BOOTSTRAP = "bootstrap, over the same test images"
+GROUPED_BOOTSTRAP = "bootstrap, over groups of the same test images"
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
 GROUPED = "paired Student's t, over groups of the same test images"
@@ -47,14 +49,8 @@ class ScoreDifference:
     @property
     def noise(self) -> str:
         """The noise that the test knows, in words: it knows no other."""
-        of = (
-            "seeds"
-            if self.method in (STUDENT, PAIRED)
-            else "groups of test images"
-            if self.method == GROUPED
-            else "test images"
-        )
-        return f"noise of the {of}"
+        over_groups = "groups of " * (self.method in (GROUPED, GROUPED_BOOTSTRAP))
+        return f"noise of the {'seeds' if self.method in (STUDENT, PAIRED) else f'{over_groups}test images'}"
 
 
 def of_proportions(first: float, num_first: float, second: float, num_second: float) -> ScoreDifference:
@@ -100,24 +96,27 @@ def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> ScoreDi
 def of_same_groups(first_right: np.ndarray, second_right: np.ndarray, groups: np.ndarray) -> ScoreDifference:
     """Two models on the same images, in groups of images that are alike: Student's t on what the groups add to the difference.
 
-    first_right, second_right: bool (n,), whether each was right on each image. groups: int64 (n,). Of one group nothing follows.
+    first_right, second_right: bool (n,), whether each was right on each image. groups: int64 (n,). Of one group nothing follows. As for
+    seeds, the scatter is at least that of rounding to whole images.
     """
     difference = first_right.astype(np.float64) - second_right
-    sums, sizes = np.bincount(groups, weights=difference), np.bincount(groups)
-    sums, sizes = sums[sizes > 0], sizes[sizes > 0]
+    numbers = np.unique(groups, return_inverse=True)[1]
+    sums, sizes = np.bincount(numbers, weights=difference), np.bincount(numbers)
     if len(sizes) < 2:
         return ScoreDifference(float(difference.mean()), -1.0, 1.0, 1.0, GROUPED)
-    return _by_t(float(difference.mean()), grouped_error(sums, sizes), len(sizes) - 1, GROUPED)
+    least = math.sqrt(2 / len(sizes)) * rounding(float(sizes.mean()))
+    error = max(grouped_error(sums, sizes), least)
+    return _by_t(float(difference.mean()), error, freedom_of_groups(sizes), GROUPED)
 
 
-def of_same_masks(value: float, first: np.ndarray, second: np.ndarray, num_units: int) -> ScoreDifference:
+def of_same_masks(value: float, first: np.ndarray, second: np.ndarray, counts: PixelCounts) -> ScoreDifference:
     """The mIoU of two models on the same images or groups of them, at least two: the standard error is that of resamples, the same for both.
 
-    value: the first mIoU minus the second. first, second: of `resampled_miou`. p and the interval are Student's t's, and the error is
+    value: the first mIoU minus the second. first, second: of `resampled_miou`. counts: of either. p and the interval are Student's t's, and the error is
     that of a sample: without both, few images would seem to say more than they do.
     """
-    error = float(np.std(first - second, ddof=1)) * math.sqrt(num_units / (num_units - 1))
-    return _by_t(value, error, num_units - 1, BOOTSTRAP)
+    error = float(np.std(first - second, ddof=1)) * math.sqrt(counts.num_units / (counts.num_units - 1))
+    return _by_t(value, error, counts.freedom, GROUPED_BOOTSTRAP if len(counts.groups) else BOOTSTRAP)
 
 
 def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
@@ -142,7 +141,7 @@ def of_same_seeds(first: Sequence[float], second: Sequence[float], num_test: int
     return _by_t(float(differences.mean()), error, len(differences) - 1, PAIRED)
 
 
-def _by_t(value: float, error: float, freedom: int, method: str) -> ScoreDifference:
+def _by_t(value: float, error: float, freedom: float, method: str) -> ScoreDifference:
     """error: standard error of the value, known with so many degrees of freedom; of 0, that is without any scatter, nothing follows."""
     from scipy.special import stdtr  # Imported here because it takes 0.2 s.
 
@@ -297,13 +296,14 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
 
 def _of_same_masks(first: Contender, second: Contender) -> ScoreDifference | None:
     """The difference of the mIoU of two single runs; None if they were not scored on the same images and masks, at least two."""
-    ours, theirs = first.records[0], second.records[0]
-    a, b, resampled = ours.pixel_counts, theirs.pixel_counts, (ours.resampled_miou, theirs.resampled_miou)
-    if a is None or b is None or resampled[0] is None or resampled[1] is None:
+    a, b = first.records[0].pixel_counts, second.records[0].pixel_counts
+    if a is None or b is None or not (np.array_equal(a.rows, b.rows) and np.array_equal(a.true, b.true)):
         return None
-    if not all(np.array_equal(*parts) for parts in ((a.rows, b.rows), (a.true, b.true), (a.groups, b.groups))):
+    # One of the two may have been scored without them.
+    a, b = (replace(one, groups=one.groups if len(one.groups) else other.groups) for one, other in ((a, b), (b, a)))
+    if a.num_units < 2 or not np.array_equal(a.groups, b.groups):
         return None
-    return of_same_masks(first.mean - second.mean, resampled[0], resampled[1], a.num_units)
+    return of_same_masks(first.mean - second.mean, resampled_miou(a), resampled_miou(b), a)
 
 
 # ---------------------------------------------------------------------- what can be compared

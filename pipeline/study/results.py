@@ -32,8 +32,8 @@ class CellResult:
     model: its name in the study; family: the line of a figure that it belongs to. parameters: of the model. data_size: number of
     training images. steps, images_seen: of pre-training; an image counts each time it is seen. exaflops: of pre-training, 1e18
     floating-point operations, also of the part that a branch shares with a longer run. reason: why the cell is not done. scores: by name, in [0, 1]:
-    top1, top5, 5shot, 20nn, finetune:NAME, vtab; empty unless done. num_test: number of test images by the same names,
-    of images in groups of those that would be as uncertain (`effective_number`).
+    top1, top5, 5shot, 20nn, finetune:NAME, vtab; empty unless done. num_test: number of test images by the same names.
+    effective_images: of images in groups, `effective_number` by the same names.
     vtab_tasks: number of tasks that vtab is the mean of; 0 if not known.
     A reason beside done: these scores are of an earlier report, and the files of the cell cannot be used any more.
     hours: by the clock, of all its processes; None unless done. folder: of its pre-training run. run_id: MLflow's, or "".
@@ -55,6 +55,7 @@ class CellResult:
     hours: Annotated[float, Limits(0, 1e9)] | None = None
     folder: str = ""
     run_id: str = ""
+    effective_images: dict[str, Annotated[float, Limits(1, 1e15)]] = field(default_factory=dict)
     vtab_tasks: Count = 0
 
 
@@ -137,6 +138,7 @@ def keep_earlier(now: StudyResults, earlier: StudyResults | None) -> StudyResult
             reason=kept,
             scores=old.scores,
             num_test=old.num_test,
+            effective_images=old.effective_images,
             vtab_tasks=old.vtab_tasks,
             hours=old.hours,
         )

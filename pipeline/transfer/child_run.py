@@ -71,11 +71,12 @@ class ScoresFile:
     top1: float | None = None
     top5: float | None = None
     top1_effective_images: float | None = None
+    top5_effective_images: float | None = None
 
     @property
     def effective_images(self) -> float:
         """Of top1, see `effective_number`; num_samples without groups."""
-        return self.top1_effective_images or self.num_samples
+        return self.num_samples if self.top1_effective_images is None else self.top1_effective_images
 
 
 def make_child(name: str, file: str, overrides: list[str]) -> ChildRun:
@@ -228,6 +229,10 @@ def read_evaluation(run: ChildRun) -> ScoresFile:
         raise UserError(f"{file}: top1 is missing.")
     if found.num_samples < 1 or any(share is not None and not 0 <= share <= 1 for share in (found.top1, found.top5)):
         raise UserError(f"{file}: top1 = {found.top1} of {found.num_samples} samples is out of range.")
+    if not all(
+        1 <= (number or 1) <= found.num_samples for number in (found.top1_effective_images, found.top5_effective_images)
+    ):
+        raise UserError(f"{file}: a number of effective images of {found.num_samples} is out of range.")
     return found
 
 

@@ -54,6 +54,11 @@ def test_the_score_of_a_run_is_an_accuracy_if_it_measures_one(objective: str, sc
     assert score_of({"sigreg": Metric("loss", "lower", "train")}) == ""
 
 
+def test_effective_images_are_no_score_of_a_probe() -> None:
+    for name in ("val_top1", "pets_5shot", "pets_5shot_l2_0.1", "pets_20nn"):
+        assert metric_of(f"{name}_effective_images") == Metric("count", "", "eval")
+
+
 def test_a_declaration_comes_before_the_name() -> None:
     declared = {"val_loss": Metric("share", "higher", "eval"), "val_rank": Metric("count", "higher", "eval")}
     assert metric_of("val_loss", declared).is_share

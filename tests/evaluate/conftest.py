@@ -22,7 +22,7 @@ MakeDataset = Callable[..., Dataset]
 def make_dataset(tmp_path: Path) -> MakeDataset:
     def make(
         splits: dict[str, list[list[int]]], classes: list[str], bad: dict[str, list[int]] | None = None,
-        groups: Callable[[int], str] | None = None,
+        groups: Callable[[int], str | None] | None = None,
     ) -> Dataset:  # fmt: skip
         """splits: name -> the labels of each sample. bad: name -> rows that are not images. groups: row -> its group.
 

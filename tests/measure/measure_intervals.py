@@ -72,15 +72,18 @@ def of_two_models(rng: np.random.Generator, model: tuple[float, float], num_imag
     return ", ".join(f"{method} {np.mean(of_method):.3f}" for method, of_method in called.items())
 
 
-def of_groups(rng: np.random.Generator, num_groups: int, mean: float, deviation: float, draws: int) -> str:
+def of_groups(
+    rng: np.random.Generator, num_groups: int, mean: float, deviation: float, draws: int, largest: int = 0
+) -> str:
     """One model on images in groups, and two that are equal on all groups there could be; with what ignores the groups beside it.
 
-    mean, deviation: of the logits of the groups' accuracies.
+    mean, deviation: of the logits of the groups' accuracies. largest: size of one group, in place of 3 to 29; 0 is none.
     """
     everywhere = float(expit(mean + deviation * ndtri((np.arange(10**5) + 0.5) / 10**5)).mean())
     inside, called = [], []
     for _ in range(draws):
         sizes = rng.integers(3, 30, num_groups)
+        sizes[0] = largest or sizes[0]
         groups = np.repeat(np.arange(num_groups), sizes)
         effects = deviation * rng.normal(size=num_groups)
         right = rng.random(len(groups)) < expit(mean + effects)[groups]
@@ -120,14 +123,12 @@ def main(draws: int) -> None:
         print(
             f"{num_models:2} equal models, {seeds:2} seeds: {of_many_models(rng, num_models, seeds, draws)}", flush=True
         )
-    rng = np.random.default_rng(1)
-    for num_groups, (mean, deviation) in itertools.product(
-        (2, 3, 5, 10, 30, 100), ((0, 1.5), (1.5, 1.5), (4, 2), (1.5, 0))
+    rng, kinds = np.random.default_rng(1), ((0, 1.5), (1.5, 1.5), (4, 2), (1.5, 0))
+    for (num_groups, largest), kind in itertools.product(
+        [(g, 0) for g in (2, 3, 5, 10, 30, 100)] + [(10, 150), (30, 450)], kinds
     ):
-        print(
-            f"{num_groups:3} groups, deviation {deviation}: {of_groups(rng, num_groups, mean, deviation, draws)}",
-            flush=True,
-        )
+        about = f"{num_groups:3} groups{f', one of {largest}' if largest else ''}, deviation {kind[1]}"
+        print(f"{about}: {of_groups(rng, num_groups, *kind, draws, largest)}", flush=True)
 
 
 if __name__ == "__main__":

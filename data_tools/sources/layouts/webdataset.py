@@ -62,6 +62,14 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     Samples without a label are used if no sample of the source has one.
     """
     names = known_class_names(source, config.label_names)
+    if (
+        not config.group_pattern
+        and (source / INFO).is_file()
+        and open_dataset(source).info["settings"].keys() & {"group_column", "group_pattern"}
+    ):
+        collector.notes.append(
+            f"warning: the groups of {source} are not taken over, since tars do not name them. group_pattern finds groups in keys"
+        )
     files = split_files(source, collector.splits, ".tar")
     if not names and _report_unlabelled(files, collector):
         collector.is_labelled = False

@@ -53,9 +53,14 @@ class SampleTable:
     def has_groups(self) -> bool:
         return GROUP.name in self.file.schema_arrow.names
 
-    def group_names(self) -> pa.ChunkedArray:
-        """The name of the group of each row. Only if `has_groups`."""
-        return pa.concat_tables(self.read([GROUP.name]))[GROUP.name].cast(pa.string())
+    def groups(self) -> pa.ChunkedArray:
+        """The group of each row, by one dictionary of names; only if `has_groups`. Raises UserError for a row without one."""
+        found = pa.concat_tables(self.read([GROUP.name]))[GROUP.name]
+        if found.null_count:
+            raise UserError(
+                f"samples.parquet names no group for {counted(found.null_count, 'sample')}. Make it again by launch/shard.py."
+            )
+        return (found if pa.types.is_dictionary(found.type) else found.dictionary_encode()).unify_dictionaries()
 
     def find(self, key: str) -> list[int]:
         """The rows with this key. Reads all keys, which takes seconds for ten million."""
@@ -132,8 +137,8 @@ class Split:
         """int64 (n,), the number of each sample's group, such as of a patient, in this split of the data set; None if it has no groups."""
         if not self.table.has_groups:
             return None
-        names = self.table.group_names().combine_chunks()
-        numbers = np.from_dlpack(pc.dictionary_encode(names).indices).astype(np.int64)
+        chunks = self.table.groups().chunks
+        numbers = np.concatenate([np.empty(0, np.int64), *(np.from_dlpack(chunk.indices) for chunk in chunks)])
         return np.delete(numbers, self.excluded_rows)
 
     @property
@@ -141,7 +146,9 @@ class Split:
         """object (n,), the name of each sample's group; None if the data set has no groups."""
         if not self.table.has_groups:
             return None
-        return np.delete(np.array(self.table.group_names().to_pylist(), object), self.excluded_rows)
+        chunks, numbers = self.table.groups().chunks, self.groups
+        assert numbers is not None
+        return np.array(chunks[0].dictionary.to_pylist() if chunks else [], object)[numbers]
 
     @property
     def excluded(self) -> str:

@@ -178,7 +178,7 @@ def held_out_split(dataset: Dataset, data: DataConfig) -> str:
 
 
 def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
-    """(the rest, a random share called "dev") of a split; of samples with groups, whole groups until they have the share.
+    """(the rest, a random share called "dev") of a split; of samples with groups, whole groups of nearly the share.
 
     Raises UserError when either would be empty.
     """
@@ -188,18 +188,44 @@ def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
         raise UserError(f"{what} {counted(count, 'sample')}.")
     rows, groups = np.arange(len(split)), split.groups
     # By rows of the manifest, so that the choice of a sample does not depend on which others are excluded.
-    places = random_numbers.bits(seed, Purpose.DEV_SPLIT, split.manifest_rows(rows) if groups is None else groups)
-    is_dev = places <= np.partition(places, count - 1)[count - 1]
-    if is_dev.all():
-        raise UserError(f"{what} in all of its groups, which are held out whole: none would be left to train on.")
+    if groups is None:
+        places = random_numbers.bits(seed, Purpose.DEV_SPLIT, split.manifest_rows(rows))
+        is_dev = places <= np.partition(places, count - 1)[count - 1]
+    else:
+        is_dev = _in_groups(groups, count, seed)
+        if not is_dev.any():
+            least = int(np.bincount(groups)[np.unique(groups)].min())
+            raise UserError(
+                f"{what} {counted(count, 'sample')}, but groups are held out whole, and the smallest has {counted(least, 'sample')}. Use a share near "
+                f"{least / len(split):.2g}, or hold out groups when sharding (splits, val_share)."
+            )
     return split.only(rows[~is_dev]), replace(split.only(rows[is_dev]), name="dev")
 
 
+def _in_groups(groups: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """bool (n,), the samples of whole groups with about `count` samples: in random order, each that brings their number nearer to it.
+
+    groups: int64 (n,), of `Split.groups`, which do not depend on what is excluded.
+    """
+    names, of_rows, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    order = np.argsort(random_numbers.bits(seed, Purpose.DEV_SPLIT, names), kind="stable")
+    chosen, so_far = np.zeros(len(names), bool), 0
+    for number, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        if abs(so_far + size - count) < abs(so_far - count):
+            chosen[number], so_far = True, so_far + size
+    return chosen[of_rows]
+
+
 def _without(split: Split, held_out: Split) -> Split:
-    """A split without samples that are held out of the same split of the same data set, which is there twice (`MixedSet.labels`)."""
+    """A split without samples, or groups, that are held out of the same split of the same data set, which is there twice (`MixedSet.labels`)."""
     rows = np.arange(len(split))
     taken = held_out.manifest_rows(np.arange(len(held_out)))
-    return split.only(rows[~np.isin(split.manifest_rows(rows), taken)])
+    of_rows = split.manifest_rows(rows)
+    if (
+        split.groups is not None and held_out.groups is not None
+    ):  # The whole groups, of which the other split may have had only a part.
+        of_rows, taken = split.groups, held_out.groups
+    return split.only(rows[~np.isin(of_rows, taken)])
 
 
 def _refuse_remote(data: DataConfig, split: Split) -> None:

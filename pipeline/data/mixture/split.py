@@ -36,7 +36,7 @@ class MixedSplit(Split):
     lines: tuple[str, ...]
 
     # Inherited, they would silently be those of the first part.
-    place_of = hash_of = label_offsets = label_values = property(_ask_the_parts)
+    place_of = hash_of = label_offsets = label_values = groups = group_names = property(_ask_the_parts)
     only = relabelled = without_labels = row_of = property(_ask_the_parts)
 
     @property

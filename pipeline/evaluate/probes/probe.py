@@ -211,7 +211,9 @@ class RunProbe:
         if self.labelled:
             train, test, choice = self.labelled.train, self.labelled.test, self.labelled.choice
             learnt, tested = read(train, choice.rows), read(test, np.arange(len(test)))
-            found = probe(config.probe, choice, learnt, tested, label_table(test), ranks, test.groups) | {"num_samples": len(test)}
+            found = probe(config.probe, choice, learnt, tested, label_table(test), ranks, test.groups) | {
+                "num_samples": len(test)
+            }
         if config.probe.rankme_images:
             found["spread"] = spread(read(self.own, spread_rows(config.probe, len(self.own))))
         return found

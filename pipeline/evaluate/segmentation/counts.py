@@ -8,7 +8,7 @@ import numpy as np
 from pipeline.base import npz, random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
-from pipeline.evaluate.intervals import quantile
+from pipeline.evaluate.intervals import freedom_of_groups, quantile
 
 FILE = "pixel_counts.npz"
 _NAMES = ("rows", "right", "predicted", "true")
@@ -42,6 +42,13 @@ class PixelCounts:
     def num_units(self) -> int:
         """Number of what resamples draw: groups, or images without."""
         return len(np.unique(self.groups)) if len(self.groups) else len(self.rows)
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom of an error over them."""
+        if not len(self.groups):
+            return len(self.rows) - 1
+        return freedom_of_groups(np.bincount(np.unique(self.groups, return_inverse=True)[1], weights=self.true.sum(1)))
 
     def of_units(self) -> list[np.ndarray]:
         """(right, predicted, true) of each unit, float64 (units, K)."""
@@ -97,7 +104,7 @@ def bootstrap_interval(counts: PixelCounts, resampled: np.ndarray) -> tuple[floa
         low, high = np.quantile(resampled, [0.025, 0.975])
         return float(low), float(high)
     num_groups, value = counts.num_units, miou_of(counts)
-    half = quantile(num_groups - 1) * float(np.std(resampled)) * (num_groups / (num_groups - 1)) ** 0.5
+    half = quantile(counts.freedom) * float(np.std(resampled)) * (num_groups / (num_groups - 1)) ** 0.5
     return max(0.0, value - half), min(1.0, value + half)
 
 
@@ -136,7 +143,7 @@ def parse_counts(content: bytes, where: str) -> PixelCounts:
         )
     ):
         raise UserError(f"{where} is damaged: its arrays are not counts of the same images and classes.")
-    if "groups" in found and found["groups"].shape not in ((0,), rows.shape):
+    if "groups" in found and (found["groups"].shape not in ((0,), rows.shape) or found["groups"].min(initial=0) < 0):
         raise UserError(f"{where} is damaged: it has groups of other images.")
     right, predicted, true = parts
     if right.min() < 0 or (right > np.minimum(predicted, true)).any():

@@ -48,7 +48,7 @@ class Point:
     """The runs of one model at one data size and length, which differ in their seed only. scores: in the order of seeds, shares.
 
     x: what the study compares by: the number of training images, or compute in `StudyResults.unit`. num_test: test images of each
-    score; 0 where it is no proportion of images, or unknown.
+    score; 0 where it is no proportion of images, or unknown. effective: of images in groups, their `effective_number`; else num_test.
     """
 
     model: str
@@ -59,6 +59,7 @@ class Point:
     seeds: tuple[int, ...]
     scores: tuple[float, ...]
     num_test: int
+    effective: float
 
     @property
     def mean(self) -> float:
@@ -69,7 +70,7 @@ class Point:
         """95 %: over seeds, of a single one over its test images; None where neither is known."""
         if len(self.scores) > 1:
             return interval_of_seeds(self.scores, self.num_test)
-        return of_samples(self.scores[0], self.num_test) if self.num_test else None
+        return of_samples(self.scores[0], self.effective) if self.effective else None
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,14 @@ def points_of(results: StudyResults, score: str = "") -> list[Point]:
         first = cells[0]
         # A mean over tasks is no proportion of images.
         num_test = 0 if name == "vtab" else min(cell.num_test.get(name, 0) for cell in cells)
+        effective = (
+            0 if name == "vtab" else min(cell.effective_images.get(name, cell.num_test.get(name, 0)) for cell in cells)
+        )
         seeds, scores = tuple(cell.seed for cell in cells), tuple(cell.scores[name] for cell in cells)
         x = float(first.data_size) if results.counts_images else first.exaflops / results.unit[0]
-        found.append(Point(first.model, first.family, first.data_size, first.exaflops, x, seeds, scores, num_test))
+        found.append(
+            Point(first.model, first.family, first.data_size, first.exaflops, x, seeds, scores, num_test, effective)
+        )
     return found
 
 
@@ -291,8 +297,8 @@ def difference(first: Point, second: Point) -> ScoreDifference | None:
         return of_same_seeds(first.scores, second.scores, num_test)
     if len(first.scores) + len(second.scores) > 2:
         return of_seeds(first.scores, second.scores, num_test)
-    if first.num_test and second.num_test:
-        return of_proportions(first.mean, first.num_test, second.mean, second.num_test)
+    if first.effective and second.effective:
+        return of_proportions(first.mean, first.effective, second.mean, second.effective)
     return None
 
 

@@ -215,7 +215,7 @@ def result_of(study: Study, cell: StudyCell, ends: Ends) -> CellResult:
         return replace(found, state="damaged", reason=" ".join(filter(None, problems)))
     if ended is None:
         return found
-    scores, num_test = _scores(study, cell)
+    scores, num_test, effective = _scores(study, cell)
     missing = [
         name
         for name in [*(f"finetune:{own_name(f)}" for f in cell.finetunes), *(["vtab"] if study.config.vtab else [])]
@@ -227,18 +227,24 @@ def result_of(study: Study, cell: StudyCell, ends: Ends) -> CellResult:
     # Without those of a start that was killed.
     hours = _read_note(study.folder, HOURS, cell.name).get("hours")
     num_tasks = len(_vtab_scores(study.folder, cell)) if study.config.vtab else 0
-    return replace(found, state="done", scores=scores, num_test=num_test, vtab_tasks=num_tasks, hours=hours)
+    found = replace(found, num_test=num_test, effective_images=effective)
+    return replace(found, state="done", scores=scores, vtab_tasks=num_tasks, hours=hours)
 
 
-def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, int]]:
-    """Returns (scores, numbers of test images) by name."""
+def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, int], dict[str, float]]:
+    """Returns (scores, numbers of test images, of images in groups effective ones) by name."""
     scores: dict[str, float] = {}
     num_test: dict[str, int] = {}
+    effective: dict[str, float] = {}
     if is_evaluated(cell.run):
         evaluation = read_evaluation(cell.run)
-        for name, value in (("top1", evaluation.top1), ("top5", evaluation.top5)):
+        for name, value, number in (
+            ("top1", evaluation.top1, evaluation.top1_effective_images),
+            ("top5", evaluation.top5, evaluation.top5_effective_images),
+        ):
             if value is not None:
-                scores[name], num_test[name] = value, max(1, int(evaluation.effective_images))
+                scores[name], num_test[name] = value, evaluation.num_samples
+                effective |= {name: number} if number else {}
     with contextlib.suppress(FileNotFoundError, UserError):
         probe = probe_metrics(json_record.read(cell.run.folder / "probe.json", dict[str, Any]), "")
         scores |= {name.removeprefix("_"): value for name, value in probe.items() if metric_of(name).is_share}
@@ -246,14 +252,16 @@ def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, 
         kept = _checkpoints(cell.run).kept()
         if kept.metric and kept.metric.endswith("top1") and kept.value is not None:
             scores["best_top1"], num_test["best_top1"] = kept.value, num_test.get("top1", 0)
+            effective |= {"best_top1": effective["top1"]} if "top1" in effective else {}
     for finetune in cell.finetunes:
         outcome = read_outcome(finetune)
         if outcome is not None and not isinstance(outcome, str):
             name = f"finetune:{own_name(finetune)}"
-            scores[name], num_test[name] = outcome.top1, max(1, int(outcome.effective_images))
+            scores[name], num_test[name] = outcome.top1, outcome.num_samples
+            effective |= {name: outcome.effective_images} if outcome.effective_images < outcome.num_samples else {}
     if study.config.vtab and (accuracies := _vtab_scores(study.folder, cell)):
         scores["vtab"] = mean(accuracies)
-    return scores, num_test
+    return scores, num_test, effective
 
 
 def _vtab_folder(folder: Path, cell: StudyCell) -> Path:

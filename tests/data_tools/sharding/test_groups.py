@@ -9,6 +9,7 @@ import pytest
 from raw_images import jpeg, settings, write_folder
 
 from data_tools.sharding import index, shard
+from data_tools.sharding.classes import apply_rules
 from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
@@ -130,6 +131,11 @@ def test_what_is_no_group_is_refused(photos: Path, tmp_path: Path) -> None:
     assert "use one of them" in refused(photos, group_pattern="p", group_column="p", layout="list")
     assert "would divide groups" in refused(photos, group_pattern=PATTERN, holdout_per_class=1)
     assert "group_column = of has no effect without layout = parquet or list" in refused(photos, group_column="of")
+    ruled = settings(photos, tmp_path / "out", group_pattern=PATTERN, class_list=str(tmp_path / "classes.txt"))
+    (tmp_path / "classes.txt").write_text("benign\n")
+    other = write_folder({"other/x.jpg": jpeg(1), "benign/patient07_1.jpg": jpeg(2)}, tmp_path / "other")
+    listing = with_groups(apply_rules(list_source(other, ruled, tmp_path / "staging"), ruled), PATTERN)
+    assert listing.table["group"].to_pylist() == ["patient07"]
     said = refused(photos, group_pattern="patient", val_share=SHARE)
     assert "of 60 images in whole groups leaves" in said
 
@@ -140,7 +146,7 @@ def test_a_group_in_two_splits_of_the_source_is_named(tmp_path: Path) -> None:
     source = write_folder(files, tmp_path / "raw")
     listing = listed(source, group_pattern="p[0-9]", splits={"train": "train", "test": "test"})
     counts, warning = describe_groups(groups_of(listing))
-    assert counts == "groups: train 3 (the largest has 1 image), test 2 (the largest has 1 image)"
+    assert counts == "groups: train 3 (the largest, 'p1', has 1 image), test 2 (the largest, 'p3', has 1 image)"
     assert warning.startswith("warning: 1 group with images in both 'train' and 'test', such as 'p3': ")
 
 
@@ -153,6 +159,9 @@ def test_the_data_set_keeps_its_groups(
     dataset = shard.run(config)
     assert "groups: train " in capsys.readouterr().out
     check(dataset)
+    assert "group_pattern finds groups in keys" in "".join(
+        listed(tmp_path / "out", splits={"train": "train", "val": "val"}).notes
+    )
     shard.run(config)  # Nothing to do, and nothing to complain of.
     with pytest.raises(UserError, match="was made with group_pattern = "):
         shard.run(settings(photos, tmp_path / "out", val_share=SHARE, samples_per_shard=7))
@@ -160,9 +169,22 @@ def test_the_data_set_keeps_its_groups(
     (tmp_path / "out" / INFO).unlink()
     (tmp_path / "out" / "samples.parquet").unlink()
     splits = {"train": "train-", "val": "val-"}
+    with pytest.raises(UserError, match="group_pattern = 'person' finds no group in the key '"):
+        index.run(IndexConfig(source=str(tmp_path / "out"), splits=splits, group_pattern="person"))
     check(index.run(IndexConfig(source=str(tmp_path / "out"), splits=splits, group_pattern=PATTERN)))
     with pytest.raises(UserError, match="was indexed with group_pattern = 'patient"):
         index.run(IndexConfig(source=str(tmp_path / "out"), splits=splits))
+
+
+def test_dev_share_takes_groups_of_nearly_the_share(tmp_path: Path) -> None:
+    """One of 41 of 81 images was held out with 8 as the share, or 75 of 81 with 36."""
+    groups = np.repeat(np.arange(11), [41, *[4] * 10])
+    for count, seed in ((8, 0), (8, 1), (8, 2), (36, 3), (60, 4)):
+        chosen = run_data._in_groups(groups, count, seed)
+        assert abs(chosen.sum() - count) <= 5
+        assert all(len(set(chosen[groups == group])) == 1 for group in range(11))
+        fewer = groups != 0  # What is excluded changes the number of groups, not their order.
+        assert len(set(run_data._in_groups(groups[fewer], 8, seed)[groups[fewer] == 3])) == 1
 
 
 def check(dataset: Dataset) -> None:
@@ -177,13 +199,15 @@ def check(dataset: Dataset) -> None:
         rest, dev = run_data.hold_out(train, SHARE, seed)
         of_rest, of_dev = (set(map(patient, split.keys(np.arange(len(split))))) for split in (rest, dev))
         assert not of_rest & of_dev
-        assert round(SHARE * len(train)) <= len(dev) < SHARE * len(train) + 4
+        assert abs(len(dev) - SHARE * len(train)) <= 2
         drawn.add(frozenset(of_dev))
     assert len(drawn) > 1
-    # Which are held out does not depend on other samples that are excluded.
-    without = train.only(np.flatnonzero(groups != groups[-1]))
-    fewer = run_data.hold_out(without, len(dev) / len(without), 2)[1]
-    assert of_dev - {patient(keys[-1])} <= set(map(patient, fewer.keys(np.arange(len(fewer)))))
-    largest = train.only(np.flatnonzero(groups == np.bincount(groups).argmax()))
-    with pytest.raises(UserError, match="in all of its groups, which are held out whole"):
-        run_data.hold_out(largest, 0.5, 0)
+    # The same set, in a mixture for a second time with another limit, has no other images of these groups.
+    rest = run_data._without(train.only(np.arange(3, len(train))), dev.only(np.arange(len(dev) - 1)))
+    assert not of_dev - {patient(dev.keys([len(dev) - 1])[0])} & set(map(patient, rest.keys(np.arange(len(rest)))))
+    sizes = np.bincount(groups)
+    largest = train.only(np.flatnonzero(groups == sizes.argmax()))
+    with pytest.raises(
+        UserError, match=f"groups are held out whole, and the smallest has {sizes.max()} samples. Use a share near 1,"
+    ):
+        run_data.hold_out(largest, 0.25, 0)

@@ -68,6 +68,13 @@ def test_groups_are_held_out_whole(write_pairs: Write) -> None:
         opened(*places, "group_pattern=video")
 
 
+def test_a_sample_without_a_group_is_refused(make_dataset: Callable[..., Dataset]) -> None:
+    """Written by another program: shard.py and index.py give each sample one."""
+    split = make_dataset({"train": [[0]] * 3}, ["any"], groups=lambda row: None if row == 1 else "a").split("train")
+    with pytest.raises(UserError, match="names no group for 1 sample"):
+        split.groups.any()
+
+
 def test_a_data_set_has_groups_itself(make_dataset: Callable[..., Dataset]) -> None:
     data = make_dataset({"train": [[0]] * 12}, ["any"], groups=lambda row: f"video{row // 3}").path
     train, val = open_pairs(settings(str(data), str(data), "val_share=0.3", "val_split="))

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import synthetic_study as made_up
 
-from pipeline.review.statistics import PAIRED, PROPORTIONS, STUDENT
+from pipeline.evaluate.intervals import of_samples
+from pipeline.review.statistics import PAIRED, PROPORTIONS, STUDENT, of_proportions
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.laws.fit_optimal import Optimal
@@ -24,7 +25,7 @@ from pipeline.study.report.published import DATA_SETS, data_set_of, positions_of
 
 
 def point(model: str, x: float, *scores: float, seeds: tuple[int, ...] | None = None, num_test: int = 10_000) -> Point:
-    return Point(model, "F", 1000, x, x, seeds or tuple(range(len(scores))), scores, num_test)
+    return Point(model, "F", 1000, x, x, seeds or tuple(range(len(scores))), scores, num_test, num_test)
 
 
 # -------------------------------------------------------------------- points
@@ -37,6 +38,12 @@ def test_a_point_is_the_seeds_of_one_model_at_one_size_and_length() -> None:
 def test_a_single_run_has_an_interval_over_its_test_images_and_a_mean_over_tasks_none() -> None:
     results = made_up.data_size(seeds=1)
     assert all(found.interval and found.interval.over == "over test samples" for found in points_of(results))
+    # Of images in groups it is that of fewer; over seeds, nothing of that is known.
+    cells = [replace(cell, effective_images=dict.fromkeys(cell.num_test, 50.0)) for cell in results.cells]
+    grouped = points_of(replace(results, cells=cells))
+    assert [found.interval for found in grouped] == [of_samples(found.scores[0], 50.0) for found in grouped]
+    assert difference(*grouped[:2]) == of_proportions(grouped[0].mean, 50.0, grouped[1].mean, 50.0)
+    assert all(found.num_test > 50 for found in grouped)
     vtab = made_up.study("scaling", [made_up.cell("A", "A", 1.0, 0, 0.7, "scaling", name="vtab")], "vtab")
     assert points_of(vtab)[0].interval is None
 
