@@ -260,7 +260,7 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
         for number, done in tasks:
             results[number] = done
             if find:  # Now, so that a wrong pattern is not found out after hours.
-                find(read_rows(to_path(jobs[number].part))["key"].to_pylist())
+                find(_read_rows(to_path(jobs[number].part), with_unlabelled=False)["key"].to_pylist())
             progress.add(done.shard.samples, done.shard.bytes)
     ordered = [results[number] for number in range(len(jobs))]
     is_labelled = any(done.shard.samples > done.num_unlabelled for done in ordered)

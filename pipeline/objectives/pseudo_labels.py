@@ -9,7 +9,7 @@ as many images without a label.
 Shapes: B batch, K classes, M labels per sample.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +65,12 @@ class PseudoLabels(Classification):
 
     @classmethod
     def notes(cls, config: RunConfig) -> list[str]:
-        if undistorted(config.augment) != config.augment:
+        # These do nothing without the strength of a distortion.
+        given = ("color_jitter_probability", "randaugment_magnitude", "randaugment_contrast")
+        if (
+            replace(undistorted(config.augment), **{name: getattr(config.augment, name) for name in given})
+            != config.augment
+        ):
             return []
         moves = ["crop"] * (config.augment.crop != "none") + ["flip"] * config.augment.flip
         differ = f"differ by {' and '.join(moves)} alone" if moves else "are the same"

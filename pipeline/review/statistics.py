@@ -296,14 +296,21 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
 
 def _of_same_masks(first: Contender, second: Contender) -> ScoreDifference | None:
     """The difference of the mIoU of two single runs; None if they were not scored on the same images and masks, at least two."""
-    a, b = first.records[0].pixel_counts, second.records[0].pixel_counts
+    ours, theirs = first.records[0], second.records[0]
+    a, b = ours.pixel_counts, theirs.pixel_counts
     if a is None or b is None or not (np.array_equal(a.rows, b.rows) and np.array_equal(a.true, b.true)):
         return None
     # One of the two may have been scored without them.
-    a, b = (replace(one, groups=one.groups if len(one.groups) else other.groups) for one, other in ((a, b), (b, a)))
-    if a.num_units < 2 or not np.array_equal(a.groups, b.groups):
-        return None
-    return of_same_masks(first.mean - second.mean, resampled_miou(a), resampled_miou(b), a)
+    groups = a.groups if len(a.groups) else b.groups
+    resampled = []
+    for record, counts in ((ours, a), (theirs, b)):
+        is_its_own = len(counts.groups) == len(groups)
+        grouped = counts if is_its_own else replace(counts, groups=groups)
+        if grouped.num_units < 2 or not np.array_equal(grouped.groups, groups):
+            return None
+        own = record.resampled_miou if is_its_own else None
+        resampled.append(resampled_miou(grouped) if own is None else own)
+    return of_same_masks(first.mean - second.mean, resampled[0], resampled[1], replace(a, groups=groups))
 
 
 # ---------------------------------------------------------------------- what can be compared

@@ -401,8 +401,8 @@ def page(result: dict[str, Any]) -> list[Block]:
         Table(("data", f"top-1, %{spread}", "images"), rows),
         Heading("Choice of the learning rate"),
         Paragraph(
-            f"On {counted(best_rate(result['trials'])[1], 'image')}, {100 * result['dev_share']:g} % of {of_train}, held out "
-            "at random; the final runs then train on all of them, with the rate in bold."
+            f"On {counted(best_rate(result['trials'])[1], 'image')} of {of_train}, held out at random "
+            f"(dev_share = {result['dev_share']:g}); the final runs then train on all of them, with the rate in bold."
         ),
         Table(("lr", "top-1 on dev, %", "loss"), trials, chosen),
         Heading("Final runs"),

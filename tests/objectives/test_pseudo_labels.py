@@ -148,6 +148,7 @@ def test_the_teacher_s_view_has_the_crop_alone() -> None:
         (["augment.mixup=0.8"], ""),
         (["augment.randaugment_layers=2", "augment.crop=none"], ""),
         ([], "differ by crop and flip alone"),
+        (["augment.randaugment_magnitude=15"], "differ by crop and flip alone"),
         (["augment.crop=none"], "differ by flip alone"),
         (["augment.crop=none", "augment.flip=false"], "are the same"),
     ],

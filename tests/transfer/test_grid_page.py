@@ -122,7 +122,10 @@ def test_a_grid_of_a_part_of_the_images_tells_their_number(config: GridConfig, t
     assert "tried on 20 % of 20 images of `train`, held out" in facts.description
     grid.run(limited, start)
     report = (tmp_path / "runs" / "tiny" / "report.md").read_text()
-    assert "20 % of the 20 training images, held out at random; the final runs then train on all of them" in report
+    assert (
+        "of the 20 training images, held out at random (dev_share = 0.2); the final runs then train on all of them"
+        in report
+    )
 
 
 @pytest.mark.slow

@@ -62,11 +62,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     Samples without a label are used if no sample of the source has one.
     """
     names = known_class_names(source, config.label_names)
-    if (
-        not config.group_pattern
-        and (source / INFO).is_file()
-        and open_dataset(source).info["settings"].keys() & {"group_column", "group_pattern"}
-    ):
+    if not config.group_pattern and _has_groups(source):
         collector.notes.append(
             f"warning: the groups of {source} are not taken over, since tars do not name them. group_pattern finds groups in keys"
         )
@@ -121,6 +117,16 @@ def _samples(files: list[tuple[str, str, AnyPath]], collector: Collector) -> Ite
         with path.open("rb") as file:
             for sample in complete_samples(file, path):
                 yield split, f"{name}: {sample.name}", container, sample
+
+
+def _has_groups(source: AnyPath) -> bool:
+    """Whether the tars are a data set of ours that was made with groups."""
+    if not (source / INFO).is_file():
+        return False
+    try:
+        return bool(open_dataset(source).info["settings"].keys() & {"group_column", "group_pattern"})
+    except UserError:  # Another's, or damaged, which matters where its class names are read.
+        return False
 
 
 def known_class_names(source: AnyPath, label_names: str) -> list[str]:

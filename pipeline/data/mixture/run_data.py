@@ -194,11 +194,12 @@ def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
     else:
         is_dev = _in_groups(groups, count, seed)
         if not is_dev.any():
-            least = int(np.bincount(groups)[np.unique(groups)].min())
-            raise UserError(
-                f"{what} {counted(count, 'sample')}, but groups are held out whole, and the smallest has {counted(least, 'sample')}. Use a share near "
-                f"{least / len(split):.2g}, or hold out groups when sharding (splits, val_share)."
-            )
+            sizes = np.bincount(groups)[np.unique(groups)]
+            least = int(sizes.min())
+            why = "all samples are of one group."
+            if len(sizes) > 1:
+                why = f"the smallest has {counted(least, 'sample')}. Use a share near {least / len(split):.2g}, or hold out groups when sharding."
+            raise UserError(f"{what} {counted(count, 'sample')}, but groups are held out whole, and {why}")
     return split.only(rows[~is_dev]), replace(split.only(rows[is_dev]), name="dev")
 
 
@@ -211,7 +212,8 @@ def _in_groups(groups: np.ndarray, count: int, seed: int) -> np.ndarray:
     order = np.argsort(random_numbers.bits(seed, Purpose.DEV_SPLIT, names), kind="stable")
     chosen, so_far = np.zeros(len(names), bool), 0
     for number, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        if abs(so_far + size - count) < abs(so_far - count):
+        is_rest = so_far + size == len(groups)  # Something is left to train on.
+        if abs(so_far + size - count) < abs(so_far - count) and not is_rest:
             chosen[number], so_far = True, so_far + size
     return chosen[of_rows]
 

@@ -95,7 +95,9 @@ def score_names(results: StudyResults) -> list[str]:
 
 def csv_row(cell: CellResult, names: list[str]) -> dict[str, object]:
     """A cell's facts, then its scores as shares; unknown values are empty."""
-    facts = {name: value for name, value in asdict(cell).items() if name not in ("scores", "num_test")}
+    facts = {
+        name: value for name, value in asdict(cell).items() if name not in ("scores", "num_test", "effective_images")
+    }
     return {**facts, **{name: cell.scores.get(name, "") for name in names}}
 
 

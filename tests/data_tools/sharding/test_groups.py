@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from raw_images import jpeg, settings, write_folder
+from raw_images import jpeg, settings, write_folder, write_tar
 
 from data_tools.sharding import index, shard
 from data_tools.sharding.classes import apply_rules
@@ -187,6 +187,28 @@ def test_dev_share_takes_groups_of_nearly_the_share(tmp_path: Path) -> None:
         assert len(set(run_data._in_groups(groups[fewer], 8, seed)[groups[fewer] == 3])) == 1
 
 
+@pytest.mark.parametrize(("sizes", "count"), [((5,), 4), ((5, 5), 8), ((10, 10, 10), 26), ((1, 1, 98), 60)])
+def test_dev_share_leaves_something_to_train_on(sizes: tuple[int, ...], count: int) -> None:
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    for seed in range(20):
+        assert not run_data._in_groups(groups, count, seed).all()
+
+
+def test_tars_beside_another_s_dataset_json_are_read(tmp_path: Path) -> None:
+    write_tar({"p0_x.jpg": jpeg(0), "p0_x.cls": b"0", "p1_x.jpg": jpeg(1), "p1_x.cls": b"1"}, tmp_path / "a.tar")
+    (tmp_path / INFO).write_text('{"name": "of another program"}')
+    (tmp_path / "names.txt").write_text("cat\ndog\n")
+    listing = listed(tmp_path, layout="webdataset", label_names=str(tmp_path / "names.txt"))
+    assert (len(listing), listing.has_groups) == (2, False)
+
+
+@pytest.mark.ray
+def test_what_is_left_out_of_an_index_needs_no_group(ray_cluster: int, tmp_path: Path) -> None:
+    write_tar({"p0_x.jpg": jpeg(0), "p0_x.cls": b"0", "logo.jpg": jpeg(1)}, tmp_path / "a.tar")
+    dataset = index.run(IndexConfig(source=str(tmp_path), group_pattern="p[0-9]", max_bad_share=0.5))
+    assert dataset.table("train").groups().to_pylist() == ["p0"]
+
+
 def check(dataset: Dataset) -> None:
     train = open_dataset(dataset.path).split("train")
     keys = train.keys(np.arange(len(train)))
@@ -207,7 +229,10 @@ def check(dataset: Dataset) -> None:
     assert not of_dev - {patient(dev.keys([len(dev) - 1])[0])} & set(map(patient, rest.keys(np.arange(len(rest)))))
     sizes = np.bincount(groups)
     largest = train.only(np.flatnonzero(groups == sizes.argmax()))
+    with pytest.raises(UserError, match="groups are held out whole, and all samples are of one group"):
+        run_data.hold_out(largest, 0.75, 0)
+    two = train.only(np.flatnonzero(np.isin(groups, np.argsort(sizes)[-2:])))
     with pytest.raises(
-        UserError, match=f"groups are held out whole, and the smallest has {sizes.max()} samples. Use a share near 1,"
+        UserError, match=r"groups are held out whole, and the smallest has 4 samples\. Use a share near 0\.5,"
     ):
-        run_data.hold_out(largest, 0.25, 0)
+        run_data.hold_out(two, 0.13, 0)
