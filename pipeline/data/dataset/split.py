@@ -135,20 +135,21 @@ class Split:
     @cached_property
     def groups(self) -> np.ndarray | None:
         """int64 (n,), the number of each sample's group, such as of a patient, in this split of the data set; None if it has no groups."""
-        if not self.table.has_groups:
+        if self._group_column is None:
             return None
-        chunks = self.table.groups().chunks
-        numbers = np.concatenate([np.empty(0, np.int64), *(np.from_dlpack(chunk.indices) for chunk in chunks)])
-        return np.delete(numbers, self.excluded_rows)
+        numbers = [np.from_dlpack(chunk.indices) for chunk in self._group_column.chunks]
+        return np.delete(np.concatenate([np.empty(0, np.int64), *numbers]), self.excluded_rows)
 
     @property
     def group_names(self) -> np.ndarray | None:
         """object (n,), the name of each sample's group; None if the data set has no groups."""
-        if not self.table.has_groups:
+        if self._group_column is None:
             return None
-        chunks, numbers = self.table.groups().chunks, self.groups
-        assert numbers is not None
-        return np.array(chunks[0].dictionary.to_pylist() if chunks else [], object)[numbers]
+        return np.delete(np.array(self._group_column.to_pylist(), object), self.excluded_rows)
+
+    @cached_property
+    def _group_column(self) -> pa.ChunkedArray | None:
+        return self.table.groups() if self.table.has_groups else None
 
     @property
     def excluded(self) -> str:

@@ -187,8 +187,8 @@ def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
     if not 0 < count < len(split):
         raise UserError(f"{what} {counted(count, 'sample')}.")
     rows, groups = np.arange(len(split)), split.groups
-    # By rows of the manifest, so that the choice of a sample does not depend on which others are excluded.
     if groups is None:
+        # By rows of the manifest, so that the choice of a sample does not depend on which others are excluded.
         places = random_numbers.bits(seed, Purpose.DEV_SPLIT, split.manifest_rows(rows))
         is_dev = places <= np.partition(places, count - 1)[count - 1]
     else:
@@ -223,10 +223,11 @@ def _without(split: Split, held_out: Split) -> Split:
     rows = np.arange(len(split))
     taken = held_out.manifest_rows(np.arange(len(held_out)))
     of_rows = split.manifest_rows(rows)
-    if (
-        split.groups is not None and held_out.groups is not None
-    ):  # The whole groups, of which the other split may have had only a part.
-        of_rows, taken = split.groups, held_out.groups
+    if split.groups is not None and held_out.groups is not None:
+        of_rows, taken = (
+            split.groups,
+            held_out.groups,
+        )  # Of which the split that is held out of may have had a part only.
     return split.only(rows[~np.isin(of_rows, taken)])
 
 
