@@ -79,8 +79,8 @@ def decode(
     """Decode an image of one of the EXTENSIONS to uint8 (H, W, 3) RGB, turned upright by its EXIF tag (HEIC and AVIF: by irot and imir).
 
     Grayscale is repeated to three channels, 10-bit to 16-bit are scaled to 8, alpha is dropped, and the first frame of an animation
-    or the primary image of a HEIC is used. Raises DecodeError for anything that cannot be decoded to its last row, and for floating-point pixels, negative ones and
-    those above 65,535.
+    or the primary image of a HEIC is used. Raises DecodeError for anything that cannot be decoded to its last row, and for
+    floating-point pixels, negative ones and those above 65,535.
 
     choose: (height, width) of the upright image -> the region to return, (top, left, height, width). Its pixels are those of
     the whole image, but most JPEGs are decoded only there (see `jpeg_region`), so damage below the region may go unnoticed.

@@ -75,10 +75,10 @@ def probe(
     """Returns {"fewshot": one row per number of shots and strength, "knn": {...}, absent if disabled}.
 
     Collective; the result is the same on every rank. train: features of choice.rows. test: features (m, D). test_labels: int64
-    (m, M); any of them is correct, -1 never is. groups: int64 (m,), of `Split.groups`. A row has shots, l2, top1 (mean over seeds, in [0, 1]), std (over seeds, n - 1;
-    None for one seed), top1_of_seeds, and fewest, the number of samples of the smallest class; with groups, it and kNN
-    also have effective_images (`effective_number`). Unreadable images and non-finite
-    features count as wrong in the test and are not used for training; a score is NaN if no training sample is left.
+    (m, M); any of them is correct, -1 never is. groups: int64 (m,), of `Split.groups`. A row has shots, l2, top1 (mean over seeds, in
+    [0, 1]), std (over seeds, n - 1; None for one seed), top1_of_seeds, and fewest, the number of samples of the smallest class. With
+    groups, rows and kNN also have effective_images (`effective_number`). Unreadable images and non-finite features count as wrong in the
+    test and are not used for training; a score is NaN if no training sample is left.
     """
     usable = train.readable & np.isfinite(train.values).all(1)
     seen = test.readable & np.isfinite(test.values).all(1)
