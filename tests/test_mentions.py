@@ -29,6 +29,8 @@ FOLDERS = ("docs", "launch", "configs", "pipeline", "data_tools", "tests")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = [path for folder in ("launch", "pipeline", "data_tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+# From Python 3.12 on, the text of an f-string is a token of its own.
+TEXT = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
 
 @cache
@@ -53,7 +55,7 @@ def parts(path: Path) -> tuple[str, set[str]]:
             words.add(token.string)
         elif token.type == tokenize.STRING and token.string.startswith('"""'):
             found.append(ast.literal_eval(token.string))
-        elif token.type == tokenize.STRING:
+        elif token.type in TEXT:
             words.update(re.findall(r"\w+", token.string))
     return "\n".join(found), words
 
