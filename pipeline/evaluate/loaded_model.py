@@ -126,23 +126,26 @@ def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained:
     return view
 
 
-def check_outputs(weights: str, where: str, seen: Predictions | Features, split: Split) -> None:
-    """Raise UserError if no image of the split is readable, or the outputs for some image are not finite.
+def check_outputs(
+    weights: str, where: str, seen: Predictions | Features, split: Split, rows: np.ndarray | None = None
+) -> None:
+    """Raise UserError if no image is readable, or the outputs for some image are not finite.
 
-    weights, where: names of the weights and the images for the message.
+    weights, where: names of the weights and the images for the message. rows: int64, those of the split that were read; None is all.
     """
+    num_images = len(split) if rows is None else len(rows)
     values = seen.loss if isinstance(seen, Predictions) else seen.values.sum(1)
     if not seen.readable.any():
         row = min(seen.problems)
         raise UserError(
-            f"none of the {counted(len(split), 'image')} of {where} can be read; the first is {split.keys([row])[0]}: "
+            f"none of the {counted(num_images, 'image')} of {where} can be read; the first is {split.keys([row])[0]}: "
             f"{seen.problems[row]}. Check the files."
         )
     broken = np.flatnonzero(seen.readable & ~np.isfinite(values))
     if len(broken):
         raise UserError(
-            f"{weights} gives NaN or infinity for {len(broken):,} of {counted(len(split), 'image')}, the first "
-            f"{split.keys(broken[:1])[0]}. Use precision=fp32, or an earlier checkpoint."
+            f"{weights} gives NaN or infinity for {len(broken):,} of {counted(num_images, 'image')}, the first "
+            f"{split.keys(broken[:1] if rows is None else rows[broken[:1]])[0]}. Use precision=fp32, or an earlier checkpoint."
         )
 
 

@@ -85,7 +85,7 @@ def _features(
     """The rows that can be read, and their features, float32 (n, D). The others are reported."""
     with loaded.reading(split, config, len(rows)) as reader:
         seen = extract(loaded.features, reader, rows)
-    check_outputs(config.weights, ", ".join(getattr(config, setting)), seen, split.only(rows))
+    check_outputs(config.weights, ", ".join(getattr(config, setting)), seen, split, rows)
     for row, reason in list(seen.problems.items())[:20]:
         print(printable(f"{split.keys([row])[0]}  cannot be read: {reason}"))
     if seen.problems:

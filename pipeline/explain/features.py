@@ -101,7 +101,7 @@ def _write_table(
             seen = extract(loaded.features, of_part, rows)
             problems = reader.problems_of_all([problems, seen.problems], len(split))
             if seen.readable.any():
-                check_outputs(config.weights, ", ".join(config.images), seen, split.only(rows))
+                check_outputs(config.weights, ", ".join(config.images), seen, split, rows)
             found = np.zeros(len(rows)) if wanted is None else _unit(seen.values) @ wanted
             similarities[rows] = np.where(seen.readable, found, -np.inf)
             table = _table(config, loaded, images, rows, seen)

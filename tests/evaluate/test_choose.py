@@ -205,6 +205,17 @@ def test_images_of_a_labelled_data_set_without_a_label_do_not_count(
         run(weights, data.path, tmp_path / "no", 2, "split=train", f"labelled={data.path}", "labelled_split=none")
 
 
+def test_a_part_without_a_readable_image_is_refused(weights: Path, make_dataset, tmp_path: Path) -> None:
+    """The row of the first one is that in the split, of which the candidates and the labelled images are a part."""
+    data = make_dataset(
+        {"train": [[0], [0], [0]], "more": [[], [], [0]]}, ["ant"], bad={"train": [0, 1, 2], "more": [2]}
+    )
+    with pytest.raises(UserError, match=r"none of the 1 image of .* can be read; the first is train\d: no image"):
+        run(weights, data.path, tmp_path / "out", 1, "split=train", "candidates=1")
+    with pytest.raises(UserError, match=r"none of the 1 image of .* can be read; the first is more2: no image"):
+        run(weights, data.path, tmp_path / "out", 1, "split=more", f"labelled={data.path}", "labelled_split=more")
+
+
 def test_labels_in_a_folder_are_never_replaced(weights: Path, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
