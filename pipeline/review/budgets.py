@@ -211,8 +211,9 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Centred running mean; the window is cut at the ends, and non-finite values are ignored."""
+    """Centred running mean; the window is cut at the ends, and non-finite values are ignored. NaN where it has no other."""
     window = max(1, round(_SMOOTH * len(values))) | 1
     ones, there = np.ones(window), np.isfinite(values)
     sums = np.convolve(np.where(there, values, 0), ones, "same")
-    return sums / np.maximum(np.convolve(there, ones, "same"), 1e-9)
+    counts = np.convolve(there, ones, "same")
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)

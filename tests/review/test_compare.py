@@ -310,6 +310,10 @@ def test_running_means_leave_out_what_is_no_number() -> None:
     smooth = budgets.running_mean(np.array([1.0, np.nan, 3.0] * 50))
     assert np.isfinite(smooth).all()
     assert smooth[75] == pytest.approx(2, abs=0.5)
+    # A gap that is wider than the window stays one: 0 would be the best of all losses.
+    broken = budgets.running_mean(np.array([1.0] * 140 + [np.nan] * 10))
+    assert np.isnan(broken[141:]).all()
+    assert broken[:141].tolist() == pytest.approx([1.0] * 141)
 
 
 def write_sweep(folder: Path, shift: float, seeds: int) -> Path:
