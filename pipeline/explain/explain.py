@@ -277,8 +277,6 @@ def _draw_predictions(
         rows = readable[np.argsort(-confidence[readable], kind="stable")[:_NUM_PREDICTIONS]]
         note = "The true classes are not known. The most confident first."
     _, pixels = read_images(config, loaded, split, rows)
-    true_names = [None if true[row] < 0 else names[true[row]] for row in rows]
-    predicted_names = [names[number] for number in predicted[rows]]
     results.drawings["predictions"] = galleries.draw_predictions(
-        pixels.numpy(), true_names, predicted_names, confidence[rows], note
+        pixels.numpy(), true[rows], predicted[rows], names, confidence[rows], note
     )

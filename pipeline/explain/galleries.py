@@ -151,17 +151,21 @@ def note_on_mistakes(right: np.ndarray) -> str:
 
 
 def draw_predictions(
-    pixels: np.ndarray, true: Sequence[str | None], predicted: Sequence[str], confidence: np.ndarray, note: str
+    pixels: np.ndarray, true: np.ndarray, predicted: np.ndarray, names: Sequence[str], confidence: np.ndarray, note: str
 ) -> Figure:
-    """Images with true class and prediction, in green or red; in black if the true class is unknown."""
+    """Images with true class and prediction, int64 (n,), in green or red; in black if the true class is unknown, -1.
+
+    names: of all classes, of which some may have the same one, as ImageNet's two cranes.
+    """
     tiles = []
-    for image, name, prediction, share in zip(pixels, true, predicted, confidence.tolist(), strict=True):
-        if name is None:
-            tiles.append(Tile(image, [f"{prediction}: {share:.0%}"]))
-            continue
-        is_right = name == prediction
-        lines = [name, f"{'✓' if is_right else '✗'} {prediction}: {share:.0%}"]
-        tiles.append(Tile(image, lines, _RIGHT if is_right else _WRONG))
+    for image, label, found, share in zip(pixels, true.tolist(), predicted.tolist(), confidence.tolist(), strict=True):
+        said = f"{names[found]}: {share:.0%}"
+        if label < 0:
+            tiles.append(Tile(image, [said]))
+        else:
+            is_right = label == found
+            lines = [names[label], f"{'✓' if is_right else '✗'} {said}"]
+            tiles.append(Tile(image, lines, _RIGHT if is_right else _WRONG))
     return gallery(_in_rows(tiles), "Predictions", note)
 
 

@@ -162,7 +162,7 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
         return None
     chosen = chosen[np.isin(found.rows[chosen], rows)]
     figure = galleries.draw_predictions(
-        pixels.numpy(), [names[c] for c in found.true[chosen].tolist()], [names[c] for c in found.predicted[chosen].tolist()],
-        found.probability[chosen], galleries.note_on_mistakes(right),
+        pixels.numpy(), found.true[chosen], found.predicted[chosen], names, found.probability[chosen],
+        galleries.note_on_mistakes(right),
     )  # fmt: skip
     return png(figure, DPI)

@@ -113,6 +113,25 @@ def test_command_to_folder_and_mlflow(
 
 
 @pytest.mark.usefixtures("not_drawn")
+def test_classes_of_one_name_are_not_taken_for_each_other(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ImageNet has two classes called crane."""
+    model = models.create("ViT-mu/4", SIDE, 3)
+    torch.nn.init.zeros_(model.head.weight)
+    with torch.no_grad():
+        model.head.bias.copy_(torch.tensor([0.0, 9.0, 0.0]))
+    named = {"classes": CLASSES, "class_names": ["crane", "crane", "fly"], "loss": "softmax"}
+    models.save(model, tmp_path / "cranes.pt", named)
+    tiles = list[galleries.Tile]()
+    monkeypatch.setattr(galleries, "gallery", lambda rows, *about, **more: [tiles.extend(row) for row in rows])
+    found = run(tmp_path / "cranes.pt", tmp_path / "out", "draw=predictions", f"images={photos}")["predictions"]
+    assert (found["images"], found["wrong"]) == (9, 6)
+    signs = sorted((tile.lines[0], tile.lines[1].partition(":")[0]) for tile in tiles)
+    assert signs == [("crane", "✓ crane")] * 3 + [("crane", "✗ crane")] * 3 + [("fly", "✗ crane")] * 3
+
+
+@pytest.mark.usefixtures("not_drawn")
 def test_drawings_that_do_not_apply_are_reported(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
