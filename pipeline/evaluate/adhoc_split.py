@@ -23,6 +23,9 @@ from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
 
+# Of a .cls file; a longer one is no number of a class.
+_MAX_DIGITS = 32
+
 
 @dataclass(frozen=True)
 class AdhocSplit:
@@ -81,7 +84,7 @@ def open_adhoc_split(
     links: list[str] = []
     for path in files:
         if path.suffix == ".tar":
-            images += _in_tar(path, len(numbers), links, setting)
+            images += _in_tar(path, len(of_labels), links, setting)
         else:
             folder = Path(os.path.abspath(path)).parent  # Of a link, the one that it is in.
             label = numbers.get(folder.name, -1)
@@ -163,11 +166,11 @@ def _is_image(name: str) -> bool:
 
 
 def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> list[_Image]:
-    """List the images of a tar, each with the number in its .cls file, or in that of its webdataset key. Raises UserError.
+    """List the images of a tar, each with the number in its .cls file, or in that of its webdataset key, if it is that of a class. Raises UserError.
 
     As in sharding, a hard link stands for an earlier file of the tar. Other links are left out, and appended to `links`.
     """
-    images, labels = {}, {}
+    images, labels = {}, dict[str, bytes]()
     files: dict[str, tarfile.TarInfo] = {}
     before = len(links)
     try:
@@ -180,7 +183,7 @@ def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> lis
                     if _is_image(name):
                         images[name] = _Image(f"{path.name}/{name}", path, file.offset_data, file.size, -1)
                     elif name.endswith(".cls") and (content := tar.extractfile(file)):
-                        labels[name.removesuffix(".cls")] = int(content.read())
+                        labels[name.removesuffix(".cls")] = content.read(_MAX_DIGITS).strip()
                 elif (member.islnk() or member.issym()) and (_is_image(name) or name.endswith(".cls")):
                     links.append(f"{path.name}/{name}")
             raw.seek(tar.offset)
@@ -194,7 +197,7 @@ def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> lis
     if not images:
         said = f" but {_said(links[before:])}" if links[before:] else ""
         raise UserError(f"{setting} = {path}: no image in this tar{said}.")
-    known = {key: label for key, label in labels.items() if 0 <= label < num_classes}
+    known = {key: int(label) for key, label in labels.items() if label.isdigit() and int(label) < num_classes}
     return [image._replace(label=_label_of(name, known)) for name, image in images.items()]
 
 

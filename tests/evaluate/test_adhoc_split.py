@@ -33,6 +33,15 @@ def test_images_of_a_tar_whose_names_begin_alike(tmp_path: Path) -> None:
     assert [split.labels_of(row).tolist() for row in range(len(split))] == [[], [0], [], [1], [1]]
 
 
+def test_labels_of_a_tar_that_are_no_numbers_of_a_class_are_unknown(tmp_path: Path) -> None:
+    """Other programs write names. Of two classes with one name, as ImageNet has, each counts."""
+    labels = [b"2\n", b"cat", b"3", b"-1", b"", b"\xff", b" 1"]
+    members = {f"{n}.{kind}": content for n, of in enumerate(labels) for kind, content in (("jpg", b"x"), ("cls", of))}
+    write_tar(tmp_path / "photos.tar", members)
+    split = open_adhoc_split([str(tmp_path / "photos.tar")], "val", "all", ["cat", "cat", "dog"]).split
+    assert [split.labels_of(row).tolist() for row in range(len(split))] == [[2], [], [], [], [], [], [1]]
+
+
 def test_links_in_a_tar(tmp_path: Path) -> None:
     """As in sharding, a hard link has the bytes of an earlier file. Other links were left out without a word."""
     write_tar(file := tmp_path / "a.tar", {"a.jpg": b"a", "one": b"1"})
