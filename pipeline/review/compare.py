@@ -15,7 +15,7 @@ from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, repor
 from pipeline.base.words import counted, shorten
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.segmentation.counts import FILE as PIXEL_COUNTS
-from pipeline.monitor.run_page import DatasetFacts
+from pipeline.monitor.run_page import TEACHER_TAG, DatasetFacts
 from pipeline.process.outputs import try_output
 from pipeline.review import rescore
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
@@ -357,8 +357,12 @@ def differences(values: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]
 
 
 def settings_of(records: Records) -> dict[str, dict[str, Any]]:
-    """The settings of each run other than names and places."""
-    return {n: {k: v for k, v in r.settings.items() if k not in PLACES} for n, r in records.items()}
+    """The settings of each run other than names and places, and the weights that it began with, or learnt from."""
+    found = {n: {k: v for k, v in r.settings.items() if k not in PLACES} for n, r in records.items()}
+    for name, record in records.items():
+        weights = {"initial": record.origin and record.origin.details, TEACHER_TAG: record.tags.get(TEACHER_TAG)}
+        found[name] |= {f"weights, {which}": text for which, text in weights.items() if text}
+    return found
 
 
 def _difference_table(what: str, names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:

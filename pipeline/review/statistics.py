@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import freedom_of_groups, grouped_error, of_samples, quantile, rounding
 from pipeline.evaluate.segmentation.counts import PixelCounts, resampled_miou
+from pipeline.monitor.run_page import TEACHER_TAG
 from pipeline.review.record import RunRecord, as_number
 from pipeline.settings import changes
 from pipeline.settings.run import RunConfig
@@ -274,10 +275,12 @@ def _but_the_seed(record: RunRecord) -> Hashable:
         return None
     compared = changes.decisive(record.settings, changes.facts_of(RunConfig), "comparison")
     settings = {name: str(value) for name, value in compared.items() if name != "seed"}
-    data = tuple(facts.digest for facts in record.datasets)
+    data = (*(facts.digest for facts in record.datasets), record.parameters.get("excluded"))
+    # A folder of weights may have trained on between two runs.
+    weights = (record.origin.sha256 if record.origin else "", record.tags.get(TEACHER_TAG))
     # The score of a run that ended halfway is no other sample of the noise.
     step = record.last_score.step if record.last_score else None
-    return (tuple(sorted(settings.items())), data, record.revision, step)
+    return (tuple(sorted(settings.items())), data, weights, record.revision, step)
 
 
 def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

@@ -16,7 +16,7 @@ from pipeline.base.metric import metric_of
 from pipeline.base.page import markdown
 from pipeline.evaluate import intervals
 from pipeline.evaluate.segmentation.counts import PixelCounts, as_file, miou_of, resampled_miou
-from pipeline.monitor.run_page import DatasetFacts
+from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
 from pipeline.review import compare, statistics
 from pipeline.review.reader import from_folder
 from pipeline.review.record import RunRecord, Series
@@ -278,6 +278,27 @@ def test_a_run_that_ended_halfway_is_no_seed_of_those_that_did_not(tmp_path: Pat
         ("seed0 (2 seeds)", (0.52, 0.5)),
         ("seed2", (0.3,)),
     ]
+
+
+def test_runs_from_weights_that_changed_are_no_seeds_of_each_other(tmp_path: Path) -> None:
+    """The folder that both name trained on between them, or more images were excluded. Their mean was called one over two seeds."""
+    weights = [WeightsOrigin("runs/vit", digest, step=step) for step, digest in ((100, "a" * 64), (200, "b" * 64))]
+    origins = dict(zip("abc", (*weights, weights[1]), strict=True))
+    records = {
+        name: from_folder(
+            write_run(tmp_path / name, "init.weights=runs/vit", f"seed={seed}", evaluations={20: 0.5}, origin=origin)
+        )
+        for seed, (name, origin) in enumerate(origins.items())
+    }
+    assert statistics.seed_groups(records) == [("a",), ("b", "c")]
+    rows = compare.differences(compare.settings_of(records))
+    first, second = (f"step {n}, SHA-256 {letter * 16}..." for n, letter in ((100, "a"), (200, "b")))
+    assert rows == [("seed", "0", "1", "2"), ("weights, initial", first, second, second)]
+    others = {"excluded": "2 of copies.txt"}
+    records["c"] = replace(records["c"], parameters={**records["c"].parameters, **others})
+    records["b"] = replace(records["b"], tags={**records["b"].tags, "teacher": "runs/large, step 5"})
+    records["a"] = replace(records["a"], origin=origins["b"])
+    assert statistics.seed_groups(records) == [("a",), ("b",), ("c",)]
 
 
 def test_the_same_seeds_are_compared_pair_by_pair() -> None:
