@@ -39,7 +39,7 @@ def rounding(num_test: float) -> float:
     return 12**-0.5 / num_test if num_test else 0.0
 
 
-def of_seeds(accuracies: Sequence[float], num_test: int = 0) -> Interval:
+def of_seeds(accuracies: Sequence[float], num_test: float = 0) -> Interval:
     """Interval of the mean of at least two runs: Student's t on their sample standard deviation, at least `rounding`.
 
     num_test: images of each accuracy, 0 if unknown. The interval holds for other seeds on these images, not for other images.

@@ -245,9 +245,10 @@ def _of_mean(tasks: list[dict[int, dict[str, Any]]]) -> TableScore:
     tests = [next(iter(by_seed.values()))["num_test"] for by_seed in tasks]
     seeds = set(tasks[0])
     if len(seeds) > 1 and all(set(by_seed) == seeds for by_seed in tasks):
-        interval = of_seeds(
-            [float(np.mean([by_seed[seed]["accuracy"] for by_seed in tasks])) for seed in sorted(seeds)]
-        )
+        of_each = [float(np.mean([by_seed[seed]["accuracy"] for by_seed in tasks])) for seed in sorted(seeds)]
+        # The number of images of one task whose accuracy would be rounded as much as the mean of these is.
+        num_test = len(tests) / float(np.sqrt((1 / np.square(tests, dtype=np.float64)).sum()))
+        interval = of_seeds(of_each, num_test)
     else:
         interval = of_tasks(means, tests)
     return TableScore(float(np.mean(means)), interval, min(map(len, tasks)), sum(tests))

@@ -162,6 +162,17 @@ def test_seeds_that_not_all_tasks_have_give_no_interval_over_seeds(tmp_path: Pat
     assert "of a mean by the sum of the tasks' variances" in (folder / "report" / "report.md").read_text()
 
 
+def test_a_mean_that_all_seeds_have_has_an_interval(tmp_path: Path) -> None:
+    """As each task's has: accuracies are rounded to whole images. It was from the mean to the mean."""
+    column = columns([write(tmp_path / "same", results(**{task.name: [0.5, 0.5] for task in TASKS}))])[0]
+    mean, task = column.means[OVERALL].interval, column.tasks["pets"].interval
+    assert mean is not None
+    assert task is not None
+    # Roundings of 19 tasks are independent.
+    assert 0.5 - mean.low == pytest.approx((0.5 - task.low) / 19**0.5)
+    assert mean.high - 0.5 == pytest.approx(12**-0.5 / 1000 / 38**0.5 * intervals.quantile(1))
+
+
 def test_no_mean_of_what_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     part = whole()
     part["scores"] = [score for score in part["scores"] if score["task"] not in ("dtd", "kitti_distance", "svhn")]
