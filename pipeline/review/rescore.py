@@ -36,6 +36,8 @@ def rescore(records: Mapping[str, RunRecord], config: CompareConfig) -> Scores:
             f"these runs differ in data.path: {', '.join(sorted(paths))}. Say which one to score on: data=..."
         )
     split = config.split or str(first.settings["data.eval_split"])
+    if not split:
+        raise UserError(f"data.eval_split of {next(iter(records))} is empty. Say which split to score on: split=...")
     scores = {}
     for name, record in records.items():
         print(f"{name}:")

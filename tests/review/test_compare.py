@@ -390,6 +390,14 @@ def test_a_run_is_the_same_in_its_folder_and_in_mlflow(tmp_path: Path) -> None:
     compare._refuse_twice(["a", "mlflow:2f"], [record, dataclasses.replace(record, folder=None, run_id="2f")])
 
 
+def test_a_run_without_a_split_to_score_on_needs_one(tmp_path: Path) -> None:
+    """The data set was said to have no split ''."""
+    records = {name: from_folder(write_run(tmp_path / name, "data.eval_split=")) for name in "ab"}
+    config = schema.load(CompareConfig, None, ["runs=[a,b]", "score=true"])
+    with pytest.raises(UserError, match=r"data\.eval_split of a is empty\. Say which split to score on: split=\.\.\."):
+        rescore.rescore(records, config)
+
+
 def test_classes_of_weights_are_joined_by_name_whatever_their_order_and_number() -> None:
     """They were by their place: a traceback for weights of more classes, and another class beside it for another order."""
 
