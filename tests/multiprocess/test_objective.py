@@ -98,13 +98,15 @@ def test_a_restart_changes_no_bit(runs: Path, run: str) -> None:
     whole, cut = runs / run, runs / f"{run}-cut"
     _, names, *added = OTHERS.get(run, ((), ("loss", "grad_norm", "teacher_entropy", "ibot_loss", "val_loss"), *ADDED))
     for name in names:
-        assert after_3(metrics(whole, name)) == after_3(metrics(cut, name))
-        assert max(metrics(cut, name)) == STEPS
+        expected, found = metrics(whole, name), metrics(cut, name)
+        assert found == {step: expected[step] for step in found}
+        # The evaluation of step 3, which a kill prevents, is made up.
+        assert found.keys() >= ({3, STEPS} if name == "val_loss" else {4, STEPS})
     for state in ("weights", "exp_avg", *(["ema"] if run not in OTHERS else [])):
-        expected, found = tensors(whole, STEPS, state), tensors(cut, STEPS, state)
-        assert {f"objective.{name}" for name in added} <= expected.keys()
-        assert not [name for name in expected if "teacher" in name]
-        assert all(np.array_equal(array, found[name]) for name, array in expected.items())
+        whole_ones, cut_ones = tensors(whole, STEPS, state), tensors(cut, STEPS, state)
+        assert {f"objective.{name}" for name in added} <= whole_ones.keys()
+        assert not [name for name in whole_ones if "teacher" in name]
+        assert all(np.array_equal(array, cut_ones[name]) for name, array in whole_ones.items())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
