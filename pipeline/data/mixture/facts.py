@@ -1,5 +1,6 @@
-"""What a checkpoint records of a mixture, and the part of it that decides the batches before a step."""
+"""What a checkpoint records of a mixture, and the part of it that decides the batches before a step, their labels included."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ def mixture_facts(split: MixedSplit) -> dict[str, Any]:
     sets = [
         {"path": entry.path, "split": entry.split, "limit": str(entry.limit), "fingerprint": dataset.fingerprint, "excluded": part.excluded}
         | ({} if entry.labels else {"labels": False})
+        | ({"class_map": entry.class_map} if entry.class_map else {})
         for entry, dataset, part in zip(split.mixture.sets, split.datasets, split.parts, strict=True)
     ]  # fmt: skip
     return {
@@ -29,6 +31,10 @@ def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
     found = identity.get(MIXTURE) or _one_set(identity)
     phases = [(start, counts) for start, counts in found["phases"] if start < max(batches, 1)]
     words = []
+    # Of a checkpoint of an earlier version, the settings alone know them.
+    in_settings = {
+        (entry["path"], entry.get("split")): entry.get("class_map") for entry in identity.get("data.mix", ())
+    }
     for number, one in enumerate(found["sets"]):
         counts = [of_phase[number] for _, of_phase in phases]
         if not any(counts):
@@ -38,6 +44,8 @@ def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
         )
         excluded = "" if one["excluded"] == NOTHING_EXCLUDED else f" without {one['excluded']}"
         excluded += "" if one.get("labels", True) else " without its labels"
+        class_map = one.get("class_map") or in_settings.get((one.get("path"), one["split"]))
+        excluded += f" with class_map {json.dumps(class_map, sort_keys=True)}" if class_map else ""
         words.append(f"set {number}: {one['fingerprint']} split {one['split']}{excluded}, {shares}")
     return "; ".join(words)
 

@@ -17,6 +17,7 @@ from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shar
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.views import train_view
+from pipeline.data.mixture.facts import mixed_until, mixture_facts
 from pipeline.data.mixture.label_use import data_notes, label_notes
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.phases import mixture_of
@@ -282,6 +283,28 @@ def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:
     assert mixture.phases == ((0, (1.0, 1.0, 0.0)), (9, (1.0, 0.0, 3.0)))
     with pytest.raises(UserError, match=r"data.weight = 2 has no effect without data.mix"):
         opened(sets, "", "data.weight=2")
+
+
+def test_another_class_map_is_another_mixture_once_the_set_was_used(sets: Path) -> None:
+    """A run went on with as many classes, of which an output had meant another one before."""
+
+    def identity(class_map: str, then: str = "") -> dict[str, Any]:
+        of_run = config(sets, f"{{path: b, weight: 1, class_map: {class_map}{then}}}")
+        data = open_run_data(of_run.data, 0, of_run.train.global_batch, "learned")
+        assert isinstance(data.split, MixedSplit)
+        return {"mixture": mixture_facts(data.split), "data.mix": schema.to_dict(of_run)["data"]["mix"]}
+
+    first, second = (identity(f"{{class{n}: other}}") for n in range(2))
+    assert mixed_until(first, 9) != mixed_until(second, 9)
+    assert 'with class_map {"class0": "other"}' in mixed_until(first, 9)
+    later = [identity(f"{{class{n}: other}}", ", from_step: 9") for n in range(2)]
+    assert mixed_until(later[0], 9) == mixed_until(later[1], 9)
+    # A checkpoint of an earlier version has it in its settings alone.
+    sets_before = [
+        {name: value for name, value in one.items() if name != "class_map"} for one in first["mixture"]["sets"]
+    ]
+    before = first | {"mixture": first["mixture"] | {"sets": sets_before}}
+    assert mixed_until(before, 9) == mixed_until(first, 9)
 
 
 def test_metrics_are_named_after_the_folder_of_a_url() -> None:
