@@ -329,7 +329,11 @@ class TrainConfig:
         on_change="run",
     )
     lora_alpha: float = setting(
-        16.0, "LoRA: the changes are multiplied by lora_alpha / lora_rank.", above=0, needs="lora_rank"
+        16.0,
+        "LoRA: the changes are multiplied by lora_alpha / lora_rank.",
+        above=0,
+        needs="lora_rank",
+        on_change="run",  # A checkpoint holds the factor.
     )
     lora_layers: list[str] = setting(
         ["qkv", "out"],

@@ -8,8 +8,9 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import with_factors
 from pipeline.model import build, configure
-from pipeline.objectives.objective import Objective, stored_name
+from pipeline.objectives.objective import Objective, constants, stored_name
 from pipeline.settings import schema
+from pipeline.settings.changes import facts_of
 from pipeline.settings.run import RunConfig
 
 MODEL = configure("ViT-mu/8", 16, 5, layer_scale=0.5, depth=3)
@@ -53,6 +54,13 @@ def test_the_exported_weights_compute_the_same() -> None:
     plain = build(MODEL).eval()
     plain.load_state_dict(merged)
     torch.testing.assert_close(plain(images), objective.backbone(images), rtol=1e-5, atol=1e-6)
+
+
+def test_another_alpha_is_another_run() -> None:
+    """A checkpoint holds the factor: a run said that its alpha was another one, and went on with the factor from before."""
+    held = dict(constants(with_trained_factors()))
+    assert held["lora.blocks/0/attention/qkv.scale"] == 6 / 3
+    assert facts_of(RunConfig)["train.lora_alpha"].means("run")
 
 
 def test_it_is_planned() -> None:

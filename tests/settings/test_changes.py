@@ -42,7 +42,7 @@ FACTS = facts_of(RunConfig)
 # Settings that came after these lists.
 LATER = {
     "objective", "data.eval_also", "data.mix", "data.weight", "data.balance", "augment.padding", "augment.scaled_decoding", "train.freeze", "train.lora_rank",
-    "train.lora_layers", "data.processes",
+    "train.lora_layers", "train.lora_alpha", "data.processes",
 }  # fmt: skip
 RUN = {"name": "run", "data": {"path": "data"}, "train": {"length": "1 steps"}}
 
