@@ -1,17 +1,16 @@
 """The configurations of the models: `ViTConfig` and `ResNetConfig`, where each field of a model is declared.
 
-    dropout: Annotated[float, Option(0, below=1, doc="Dropout after positions ...")] = 0.0
+    dropout: float = option(0.0, "Dropout after positions ...", min=0, below=1)
 
 is all that `model.dropout` needs to be a setting with help and a range, to be saved with weights and checkpoints, and to be read
 as its default from files that were made without it. What uses the field is in `pipeline/model/`.
 """
 
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
-from pipeline.architecture.option import Fields, Option
+from pipeline.architecture.option import REQUIRED, Fields, Option, option
 from pipeline.architecture.resnets import (
     ResNetConfig,
     check_small_stem,
@@ -20,7 +19,7 @@ from pipeline.architecture.resnets import (
     stem_reduction,
 )
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import Limits
+from pipeline.base.json_record import Limits, type_hints
 from pipeline.base.words import counted
 
 Gelu = Literal["tanh", "erf", "quick"]
@@ -38,171 +37,137 @@ _MAX_TOKENS = 2**17
 class ViTConfig(Fields):
     """The architecture of a ViT. Raises UserError for values that do not fit together."""
 
-    width: Annotated[
-        int,
-        Option(
-            1,
-            2**16,
-            doc="Overrides the variant's width D; for a ResNet, the channels of its first layer.",
-            setting=None,
-        ),
-    ]
-    depth: Annotated[int, Option(1, 1024, doc="Overrides the variant's number of blocks.", setting=None)]
-    mlp_width: Annotated[int, Option(1, 2**18, doc="Overrides the variant's MLP width.", setting=None)]
-    num_heads: Annotated[int, Option(1, 2**12, doc="Overrides the variant's number of heads.", setting=None)]
-    patch_size: Annotated[int, Limits(1, 2**12)]  # P, in pixels; in a hybrid, in cells of the stem's output
-    image_size: tuple[int, int]  # height, width, in pixels
-    num_classes: Annotated[int, Limits(0, 2**24)]  # 0: no head, the model returns its features
+    width: int = option(
+        REQUIRED,
+        "Overrides the variant's width D; for a ResNet, the channels of its first layer.",
+        min=1,
+        max=2**16,
+        setting=None,
+    )
+    depth: int = option(REQUIRED, "Overrides the variant's number of blocks.", min=1, max=1024, setting=None)
+    mlp_width: int = option(REQUIRED, "Overrides the variant's MLP width.", min=1, max=2**18, setting=None)
+    num_heads: int = option(REQUIRED, "Overrides the variant's number of heads.", min=1, max=2**12, setting=None)
+    # mypy takes `option` for a default of the fields above.
+    patch_size: Annotated[int, Limits(1, 2**12)]  # type: ignore[misc]  # P, in pixels; in a hybrid, in cells of the stem's output
+    image_size: tuple[int, int]  # type: ignore[misc]  # height, width, in pixels
+    num_classes: Annotated[int, Limits(0, 2**24)]  # type: ignore[misc]  # 0: no head, the model returns its features
     # In a hybrid, in cells of the stem's output. None: patch_size.
-    patch_stride: Annotated[
-        int | None,
-        Option(1, 2**12, doc="Distance between patches in pixels; patches overlap if it is below the patch side."),
-    ] = None
+    patch_stride: int | None = option(
+        None, "Distance between patches in pixels; patches overlap if it is below the patch side.", min=1, max=2**12
+    )
     # ViT paper, D.4.
-    positions: Annotated[
-        Literal["learned", "learned2d", "sincos2d", "sincos2d_mae", "relative", "none"],
-        Option(
-            doc="Position embedding: learned 1-D or 2-D, fixed sine-cosine (with MAE's frequencies: sincos2d_mae), relative attention, or none."
-        ),
-    ] = "learned"
-    positions_at: Annotated[
-        Literal["stem", "blocks", "shared"],
-        Option(
-            doc="Where positions are added: once (stem), before every block with a table for each (blocks), or before every block "
-            "with the same table (shared)."
-        ),
-    ] = "stem"
-    pool: Annotated[
-        Pool,
-        Option(
-            doc="Input of the head: class token; global average pool or attention pool (map) of a model without class token; or, beside a class "
-            "token, the mean of the patches (mean), token and mean (both), or an attention pool (attentive). null is token (axial models: gap).",
-            setting=None,
-        ),
-    ] = "token"
+    positions: Literal["learned", "learned2d", "sincos2d", "sincos2d_mae", "relative", "none"] = option(
+        "learned",
+        "Position embedding: learned 1-D or 2-D, fixed sine-cosine (with MAE's frequencies: sincos2d_mae), relative attention, or none.",
+    )
+    positions_at: Literal["stem", "blocks", "shared"] = option(
+        "stem",
+        "Where positions are added: once (stem), before every block with a table for each (blocks), or before every block "
+        "with the same table (shared).",
+    )
+    pool: Pool = option(
+        "token",
+        "Input of the head: class token; global average pool or attention pool (map) of a model without class token; or, beside a class "
+        "token, the mean of the patches (mean), token and mean (both), or an attention pool (attentive). null is token (axial models: gap).",
+        setting=None,
+    )
     # "pre_logits" of the official weights of ImageNet-21k.
-    representation: Annotated[
-        bool,
-        Option(
-            doc="Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is set.",
-            setting=True,
-        ),
-    ] = False
+    representation: bool = option(
+        False,
+        "Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is set.",
+        setting=True,
+    )
     # timm and Hugging Face: erf.
-    gelu: Annotated[
-        Gelu, Option(doc="GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP).")
-    ] = "tanh"
-    dropout: Annotated[
-        float,
-        Option(
-            0,
-            below=1,
-            doc="Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).",
-            only_trains=True,
-        ),
-    ] = 0.0
-    drop_path: Annotated[
-        float,
-        Option(
-            0, below=1, doc="Stochastic depth: drop probability of the last block, linear from 0.", only_trains=True
-        ),
-    ] = 0.0
-    head_bias: Annotated[
-        float, Option(-1000, 1000, doc="Initial bias of the head; -10 suits sigmoid loss on 21k classes.")
-    ] = 0.0
+    gelu: Gelu = option(
+        "tanh", "GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP)."
+    )
+    dropout: float = option(
+        0.0,
+        "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).",
+        min=0,
+        below=1,
+        only_trains=True,
+    )
+    drop_path: float = option(
+        0.0, "Stochastic depth: drop probability of the last block, linear from 0.", min=0, below=1, only_trains=True
+    )
+    head_bias: float = option(
+        0.0, "Initial bias of the head; -10 suits sigmoid loss on 21k classes.", min=-1000, max=1000
+    )
     stem: tuple[int, ...] | None = None  # of a hybrid: units of each stage of its ResNet; () is the root alone
     axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
     # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5.
     layer_norm_eps: Annotated[float, Limits(above=0, max=1)] = 1e-6
     masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
     # Darcet et al., arXiv 2309.16588.
-    registers: Annotated[
-        int,
-        Option(0, 256, doc="Extra learned tokens without a position, which the head does not read; 4 in DINOv2."),
-    ] = 0
+    registers: int = option(
+        0, "Extra learned tokens without a position, which the head does not read; 4 in DINOv2.", min=0, max=256
+    )
     kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
     # Parts of later ViTs (pipeline/model/parts.py, rope.py).
-    layer_scale: Annotated[
-        float | None,
-        Option(
-            -1000,
-            1000,
-            doc="Initial value of LayerScale, learned factors of each residual branch; 1e-5 in DINOv2; null: no factors.",
-        ),
-    ] = None
-    swiglu: Annotated[
-        bool, Option(doc="Gated MLP: silu(gate) times value, each mlp_width wide (DINOv2's g, DINOv3's H+ and 7B).")
-    ] = False
-    rope_base: Annotated[
-        float | None,
-        Option(
-            above=1,
-            max=1e9,
-            doc="Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.",
-        ),
-    ] = None
+    layer_scale: float | None = option(
+        None,
+        "Initial value of LayerScale, learned factors of each residual branch; 1e-5 in DINOv2; null: no factors.",
+        min=-1000,
+        max=1000,
+    )
+    swiglu: bool = option(
+        False, "Gated MLP: silu(gate) times value, each mlp_width wide (DINOv2's g, DINOv3's H+ and 7B)."
+    )
+    rope_base: float | None = option(
+        None,
+        "Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.",
+        above=1,
+        max=1e9,
+    )
     # timm's axial RoPE, of EVA-02 and of naver-ai/rope-vit.
-    rope_side: Annotated[
-        int | None,
-        Option(
-            0,
-            _MAX_TOKENS,
-            doc="RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0: not "
-            "stretched; null: from -1 to 1.",
-        ),
-    ] = None
-    rope_shift: Annotated[
-        float,
-        Option(
-            0,
-            100,
-            doc="RoPE in training: the coordinates, from -1 to 1, are shifted by up to this, anew in each step.",
-            only_trains=True,
-        ),
-    ] = 0.0
-    rope_jitter: Annotated[
-        float,
-        Option(
-            1,
-            100,
-            doc="RoPE in training: rows and columns are stretched by factors of up to this, or 1 over it; 1: not at all.",
-            only_trains=True,
-        ),
-    ] = 1.0
-    rope_rescale: Annotated[
-        float,
-        Option(
-            1,
-            100,
-            doc="RoPE in training: both are stretched by a common factor of up to this, or 1 over it; 2 in DINOv3.",
-            only_trains=True,
-        ),
-    ] = 1.0
-    qkv_bias: Annotated[
-        Literal["qkv", "qv", "none"], Option(doc="Which of queries, keys and values have a bias; qv in DINOv3.")
-    ] = "qkv"
-    out_bias: Annotated[bool, Option(doc="Bias of the attention's output layer.")] = True
-    mlp_bias: Annotated[bool, Option(doc="Biases of the MLP's layers.")] = True
-    embedding_norm: Annotated[bool, Option(doc="LayerNorm of all tokens before the first block, as in CLIP.")] = False
-    qk_norm: Annotated[bool, Option(doc="LayerNorm of each head's queries and keys (ViT-22B).")] = False
-    pool_norm: Annotated[
-        bool,
-        Option(
-            doc="The final LayerNorm is of the mean of the patches, not of the tokens (pool=mean or gap), as MAE fine-tunes."
-        ),
-    ] = False
-    class_norm: Annotated[
-        bool, Option(doc="A final LayerNorm of its own for class token and registers, as in DINOv3 7B.")
-    ] = False
-    small_stem: Annotated[
-        tuple[int, ...] | None,
-        Option(
-            16,
-            2**12,
-            doc="Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of "
-            "channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).",
-        ),
-    ] = None
+    rope_side: int | None = option(
+        None,
+        "RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0: not "
+        "stretched; null: from -1 to 1.",
+        min=0,
+        max=_MAX_TOKENS,
+    )
+    rope_shift: float = option(
+        0.0,
+        "RoPE in training: the coordinates, from -1 to 1, are shifted by up to this, anew in each step.",
+        min=0,
+        max=100,
+        only_trains=True,
+    )
+    rope_jitter: float = option(
+        1.0,
+        "RoPE in training: rows and columns are stretched by factors of up to this, or 1 over it; 1: not at all.",
+        min=1,
+        max=100,
+        only_trains=True,
+    )
+    rope_rescale: float = option(
+        1.0,
+        "RoPE in training: both are stretched by a common factor of up to this, or 1 over it; 2 in DINOv3.",
+        min=1,
+        max=100,
+        only_trains=True,
+    )
+    qkv_bias: Literal["qkv", "qv", "none"] = option(
+        "qkv", "Which of queries, keys and values have a bias; qv in DINOv3."
+    )
+    out_bias: bool = option(True, "Bias of the attention's output layer.")
+    mlp_bias: bool = option(True, "Biases of the MLP's layers.")
+    embedding_norm: bool = option(False, "LayerNorm of all tokens before the first block, as in CLIP.")
+    qk_norm: bool = option(False, "LayerNorm of each head's queries and keys (ViT-22B).")
+    pool_norm: bool = option(
+        False,
+        "The final LayerNorm is of the mean of the patches, not of the tokens (pool=mean or gap), as MAE fine-tunes.",
+    )
+    class_norm: bool = option(False, "A final LayerNorm of its own for class token and registers, as in DINOv3 7B.")
+    small_stem: tuple[int, ...] | None = option(
+        None,
+        "Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of "
+        "channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).",
+        min=16,
+        max=2**12,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -429,16 +394,13 @@ Config = ViTConfig | ResNetConfig
 
 
 def _options() -> Iterator[tuple[str, Option]]:
-    hints = typing.get_type_hints(ViTConfig, include_extras=True)
+    hints = type_hints(ViTConfig)
     for field in fields(ViTConfig):
-        hint = hints[field.name]
-        for option in (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Option)):
-            default = field.default if option.setting is ... else option.setting
+        if (rule := field.metadata.get("rule")) is not None:
+            default = field.default if rule.setting is ... else rule.setting
             # Settings are lists, as YAML and checkpoints have them; a configuration has to be hashable.
-            kind = list[int] | None if hint.__origin__ == (tuple[int, ...] | None) else hint.__origin__
-            if default is None:
-                kind |= None
-            yield field.name, replace(option, setting=default, kind=kind)
+            kind = list[int] | None if hints[field.name] == (tuple[int, ...] | None) else hints[field.name]
+            yield field.name, replace(rule, setting=default, kind=kind | None if default is None else kind)
 
 
 # What a run may set of a model, in the order of `--help`; of a ResNet the width and head_bias, which a ViT has too.

@@ -1,5 +1,6 @@
-"""What `config.py` declares the fields of a model with: the mark `Option`, and the base of the configurations."""
+"""What `config.py` declares the fields of a model with: `option`, and the base of the configurations."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -7,6 +8,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits, quoted
 
+REQUIRED = dataclasses.MISSING
 _MAX_SIDE = 2**16  # Far above every published model: a damaged file must not allocate more.
 # The fields of the first files, in their order, so that a file has the same bytes as before. Others follow if they are not at
 # their defaults.
@@ -19,17 +21,22 @@ _FIRST_SAVED = (
 
 @dataclass(frozen=True)
 class Option(Limits):
-    """Marks a field that a run may set, in the section `model` of its settings.
-
-    doc: its help. setting: default of the setting; ... is that of the field, which files without the field have, and None is what
-    the model's name implies. only_trains: the field changes neither the weights nor what they compute after training, so a run
-    may set it for weights that exist. kind: type of the setting, filled in below.
-    """
+    """What a run may set of a model, in the section `model` of its settings: see `option`. kind: type of the setting, filled in by config.py."""
 
     doc: str = ""
     setting: Any = ...
     only_trains: bool = False
     kind: Any = None
+
+
+def option(default: Any, doc: str, **rule: Any) -> Any:
+    """A field that a run may set, in the section `model` of its settings.
+
+    default: of files without the field; REQUIRED is none. doc: its help. rule: the limits of a number (`Limits`), and
+    setting: default of the setting; without it, that of the field; None is what the model's name implies.
+    only_trains: the field changes neither the weights nor what they compute after training, so a run may set it for weights that exist.
+    """
+    return dataclasses.field(default=default, metadata={"rule": Option(doc=doc, **rule)})
 
 
 class Fields:
@@ -41,9 +48,9 @@ class Fields:
     def __post_init__(self) -> None:
         """Raise UserError for a value of another type or out of its range."""
         hints = json_record.type_hints(cast(Any, type(self)))
-        for name, value in vars(self).items():
-            if not isinstance(value, tuple):
-                json_record.convert(value, hints[name], "model", name)
+        for field in dataclasses.fields(cast(Any, self)):
+            if not isinstance(value := getattr(self, field.name), tuple):
+                json_record.Converter("model").convert(value, hints[field.name], field.name, field.metadata.get("rule"))
         if not all(1 <= side <= _MAX_SIDE for side in self.image_size):
             raise UserError(f"model: image_size = {quoted(self.image_size)} must be from 1 to {_MAX_SIDE:,} pixels.")
 
