@@ -85,7 +85,7 @@ def path_inside(folder: Path, name: str | os.PathLike[str]) -> Path:
         raise UserError(f"{os.fspath(name)!a} leads out of {folder}.")
     try:
         mode = os.lstat(path).st_mode
-        is_link = stat.S_ISLNK(mode) or any(os.path.islink(parent) for parent in _between(root, path))
+        is_link = stat.S_ISLNK(mode) or any(os.path.islink(root / parent) for parent in Path(name).parents)
     except ValueError:
         raise UserError(f"{os.fspath(name)!a} is not a path.") from None
     except NotADirectoryError:
@@ -95,14 +95,6 @@ def path_inside(folder: Path, name: str | os.PathLike[str]) -> Path:
     if not stat.S_ISREG(mode):
         raise _not_regular(folder / name)
     return folder / name
-
-
-def _between(root: Path, path: Path) -> Iterator[str]:
-    """The folders on the way from one to the other, without both."""
-    parent = os.path.dirname(path)
-    while len(parent) > len(str(root)):
-        yield parent
-        parent = os.path.dirname(parent)
 
 
 def _not_regular(path: str | os.PathLike[str]) -> UserError:
@@ -197,7 +189,8 @@ def new_output(out: Path, is_folder: bool) -> Iterator[Path]:
             yield folder / out.name
             if is_folder and out.exists():
                 raise UserError(f"{out} was made by another process meanwhile. Choose another path.")
-            sync_tree(folder / out.name)  # Not all of the libraries that write it do so.
+            for part in (folder / out.name, *(folder / out.name).rglob("*")):
+                sync_folder(part)  # Not all of the libraries that write it do so.
             os.replace(folder / out.name, out)
             sync_folder(out.parent)
     except OSError as error:
@@ -220,18 +213,12 @@ def remove_unfinished(folder: Path, names: Container[str]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder, and thus a rename, to the disk."""
+    """Flush the names in a folder, and thus a rename, to the disk; of a file its content."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_tree(path: Path) -> None:
-    """Flush a file, or a folder and all that is in it, to the disk."""
-    for part in (path, *path.rglob("*")):
-        sync_folder(part)
 
 
 def _hidden(path: Path) -> Path:
