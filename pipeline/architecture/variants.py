@@ -174,8 +174,8 @@ def _resnet(name: str) -> tuple[type[Config], dict[str, Any]]:
 
 
 def as_yaml(value: object) -> str:
-    """A field's value as a settings file has it."""
-    return "null" if value is None else str(value).lower()
+    """A value as a settings file has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _did_you_mean(word: str, known: list[str]) -> str:

@@ -138,16 +138,12 @@ class RunConfig:
                 raise UserError(
                     f"train.freeze = {self.train.freeze} needs init.weights: a new model's values are random. Leave it out."
                 )
-            if self.init.mean_pool:
-                raise UserError(
-                    "init.mean_pool changes init.weights, which are not set. Set init.mean_pool=false; a new model pools so with "
-                    "model.pool=mean and model.pool_norm=true."
-                )
-            if self.init.attentive_pool:
-                raise UserError(
-                    "init.attentive_pool changes init.weights, which are not set. Set init.attentive_pool=false; a new model pools so with "
-                    "model.pool=attentive."
-                )
+            for name, value in {"mean_pool": "mean and model.pool_norm=true", "attentive_pool": "attentive"}.items():
+                if getattr(self.init, name):
+                    raise UserError(
+                        f"init.{name} changes init.weights, which are not set. Set init.{name}=false; a new model pools so with "
+                        f"model.pool={value}."
+                    )
             if self.init.kernel:
                 raise UserError(
                     f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set. Set init.kernel=null."

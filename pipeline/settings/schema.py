@@ -8,7 +8,6 @@ method `check()` for what depends on several fields. The classes are in `run.py`
 
 import dataclasses
 import difflib
-import functools
 import math
 import os
 import re
@@ -18,6 +17,7 @@ import typing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from pipeline.architecture.variants import as_yaml
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Converter, Limits, RefusedError, finite, is_record, plain, quoted, shortened
@@ -114,7 +114,10 @@ def load(cls: type[T], path: str | Path | None, overrides: typing.Sequence[str] 
     Raises UserError for a missing file, a syntax error, an unknown or missing key, a value of the wrong type or outside its
     range, and whatever the class's own `check()` refuses; and for one without effect, unless the class `notes_without_effect`.
     """
-    tree = {} if path is None else read_yaml(_config_file(str(path)))
+    try:
+        tree = {} if path is None else read_yaml(Path(_expanded(str(path))))
+    except RefusedError as error:
+        raise UserError(f"--config {as_typed(str(path))} {error}") from None
     for override in overrides:
         _apply(cls, tree, override)
     config = build(cls, tree, "the command line" if path is None else str(path))
@@ -188,7 +191,8 @@ class _SettingsConverter(Converter):
         fields = dataclasses.fields(kind)
         required = {field.name for field in fields if field.default is field.default_factory is REQUIRED}
         tree = {key: value for key, value in tree.items() if value != "" or key not in required}
-        return super().record({**dict.fromkeys(_sections(kind)), **tree}, kind, name)
+        sections = [name for name, hint in hints.items() if is_record(hint)]
+        return super().record({**dict.fromkeys(sections), **tree}, kind, name)
 
     def missing(self, name: str, field: dataclasses.Field[Any]) -> str:
         # No override names a field of an entry of a list.
@@ -212,7 +216,10 @@ class _SettingsConverter(Converter):
         if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
             text = _checked_text(str(value), rule.form)
             if rule.command:
-                _check_quotes(text)
+                try:
+                    shlex.split(text)
+                except ValueError:
+                    raise RefusedError("has a quote that is not closed, or ends in a backslash.") from None
             return _expanded(text) if rule.is_path else text
         if kind in (int, float) and not isinstance(value, bool):
             # PyYAML reads 1e-3 (no dot) as text, and people write it often.
@@ -222,12 +229,6 @@ class _SettingsConverter(Converter):
                 return number
         is_text = kind == dict[str, str]
         raise RefusedError(f"must be {'a mapping of names to text' if is_text else json_record.type_name(kind)}.")
-
-
-@functools.cache
-def _sections(cls: type) -> tuple[str, ...]:
-    """Names of the fields that are sections."""
-    return tuple(name for name, kind in json_record.type_hints(cls).items() if is_record(kind))
 
 
 def _choice(accepted: typing.Iterable[Any], value: Any) -> Any:
@@ -264,13 +265,6 @@ def _checked_text(text: str, form: TextForm | None = None) -> str:
     return text
 
 
-def _check_quotes(text: str) -> None:
-    try:
-        shlex.split(text)
-    except ValueError:
-        raise RefusedError("has a quote that is not closed, or ends in a backslash.") from None
-
-
 def _expanded(path: str) -> str:
     """A path with `~` or `~user` at its beginning replaced by that home folder. Raises RefusedError for an unknown user.
 
@@ -281,13 +275,6 @@ def _expanded(path: str) -> str:
         user = found.partition("/")[0]
         raise RefusedError(f"names the home folder of a user who does not exist here. A folder {user} is ./{user}.")
     return found
-
-
-def _config_file(path: str) -> Path:
-    try:
-        return Path(_expanded(path))
-    except RefusedError as error:
-        raise UserError(f"--config {as_typed(path)} {error}") from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -333,14 +320,12 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
     rows = []
     for name, kind, field, _ in leaves(cls, prefix):
         if field.default is not REQUIRED:
-            default = _as_yaml(field.default)
+            default = as_yaml(field.default)
         else:
             default = "required" if field.default_factory is REQUIRED else str(field.default_factory())
         rule: Rule = field.metadata["rule"]
         named = type_name(kind).replace("text", "path") if rule.is_path else type_name(kind)
-        accepted = f"{named}, {rule.range}" if rule.range else named
-        if rule.choices:
-            accepted = rule.range
+        accepted = ", ".join(filter(None, ["" if rule.choices else named, rule.range]))
         rows.append((name, accepted, default, field.metadata["doc"]))
         if typing.get_origin(kind) is list and is_record(typing.get_args(kind)[0]):
             rows += describe(typing.get_args(kind)[0], f"{name}[].")
@@ -424,12 +409,6 @@ def _did_you_mean(cls: type, prefix: str, key: str) -> str:
         return " A file of settings is given by --config FILE."
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f" Did you mean {prefix}{near[0]}?" if near else f" Known here: {', '.join(known)}."
-
-
-def _as_yaml(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _whole(value: Any) -> int | None:
