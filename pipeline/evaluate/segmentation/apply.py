@@ -69,7 +69,7 @@ def write_masks(
 
     def read(row: int) -> np.ndarray | str:
         try:
-            return read_image(reader, row)
+            return read_image(reader, row)[0]
         except (DecodeError, OSError) as error:
             return str(error)
 

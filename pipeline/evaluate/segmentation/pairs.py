@@ -83,11 +83,7 @@ class MaskedPairs:
 
     def group_numbers(self) -> np.ndarray:
         """int64 (n,), the number of the group of each; empty without groups."""
-        return (
-            np.unique(np.array(self.groups, object), return_inverse=True)[1].astype(np.int64)
-            if self.groups
-            else np.empty(0, np.int64)
-        )
+        return np.unique(np.array(self.groups, object), return_inverse=True)[1].astype(np.int64)
 
 
 def open_pairs(config: SegmentConfig) -> tuple[MaskedPairs, MaskedPairs]:
@@ -136,9 +132,10 @@ def _paired(
     of_masks = names_in(opened_masks, masks, config.mask_suffix, "masks")
     found = [name for name in of_images if name in of_masks]
     if not found:
+        first, first_mask = (next(iter(names), "") for names in (of_images, of_masks))
         raise UserError(
-            f"{prefix}images = {', '.join(images)} and {prefix}masks = {', '.join(masks)} have no name in common: the first are {_first(of_images)} and "
-            f"{_first(of_masks)}. An image and its mask have the same path below their folders, but for the suffix; for endings of names set "
+            f"{prefix}images = {', '.join(images)} and {prefix}masks = {', '.join(masks)} have no name in common: the first are {first!r} and "
+            f"{first_mask!r}. An image and its mask have the same path below their folders, but for the suffix; for endings of names set "
             "image_suffix and mask_suffix."
         )
     if alone := len(of_images) - len(found):
@@ -146,21 +143,12 @@ def _paired(
     if alone := len(of_masks) - len(found):
         print(f"left out: {counted(alone, 'mask')} of {', '.join(masks)} without an image")
     rows, mask_rows = (np.array([names[name] for name in found], np.int64) for names in (of_images, of_masks))
-    return MaskedPairs(
-        opened.split, opened_masks.split, rows, mask_rows, found, _groups(config, opened.split, rows, found)
-    )
-
-
-def _groups(config: SegmentConfig, split: Split, rows: np.ndarray, names: list[str]) -> list[str]:
-    """The group of each image: of group_pattern in its name, else of its data set; empty without. Raises UserError as `group_finder`."""
+    groups: list[str] = []
     if config.group_pattern:
-        return group_finder(config.group_pattern)(names)
-    of_all = split.group_names
-    return of_all[rows].tolist() if of_all is not None else []
-
-
-def _first(names: dict[str, int]) -> str:
-    return repr(next(iter(names), ""))
+        groups = group_finder(config.group_pattern)(found)
+    elif (of_all := opened.split.group_names) is not None:
+        groups = of_all[rows].tolist()
+    return MaskedPairs(opened.split, opened_masks.split, rows, mask_rows, found, groups)
 
 
 def names_in(opened: AdhocSplit, places: Sequence[str], ending: str = "", kind: str = "images") -> dict[str, int]:
@@ -171,7 +159,8 @@ def names_in(opened: AdhocSplit, places: Sequence[str], ending: str = "", kind: 
     keys = opened.split.keys(np.arange(len(opened.split)))
     if not opened.fingerprint:
         keys = [_below(key, places) for key in keys]
-    names = [str(PurePosixPath(key).with_suffix("")) if _suffix(key) in EXTENSIONS else key for key in keys]
+    paths = zip(keys, map(PurePosixPath, keys), strict=True)
+    names = [str(path.with_suffix("")) if path.suffix.lower() in EXTENSIONS else key for key, path in paths]
     found = {name.removesuffix(ending): row for row, name in enumerate(names) if name.endswith(ending)}
     ends = Counter(name for name in names if name.endswith(ending))
     setting = f"{kind.removesuffix('s')}_suffix = {ending}"
@@ -183,10 +172,6 @@ def names_in(opened: AdhocSplit, places: Sequence[str], ending: str = "", kind: 
     if others := len(names) - ends.total():
         print(f"left out: {others:,} of the {kind} of {', '.join(places)}, whose names do not end as {setting} says")
     return found
-
-
-def _suffix(key: str) -> str:
-    return PurePosixPath(key).suffix.lower()
 
 
 def _below(key: str, places: Sequence[str]) -> str:
@@ -219,7 +204,7 @@ class PairReader:
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray] | str:
         """(pixels uint8 (H, W, 3), numbers of classes int16 (H, W)) of a pair, or why it cannot be used. Raises StorageError as `ShardReader.read`."""
         try:
-            pixels, orientation = _read_image(self._images, int(self.pairs.rows[number]))
+            pixels, orientation = read_image(self._images, int(self.pairs.rows[number]))
             mask = decode_mask(self._masks.read(int(self.pairs.mask_rows[number])))
         except (DecodeError, OSError) as error:
             return str(error)
@@ -234,13 +219,11 @@ class PairReader:
         return pixels, self.classes.numbers(mask)
 
 
-def read_image(reader: ShardReader, row: int) -> np.ndarray:
-    """uint8 (H, W, 3). Raises DecodeError, also for an image that is too long to be resized, and as `ShardReader.read`."""
-    return _read_image(reader, row)[0]
+def read_image(reader: ShardReader, row: int) -> tuple[np.ndarray, int]:
+    """(pixels uint8 (H, W, 3), EXIF orientation).
 
-
-def _read_image(reader: ShardReader, row: int) -> tuple[np.ndarray, int]:
-    """(pixels, EXIF orientation)."""
+    Raises DecodeError, also for an image that is too long to be resized, and as `ShardReader.read`.
+    """
     pixels, orientation = decode_with_orientation(reader.read(row))
     height, width = pixels.shape[:2]
     if max(height, width) > MAX_ASPECT * min(height, width):
@@ -263,18 +246,10 @@ def in_order(work: Callable[[int], Result], items: Iterable[int], threads: int, 
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(frozen=True)
-class MaskScan:
-    """What all masks say. classes: theirs. shares: for each selection of pairs, the share of its pixels in each class, float64 (K,)."""
+def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> tuple[MaskClasses, list[np.ndarray]]:
+    """Read all masks. Returns their classes and, for each selection of pairs, the share of its pixels in each class, float64 (K,).
 
-    classes: MaskClasses
-    shares: list[np.ndarray]
-
-
-def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskScan:
-    """Read all masks. Those that cannot be read are counted again by who trains and scores.
-
-    Raises UserError as `find_classes`, for more damaged masks than the budget allows, and for a selection in which no pixel has a class.
+    Masks that cannot be read are counted again by who trains and scores. Raises UserError as `find_classes`, for more damaged masks than the budget allows, and for a selection in which no pixel has a class.
     """
     names = read_names(config.class_names)
     counts = [Counter[int]() for _ in of]
@@ -306,7 +281,7 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskScan
                 f"{counted(len(pairs), 'mask')}, the first {pairs.masks.keys(pairs.mask_rows[:1])[0]}: each pixel has a value that ignore names. "
                 "Nothing can be learnt or scored on them."
             )
-    return MaskScan(classes, shares)
+    return classes, shares
 
 
 def _values_of(reader: ShardReader, row: int) -> dict[int, int] | str:

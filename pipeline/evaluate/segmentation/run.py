@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from tqdm import tqdm
 
@@ -37,7 +36,7 @@ from pipeline.evaluate.segmentation.masks import MaskClasses
 from pipeline.evaluate.segmentation.pairs import MaskedPairs, PairReader, open_pairs, scan
 from pipeline.evaluate.segmentation.score import count
 from pipeline.model import VisionTransformer
-from pipeline.model.files import find_file
+from pipeline.model.files import find_file, open_safetensors
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts
@@ -80,9 +79,9 @@ def run(config: SegmentConfig) -> dict[str, Any]:
         config, split=["images", "masks"], val_split=["images", "masks", "val_images", "val_masks"], apply_split=["apply"],
         exclude=["images", "val_images", "apply"],
     )  # fmt: skip
-    masks = scan(config, _budget(config), train, test)
+    classes, (learnt, scored) = scan(config, _budget(config), train, test)
     for pairs in (train, test):
-        _try_first(pairs, masks.classes)
+        _try_first(pairs, classes)
     if both := len(train.places() & test.places()):
         verb = "is" if both == 1 else "are"
         print(
@@ -93,22 +92,21 @@ def run(config: SegmentConfig) -> dict[str, Any]:
             f"warning: {counted(len(shared), 'group')}, such as {shared[0]!r}, {'has' if len(shared) == 1 else 'have'} images that are learnt from and "
             "others that are scored on, so the score is not of unseen groups"
         )
-    learnt, scored = masks.shares
     print(
-        f"{counted(len(masks.classes.names), 'class')}; {counted(len(train), 'image')} to learn from, {counted(len(test), 'image')} to be scored "
+        f"{counted(len(classes.names), 'class')}; {counted(len(train), 'image')} to learn from, {counted(len(test), 'image')} to be scored "
         f"on, of whose pixels {1 - scored.sum():.1%} have no class"
     )
 
     # ---------------------------------------------------------------------- the layer and its score
-    identity = _identity(config, origin.sha256, train, masks.classes)
-    training = HeadTraining(tokens, len(masks.classes.names), config)
+    identity = _identity(config, origin.sha256, train, classes)
+    training = HeadTraining(tokens, len(classes.names), config)
     begin = time.perf_counter()
-    not_learnt = _train(training, train, masks.classes, folder, identity)
+    not_learnt = _train(training, train, classes, folder, identity)
     trained = time.perf_counter()
-    counts, examples, problems, num_turned = _score(training, test, masks.classes)
+    counts, examples, problems, num_turned = _score(training, test, classes)
     scores: dict[str, Any] = {
         "weights": config.weights, "run": loaded.extra.get("run"), "step": loaded.extra.get("step"), "data": ", ".join(config.val_images or config.images),
-        **report.numbers(counts, masks.classes, learnt, scored),
+        **report.numbers(counts, classes, learnt, scored),
         "num_learnt": len(train) - len(not_learnt), "num_samples": len(test), "num_unreadable": len(problems), "num_turned": num_turned, "image_size": min(loaded.image_size), "short_side": config.short_side or min(loaded.image_size),
         "grid": list(tokens.model.config.grid), "layers": config.layers, "steps": config.steps, "train_batch": config.train_batch,
         "lr": config.lr, "loss": float(training.loss), "seed": config.seed, "precision": config.precision, "device": str(loaded.device),
@@ -118,13 +116,13 @@ def run(config: SegmentConfig) -> dict[str, Any]:
 
     # ---------------------------------------------------------------------- the files
     title = f"Segmentation by a linear layer on {config.weights}"
-    sheet = png(draw_examples(examples, masks.classes, title), DPI) if examples else None
+    sheet = png(draw_examples(examples, classes, title), DPI) if examples else None
     contents = {
         "sheet.png": sheet,
         "per_class.csv": table_csv(scores["per_class"]),
         FILE: as_file(counts),
         "report.md": markdown(title, report.blocks(scores, sheet)),
-        _HEAD: _as_file(training, masks.classes, identity, not_learnt),
+        _HEAD: _as_file(training, classes, identity, not_learnt),
         _RESULTS: json.dumps(json_record.without_nan(scores), indent=1, ensure_ascii=False) + "\n",
     }
     write_files(folder, contents, mark=_RESULTS)
@@ -137,12 +135,12 @@ def run(config: SegmentConfig) -> dict[str, Any]:
         digest = hashlib.sha256(
             json.dumps([test.names, scored.tolist(), test.images.shard_bytes.tolist()]).encode()
         ).hexdigest()[:16]
-        facts = DatasetFacts(data, place, digest, split, len(test), len(masks.classes.names), "evaluation")
+        facts = DatasetFacts(data, place, digest, split, len(test), len(classes.names), "evaluation")
         report.send(
             config, facts, loaded, origin, scores, [folder / name for name, content in contents.items() if content]
         )
     if others is not None:
-        unread = write_masks(config, others, tokens, training.head, masks.classes)
+        unread = write_masks(config, others, tokens, training.head, classes)
         _tell(unread, others.images.keys, "no mask")
         print(f"{counted(len(others.names) - len(unread), 'mask')}: {others.folder}")
         budget = replace(_budget(config), least=LookConfig.least_bad)
@@ -261,15 +259,14 @@ def _resume(training: HeadTraining, folder: Path, identity: str) -> dict[int, st
                 print(f"continues at step {training.step:,} of {training.config.steps:,}")
                 return dict(state["problems"])
         if trained.is_file():
-            with safe_open(trained, "pt") as file:
-                about = json.loads(file.metadata()["segmentation"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            tensors, metadata = open_safetensors(trained)
+            about = json.loads(metadata["segmentation"])
             if about["identity"] == identity:
                 training.head.load_state_dict(tensors)
                 training.step, training.loss = training.config.steps, torch.tensor(about["loss"])
                 print(f"trained already: {trained}")
                 return {int(number): why for number, why in about["unreadable"].items()}
-    except (pickle.UnpicklingError, SafetensorError, RuntimeError, KeyError, EOFError, ValueError, TypeError):
+    except (pickle.UnpicklingError, UserError, RuntimeError, KeyError, EOFError, ValueError, TypeError):
         pass
     if unfinished.is_file() or trained.is_file():
         print(f"the layer in {folder} is of other settings or damaged: it is trained from its beginning")

@@ -71,7 +71,7 @@ def test_pixels_of_a_crop_have_their_classes(size: tuple[int, int], scale: float
 def test_crops_depend_on_the_seed_and_the_step_alone(write_pairs: Write) -> None:
     config = settings(*write_pairs(7), "val_share=0.2", "steps=6", "threads=3")
     train, _ = open_pairs(config)
-    classes = scan(config, BadBudget(0.001), train).classes
+    classes = scan(config, BadBudget(0.001), train)[0]
 
     def all_from(first: int, *more: str) -> list[crops.Crops]:
         changed = settings("i", "m", "steps=6", *more)
@@ -91,7 +91,7 @@ def test_an_unreadable_pair_teaches_nothing_and_is_counted(write_pairs: Write) -
     images, masks = write_pairs(6)
     config = settings(images, masks, "val_share=0.2", "steps=3")
     train, _ = open_pairs(config)
-    classes = scan(config, BadBudget(0.001), train).classes
+    classes = scan(config, BadBudget(0.001), train)[0]
     (images / f"{train.names[0]}.png").write_bytes(b"no image" * 100)
     problems: dict[int, str] = {}
     with PairReader(train, classes) as reader:
@@ -121,7 +121,7 @@ def test_logits_are_interpolated_between_the_centres_of_the_patches() -> None:
 def test_a_training_in_two_parts_has_the_bits_of_one(write_pairs: Write, weights: Path) -> None:
     config = settings(*write_pairs(7), "val_share=0.2", "steps=6", f"weights={weights}")
     train, _ = open_pairs(config)
-    classes = scan(config, BadBudget(0.001), train).classes
+    classes = scan(config, BadBudget(0.001), train)[0]
     tokens = linear.PatchTokens(load_model(config), 2)
 
     def trained(training: linear.HeadTraining, steps: int) -> linear.HeadTraining:

@@ -153,8 +153,7 @@ def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.Capt
     (masks / "part.1/1.png").write_bytes(b"no image")
     config = settings(images, masks, f"val_images={images}", f"val_masks={masks}")
     train, _ = open_pairs(config)
-    found = scan(config, BadBudget(0.5), train)
-    classes, (share,) = found.classes, found.shares
+    classes, (share,) = scan(config, BadBudget(0.5), train)
     assert classes.names == ["0", "1", "2"]
     with PairReader(train, classes) as reader:
         whole = [reader.read(train.names.index(f"part.{i % 2}/{i}")) for i in range(2, 6)]
@@ -186,7 +185,7 @@ def test_an_image_that_exif_turns_and_its_mask(orientation: int, size: tuple[int
     Image.fromarray(drawn_upright).save(masks / "part.1/1.png")
     config = settings(images, masks, f"val_images={images}", f"val_masks={masks}")
     train, _ = open_pairs(config)
-    with PairReader(train, scan(config, BUDGET, train).classes) as reader:
+    with PairReader(train, scan(config, BUDGET, train)[0]) as reader:
         found = {name: reader.read(number) for number, name in enumerate(train.names)}
         turned = {train.names[number] for number in reader.turned}
     told_by_size = size[0] != size[1] and orientation >= 5
@@ -236,6 +235,6 @@ def test_images_that_are_learnt_from_and_scored_on_are_found(write_pairs: Write,
 def test_a_very_long_image_is_left_out(write_pairs: Write) -> None:
     config = settings(*write_pairs(3, size=(8, 136)), "val_share=0.5")
     train, _ = open_pairs(config)
-    classes = scan(config, BUDGET, train).classes
+    classes = scan(config, BUDGET, train)[0]
     with PairReader(train, classes) as reader:
         assert reader.read(0) == "136 x 8 pixels: one side is more than 16 times the other"
