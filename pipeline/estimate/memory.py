@@ -178,12 +178,16 @@ def _gradients_and_buffers(
     # The two parameter groups are updated one after the other; this is the larger.
     group = math.ceil((P - found.undecayed) / (1 if stage == 0 else world_size))
     # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors. (A CPU's has, briefly.)
-    work = _optimizer_work(config.optimizer) * group if config.engine.fused is False else 0
+    # Those of torch's foreach optimizers: Adam's root of the second moment, SGD's gradient with weight decay.
+    has_work = config.engine.fused is False and (config.optimizer.name != "sgd" or config.optimizer.weight_decay)
+    work = 4 * group if has_work else 0
     if config.optimizer.name == "muon":
         # The direction of what a rank updates, the matrices that are cut, and what is computed of those that a GPU makes orthogonal together.
         own = math.ceil(found.matrices / (1 if stage == 0 else world_size))
         together = max(found.largest_matrix, min(own, BATCH_ELEMENTS["cuda"]))
-        work += 4 * (own + cut_matrices(found, config, world_size) + 4 * together)
+        # Of the matrices that Muon gathers from several ranks there is one at the end of each rank's range, at most.
+        cut = min(found.matrices, (world_size - 1) * found.largest_matrix) if stage else 0
+        work += 4 * (own + cut + 4 * together)
     bucket = e * reduce_bucket(P)
     if stage == 0:
         return (4 * P * accumulates, 4 * P, 4 * P), (0, bucket, work)
@@ -205,11 +209,6 @@ def _gradients_and_buffers(
         return (4 * p * accumulates, 4 * p * accumulates, 4 * p), (bucket, 2 * bucket, 4 * group + work)
     as_fp32 = 4 * math.ceil(reduce_bucket(P) / world_size) if e == 2 else 0
     return (4 * p, 4 * p, 4 * p), (bucket, 2 * bucket + as_fp32, bucket + 4 * group + work)
-
-
-def cut_matrices(found: "Parameters", config: RunConfig, world_size: int) -> int:
-    """The most elements of matrices that Muon gathers from several ranks: one at the end of each rank's range."""
-    return min(found.matrices, (world_size - 1) * found.largest_matrix) if config.engine.zero_stage else 0
 
 
 def _backward_activations(model: Config, config: RunConfig, micro_batch: int, world_size: int) -> int:
@@ -295,14 +294,6 @@ def _moments_bytes(optimizer: OptimizerConfig) -> int:
     # Where Muon has no second moment, checkpoints hold zeros.
     moments = 8 if optimizer.name != "sgd" else 4 * bool(optimizer.momentum)
     return moments + 4 * bool(optimizer.ema_decay)
-
-
-def _optimizer_work(optimizer: OptimizerConfig) -> int:
-    """Bytes per parameter of temporary tensors of torch's foreach optimizers.
-
-    Adam has the root of the second moment, SGD the gradient with weight decay.
-    """
-    return 4 if optimizer.name != "sgd" or optimizer.weight_decay else 0
 
 
 @dataclass(frozen=True)

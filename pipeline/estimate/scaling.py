@@ -1,6 +1,7 @@
 """A run on 1 to 128 nodes: the layout that fits, the time of a step and its parts, and how far adding nodes pays."""
 
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -67,15 +68,11 @@ def advice(rows: list[ScalingRow]) -> str:
     possible = [row for row in rows if row.time]
     if not possible:
         return "No number of nodes is possible."
-    last = None
-    for row in possible:
-        if row.efficiency < _WORTH:
-            break
-        last = row
-    assert last is not None, "the first row has an efficiency of 1"
-    if last == possible[-1]:
+    worth = list(takewhile(lambda row: row.efficiency >= _WORTH, possible))
+    last = worth[-1]  # The first row has an efficiency of 1.
+    if len(worth) == len(possible):
         return f"On up to {counted(last.nodes, 'node')}, a GPU keeps at least {_WORTH:.0%} of the speed that it has on {possible[0].nodes}."
-    too_many = possible[possible.index(last) + 1]
+    too_many = possible[len(worth)]
     assert too_many.time
     communicates = too_many.time.exposed / too_many.time.total
     return (

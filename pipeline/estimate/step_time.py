@@ -18,7 +18,7 @@ from pipeline.estimate.plan import Plan
 from pipeline.model import Config, training_flops_per_image
 from pipeline.monitor.gpus import Gpu, find_gpu
 from pipeline.settings.commands.operate import PlanConfig
-from pipeline.settings.run import OptimizerConfig, RunConfig
+from pipeline.settings.run import RunConfig
 
 # A kernel that PyTorch launches without compiling takes the host at least so many seconds. A rule of thumb, not measured.
 _LAUNCH = 5e-6
@@ -162,10 +162,7 @@ def optimizer_bytes(config: RunConfig, model: Config, world_size: int, accumulat
     held = P if stage == 0 or (stage == 1 and config.engine.precision == "bf16") else p
     gradients = held * (8 + e) * (accumulation if e == 2 or accumulation > 1 else 0)  # added up in fp32
     gradients += held * (4 + 8 + 4)  # norm, clipping, zeroing
-    return gradients + p * (_update_bytes(config.optimizer) + (4 + e if e == 2 else 0))
-
-
-def _update_bytes(optimizer: OptimizerConfig) -> int:
-    """Bytes per parameter: gradient read; weights, moments and moving average read and written (the latter reads the weights)."""
-    states = 2 if optimizer.name != "sgd" else int(bool(optimizer.momentum))
-    return 4 + 8 * (1 + states) + 12 * bool(optimizer.ema_decay)
+    # Gradient read; weights, moments and moving average read and written (the latter reads the weights).
+    states = 2 if config.optimizer.name != "sgd" else int(bool(config.optimizer.momentum))
+    update = 4 + 8 * (1 + states) + 12 * bool(config.optimizer.ema_decay)
+    return gradients + p * (update + (4 + e if e == 2 else 0))
