@@ -53,8 +53,11 @@ def compute_optimal(fits: Mapping[str, PowerLaw], budget: float, *, seed: int, d
     best = min(range(len(names)), key=lambda i: predictions[names[i]].error)
     # Streams by name, so that the order of the families does not matter.
     streams = {family: stream for stream, family in enumerate(sorted(fits))}
-    drawn = np.stack([_drawn_errors(fits[name], budget, draws, seed, streams[name]) for name in names])
-    shares = np.bincount(drawn.argmin(0), minlength=len(names)) / draws
+    drawn = []
+    for name in names:
+        floor, scale, exponent = _drawn_laws(fits[name], draws, seed, streams[name])
+        drawn.append(floor + scale * (budget / fits[name].x.max()) ** -exponent)
+    shares = np.bincount(np.stack(drawn).argmin(0), minlength=len(names)) / draws
 
     ends = [fits[name].supported for name in names]
     low, high = max(low for low, _ in ends), min(high for _, high in ends)
@@ -75,12 +78,6 @@ def compute_optimal(fits: Mapping[str, PowerLaw], budget: float, *, seed: int, d
         above=names[order[last + 1]] if last + 1 < len(budgets) else "",
         not_compared=not_compared,
     )
-
-
-def _drawn_errors(fit: PowerLaw, budget: float, draws: int, seed: int, stream: int) -> np.ndarray:
-    """Errors at the budget of refits to redrawn runs, (draws,)."""
-    floor, scale, exponent = _drawn_laws(fit, draws, seed, stream)
-    return floor + scale * (budget / fit.x.max()) ** -exponent
 
 
 @lru_cache(maxsize=64)  # A report asks for each of its budgets.

@@ -121,7 +121,10 @@ class Study:
             for change in changes.differences(then.cells.get(name, cell), cell, known, "comparison"):
                 found.setdefault(str(change), []).append(name)
         if found:
-            texts = [f"{text} in {_some(names)}" if names else text for text, names in found.items()]
+            texts = [
+                f"{text} in {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1) if names else text
+                for text, names in found.items()
+            ]
             raise UserError(
                 f"{self.folder} holds another study: {'; '.join(texts)}. Set it back, or choose another name=..."
             )
@@ -319,10 +322,6 @@ def _finetune_flops(config: RunConfig, model: models.Config) -> float:
     data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
     images = config.train.length.steps(data.epoch_samples, config.train.global_batch) * config.train.global_batch
     return float(images) * models.training_flops_per_image(replace(model, image_size=config.model.image_size))
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 # -------------------------------------------------------------------- checking them

@@ -9,7 +9,7 @@ from pipeline import objectives
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.monitor.origin import sha256_now
 from pipeline.settings import changes, schema
-from pipeline.settings.changes import Change, Fact, facts_of
+from pipeline.settings.changes import Change, facts_of
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.quantities import Limit
 from pipeline.settings.run import RunConfig
@@ -65,7 +65,11 @@ def common_changes(then: StudyIdentity, now: StudyIdentity) -> list[Change]:
         schema.flatten({"data": one.data, "scoring": one.scoring}) | {name: one.sources[name] for name in sources}
         for one in (then, now)
     )
-    return changes.differences(old, new, _scoring_facts(then, now), "comparison")
+    # The settings of a study's scoring, by their names in study.json.
+    known = dict(facts_of(VtabConfig, "scoring.vtab."))
+    for file in {file for one in (then, now) for file in one.scoring.get("finetune", {})}:
+        known.update(facts_of(RunConfig, f"scoring.finetune.{file}."))
+    return changes.differences(old, new, known, "comparison")
 
 
 def _sources(study: "Study") -> dict[str, str]:
@@ -86,11 +90,3 @@ def _sources(study: "Study") -> dict[str, str]:
         f"the SHA-256 of the teacher of {cell.name}": objectives.teacher_digest(cell.run.config) for cell in study.cells
     }
     return found | {name: sha256 for name, sha256 in known.items() if sha256}
-
-
-def _scoring_facts(*studies: StudyIdentity) -> dict[str, Fact]:
-    """The settings of a study's scoring, by their names in study.json."""
-    facts = dict(facts_of(VtabConfig, "scoring.vtab."))
-    for file in {file for study in studies for file in study.scoring.get("finetune", {})}:
-        facts.update(facts_of(RunConfig, f"scoring.finetune.{file}."))
-    return facts
