@@ -175,9 +175,11 @@ class ViTConfig(Fields):
         if self.small_stem is not None:
             check_small_stem(self.small_stem, self.stem)
         if self.width % self.num_heads:
+            below = self.width - self.width % self.num_heads
+            nearest = f"{below} or {below + self.num_heads}" if below else f"{self.num_heads}"
             raise UserError(
                 f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}. "
-                f"Use width {_nearest_multiples(self.width, self.num_heads)}, or another number of heads."
+                f"Use width {nearest}, or another number of heads."
             )
         self._check_positions()
         self._check_registers()
@@ -405,8 +407,3 @@ def _options() -> Iterator[tuple[str, Option]]:
 
 # What a run may set of a model, in the order of `--help`; of a ResNet the width and head_bias, which a ViT has too.
 OPTIONS = dict(_options())
-
-
-def _nearest_multiples(value: int, step: int) -> str:
-    below = value // step * step
-    return f"{below} or {below + step}" if below > 0 else str(step)

@@ -71,10 +71,6 @@ class _WeightsContent:
     extra: dict = field(default_factory=dict)
 
 
-def _silent(line: str) -> None:
-    pass
-
-
 def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
     """Write the model's weights in fp32 as a .pt, atomically. extra: plain data, such as class names and preprocessing.
 
@@ -96,7 +92,7 @@ def safetensors_metadata(config: Config, extra: Mapping[str, Any]) -> dict[str, 
     return {METADATA: json.dumps({"format": FORMAT, "model": config.to_dict(), "extra": extra})}
 
 
-def read_weights(path: StrPath, say: Say = _silent) -> Weights:
+def read_weights(path: StrPath, say: Say = lambda line: None) -> Weights:
     """The content of anything that `load` accepts.
 
     say: called with one line for each assumption, conversion and omission: the result's `notes`.
@@ -224,7 +220,7 @@ def load(
     mean_pool: bool = False,
     attentive_pool: bool = False,
     content: Weights | None = None,
-    say: Say = _silent,
+    say: Say = lambda line: None,
     **training: Any,
 ) -> Model:
     """Build a model from weights, for the same or for another task or resolution.

@@ -198,14 +198,12 @@ def _family(config: ViTConfig) -> tuple[str, str, dict[str, Any]]:
     scale = {"layerscale_value": 1.0 if config.layer_scale is None else config.layer_scale, "drop_path_rate": 0.0}
     registers = {"num_register_tokens": config.registers}
     if config.rope_base is not None:
-        biases = {f"{name}_bias": letter in config.qkv_bias.replace("none", "") for name, letter in _LETTERS.items()}
+        biased = config.qkv_bias.replace("none", "")  # their first letters
         own: dict[str, Any] = {
-            "use_gated_mlp": config.swiglu,
-            "rope_theta": config.rope_base,
-            "proj_bias": config.out_bias,
-        } | biases
-        activation = {"hidden_act": "silu"} if config.swiglu else {}
-        own |= {"model_type": "dinov3_vit", "mlp_bias": config.mlp_bias, **activation, **scale, **registers}
+            "use_gated_mlp": config.swiglu, "rope_theta": config.rope_base, "proj_bias": config.out_bias,
+            **{f"{name}_bias": name[0] in biased for name in ("query", "key", "value")},
+            "model_type": "dinov3_vit", "mlp_bias": config.mlp_bias, **({"hidden_act": "silu"} if config.swiglu else {}), **scale, **registers,
+        }  # fmt: skip
         return "dinov3", "DINOv3ViTModel", own
     if config.embedding_norm:
         return "clip", "CLIPVisionModel", {"model_type": "clip_vision_model"}
@@ -228,6 +226,3 @@ def _family(config: ViTConfig) -> tuple[str, str, dict[str, Any]]:
     if config.pool == "gap":
         return "huggingface", "IJepaModel", {"model_type": "ijepa", "qkv_bias": True, **dropout}
     return "huggingface", "ViTModel", {"model_type": "vit", "qkv_bias": True, **dropout}
-
-
-_LETTERS = {"query": "q", "key": "k", "value": "v"}

@@ -259,8 +259,10 @@ class _Shapes:
         pattern = re.compile(key_pattern(self.names.block) + re.escape(part_key(layer, part) if part else layer))
         return any(pattern.fullmatch(key) for key in self.tensors)
 
-    def has_layer(self, key: str) -> bool:
-        return bool({f"{key}/kernel", f"{key}/bias", f"{key}.weight", f"{key}.bias"} & self.tensors.keys())
+    def has_layer(self, key: str | None) -> bool:
+        return key is not None and bool(
+            {f"{key}/kernel", f"{key}/bias", f"{key}.weight", f"{key}.bias"} & self.tensors.keys()
+        )
 
 
 def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
@@ -297,7 +299,7 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
         patch_size=patch_size,
         image_size=_image_size(hints.image_size, cell, names.positions, rows, has_token),
         num_classes=shapes.outputs(names.head, "(D, K)", "(K, D)") if shapes.has_layer(names.head) else 0,
-        representation=names.representation is not None and shapes.has_layer(names.representation),
+        representation=shapes.has_layer(names.representation),
         gelu=hints.gelu,
         pool="map" if has_pool else hints.pool if has_token else "gap",
         positions="learned" if rows is not None else hints.without_table or "none",
@@ -320,17 +322,16 @@ def _find_parts(shapes: _Shapes, names: Names, hints: Hints, width: int) -> dict
     if len(names.qkv) == 1 and first_bias is not None and first_bias.shape == (2 * width,):
         biases = "qv"
     has_scale = names.layer_scale is not None and shapes.in_blocks(names.layer_scale[0], "")
-    has_norm = names.embedding_norm is not None and shapes.has_layer(names.embedding_norm)
     return {
         "layer_scale": hints.layer_scale if has_scale else None,
         "qkv_bias": biases,
         "out_bias": shapes.in_blocks(names.out, "bias"),
         "mlp_bias": shapes.in_blocks(names.down, "bias")
         or bool(names.gated and shapes.in_blocks(names.gated[1], "bias")),
-        "embedding_norm": has_norm,
+        "embedding_norm": shapes.has_layer(names.embedding_norm),
         "qk_norm": names.qk_norm is not None and shapes.in_blocks(names.qk_norm[0], "weight"),
-        "pool_norm": names.pool_norm is not None and shapes.has_layer(names.pool_norm),
-        "class_norm": names.class_norm is not None and shapes.has_layer(names.class_norm),
+        "pool_norm": shapes.has_layer(names.pool_norm),
+        "class_norm": shapes.has_layer(names.class_norm),
     }
 
 

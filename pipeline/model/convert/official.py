@@ -43,7 +43,12 @@ def read_npz(path: StrPath) -> Weights:
     Positions must be of a square grid. The image size of a BiT, and of big_vision's sine-cosine positions, is in no file: 224.
     Raises UserError naming the path, the key, and the expected and found shapes.
     """
-    arrays = _read_arrays(path)
+    try:
+        arrays = npz.read_arrays(Path(path), str(path))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file.") from error
+    except UserError as error:
+        raise UserError(f"{error} Download it again and compare its size.") from error
     with naming(path):
         return from_npz(arrays)
 
@@ -136,12 +141,3 @@ def _tensor(key: str, array: np.ndarray) -> Tensor:
     if array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
         raise UserError(f'"{key}" should hold floats, but holds {array.dtype}.')
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
-
-
-def _read_arrays(path: StrPath) -> dict[str, np.ndarray]:
-    try:
-        return npz.read_arrays(Path(path), str(path))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file.") from error
-    except UserError as error:
-        raise UserError(f"{error} Download it again and compare its size.") from error

@@ -126,7 +126,10 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     kernel = _published_kernel(tensors)
     is_dinov3 = "storage_tokens" in tensors or any(key.startswith("rope_embed.") for key in tensors)
     if is_dinov3:
-        _without_key_bias(tensors)
+        # DINOv3 as published multiplies the biases of keys by 0.
+        for key in [key for key in tensors if key.endswith("attn.qkv.bias")]:
+            q, _, v = tensors[key].chunk(3)
+            tensors[key] = torch.cat([q, v])
         name = name or "dinov3"
     has_separate = "blocks.0.attn.q_bias" in tensors
     tensors = rename(tensors, _PUBLISHED)
@@ -228,13 +231,6 @@ def _exchange_channels(state: dict[str, Tensor], config: Config, rope: _Rope) ->
             parts = list(tensor.split(config.width))  # of the biases, two or three
             turned = [part[rows] for part in parts[: max(1, len(parts) - 1)]]
             state[name] = torch.cat([*turned, parts[-1]])
-
-
-def _without_key_bias(tensors: dict[str, Tensor]) -> None:
-    """DINOv3 as published multiplies the biases of keys by 0."""
-    for key in [key for key in tensors if key.endswith("attn.qkv.bias")]:
-        q, _, v = tensors[key].chunk(3)
-        tensors[key] = torch.cat([q, v])
 
 
 def _published_kernel(tensors: dict[str, Tensor]) -> Kernel:
