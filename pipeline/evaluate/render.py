@@ -123,7 +123,10 @@ def _probes(scores: dict[str, Any]) -> Iterator[Block]:
         "evaluation view above."
     )
     if scores["fewshot"]:
-        yield Paragraph("Ridge regression of strength λ on a few images per class, chosen with seeds 0, 1, ...:")
+        turns = " in turn from each group of a class" * ("num_groups" in scores)
+        yield Paragraph(
+            f"Ridge regression of strength λ on a few images per class, chosen{turns} with seeds 0, 1, ...:"
+        )
         rows = [
             (f"{row['shots']}", f"{row['l2']:g}", ", ".join(f"{top1:.2%}" for top1 in row["top1_of_seeds"]), f"{row['fewest']}")
             for row in scores["fewshot"]

@@ -350,7 +350,10 @@ def _fit(record: RunRecord) -> str:
     defaults, section = changes.defaults(RunConfig), "" if record.kind == "evaluation" else "probe."
     names = {f"{section}{name}": f"probe.{name}" for name in (_KNN if record.scored.endswith("nn") else _FEW_SHOT)}
     values = {name: str(record.settings[name]) for name in names if name in record.settings}
-    return "".join(f", {name}={value}" for name, value in values.items() if value != str(defaults[names[name]]))
+    told = "".join(f", {name}={value}" for name, value in values.items() if value != str(defaults[names[name]]))
+    # The same images with groups and without have one fingerprint, but other shots.
+    has_groups = not record.scored.endswith("nn") and f"{record.scored}_effective_images" in record.metrics
+    return told + ", shots of different groups" * has_groups
 
 
 def _draw_their_own(records: Records) -> bool:

@@ -29,6 +29,7 @@ from pipeline.evaluate import render, report
 from pipeline.evaluate.classify import Predictions, score
 from pipeline.evaluate.intervals import effective_number, of_samples
 from pipeline.evaluate.loaded_model import evaluation_view, load_model, output_folder
+from pipeline.evaluate.probes.probe import choose_samples
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
@@ -214,14 +215,19 @@ def test_each_accuracy_has_an_interval() -> None:
 def test_intervals_of_images_in_groups_are_over_the_groups(weights: Path, make_dataset, tmp_path: Path, capsys) -> None:
     """Of 40 images of 8 patients, who are right or wrong as a whole but one, no more is known than of some 8 images."""
     data = make_dataset(
-        {"train": [[0], [1], [2]], "val": [[row // 5 % 3] for row in range(40)]},
+        {"train": [[0]] * 10 + [[1], [2]], "val": [[row // 5 % 3] for row in range(40)]},
         CLASSES,
         groups=lambda row: f"p{row // 5}",
     )
     split = data.split("val")
     assert split.groups is not None
     assert split.groups.tolist() == [row // 5 for row in range(40)]
-    scores = report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=1", "neighbours=1", "split=val"))
+    settings = config(weights, data, f"out={tmp_path / 'out'}", "shots=2", "shots_seeds=9", "neighbours=1", "split=val")
+    choice = choose_samples(settings, data.split("train"), len(CLASSES))
+    for places in choice.shots.values():  # Of class 0, one of the first five rows and one of the others.
+        assert np.bincount(choice.rows[places][choice.labels[places] == 0] // 5).tolist() == [1, 1]
+    scores = report.run(settings)
+    assert "chosen in turn from each group of a class with seeds" in (tmp_path / "out" / "report.md").read_text()
     assert scores["num_groups"] == 8
     row, knn = scores["fewshot"][0], scores["knn"]
     assert all(1 <= found["effective_images"] <= 40 for found in (row, knn))

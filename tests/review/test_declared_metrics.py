@@ -110,6 +110,15 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     assert "Set 2, pets, split val, by pets 20nn, probe.neighbour_images=100: few." in comparable(
         records | {"few": few}, groups
     )
+    # Shots of images in groups are other ones; of kNN nothing changes.
+    shot, effective = "pets_5shot", {"pets_5shot_effective_images", "pets_20nn_effective_images"}
+    grouped = dataclasses.replace(few, metrics=record.metrics | dict.fromkeys(effective, record.metrics[shot]))
+    assert len(list(by_evaluation({"few": few, "grouped": grouped}))) == 1
+    alone, grouped = (
+        dataclasses.replace(one, metrics={name: series for name, series in one.metrics.items() if "20nn" not in name})
+        for one in (few, grouped)
+    )
+    assert (alone.scored, len(list(by_evaluation({"few": alone, "grouped": grouped})))) == (shot, 2)
     # Of launch/evaluate.py classify=false, which has no settings of a run: its own split.
     val, test = (
         dataclasses.replace(record, kind="evaluation", settings={}, datasets=(dataclasses.replace(TEST, split=split),))

@@ -11,18 +11,34 @@ import numpy as np
 _BIAS = 100.0
 
 
-def choose_shots(labels: np.ndarray, num_classes: int, shots: int, seed: int) -> np.ndarray:
+def choose_shots(
+    labels: np.ndarray, num_classes: int, shots: int, seed: int, groups: np.ndarray | None = None
+) -> np.ndarray:
     """int64 indices of `shots` samples per class, or all of a smaller class. Smaller sets are subsets of larger ones.
 
     labels: int64 (n,), negative for samples without a class. As in big_vision, one generator per seed shuffles class after
-    class, whatever `shots` is.
+    class, whatever `shots` is. groups: int64 (n,), of `Split.groups`: each group of a class then gives one sample before any gives a
+    second one, because several samples of one patient teach little more than one does.
     """
     generator = np.random.default_rng(seed)
     # Samples of all classes, ascending, in one pass: a search per class would take minutes for 21,843 classes.
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], np.arange(num_classes + 1))
-    chosen = [generator.permutation(order[starts[c] : starts[c + 1]])[:shots] for c in range(num_classes)]
+    chosen = []
+    for c in range(num_classes):
+        shuffled = generator.permutation(order[starts[c] : starts[c + 1]])
+        if groups is not None:
+            shuffled = shuffled[np.argsort(_num_before(groups[shuffled]), kind="stable")]
+        chosen.append(shuffled[:shots])
     return np.concatenate(chosen)
+
+
+def _num_before(groups: np.ndarray) -> np.ndarray:
+    """int64 (n,): how many samples before each are of its group."""
+    order = np.argsort(groups, kind="stable")
+    ordered, found = groups[order], np.empty(len(groups), np.int64)
+    found[order] = np.arange(len(groups)) - np.searchsorted(ordered, ordered)
+    return found
 
 
 @dataclass(frozen=True)

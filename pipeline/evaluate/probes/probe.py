@@ -50,10 +50,10 @@ class ProbeSamples:
 
 def choose_samples(config: ProbeConfig, train: Split, num_classes: int) -> ProbeSamples:
     """Choose the samples of a training split that a probe needs. The class of a sample is its first label."""
-    labels = label_table(train)[:, 0]
+    labels, groups = label_table(train)[:, 0], train.groups
     wanted = sorted(set(config.shots) - {0})
     shots = {
-        (k, seed): fewshot.choose_shots(labels, num_classes, k, seed)
+        (k, seed): fewshot.choose_shots(labels, num_classes, k, seed, groups)
         for k in wanted
         for seed in range(config.shots_seeds)
     }

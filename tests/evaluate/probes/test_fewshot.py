@@ -57,6 +57,25 @@ def test_shots_are_nested_and_repeatable() -> None:
     assert not np.array_equal(chosen[5], fewshot.choose_shots(labels, 5, 5, seed=2))
 
 
+def test_shots_are_of_as_many_groups_as_there_are() -> None:
+    """Five images of a large group, such as of one patient, would be hardly more than one."""
+    labels = np.repeat([0, 1, 0], [300, 60, 12])
+    groups = np.concatenate([np.zeros(200), np.arange(160) % 3 + 1, np.full(12, 9)]).astype(np.int64)
+    for seed in range(5):
+        chosen = {k: fewshot.choose_shots(labels, 2, k, seed, groups) for k in (1, 3, 5, 10, 25)}
+        for k, rows in chosen.items():
+            for label, num_groups in ((0, 5), (1, 3)):
+                own = rows[labels[rows] == label]
+                counts = np.unique(groups[own], return_counts=True)[1]
+                assert (len(own), len(counts), counts.max() - counts.min() <= 1) == (k, min(k, num_groups), True)
+            assert set(rows) <= set(chosen[25])
+        # Once small groups have given all, the others give more. Of groups of one image, the choice is that without groups.
+        assert np.bincount(groups[fewshot.choose_shots(labels, 2, 150, seed, groups)])[9] == 12
+        alone = fewshot.choose_shots(labels, 2, 5, seed, np.arange(len(labels)))
+        assert np.array_equal(alone, fewshot.choose_shots(labels, 2, 5, seed))
+        assert np.array_equal(chosen[1], fewshot.choose_shots(labels, 2, 1, seed))
+
+
 def test_choosing_from_imagenet_21k() -> None:
     labels = np.random.default_rng(0).integers(0, 21_843, 2_000_000)
     chosen = fewshot.choose_shots(labels, 21_843, 5, 0)
