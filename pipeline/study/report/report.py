@@ -1,5 +1,6 @@
 """The report of a study: its answer, figures, the table of all cells, how it was made, and the paper's points where they are comparable."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -284,10 +285,11 @@ def _cells(results: StudyResults) -> Iterator[Block]:
 def method(answers: Answers) -> Iterator[str]:
     """Paragraphs: what was fitted, how the intervals were made, what is not claimed."""
     results = answers.results
+    others = "other seeds or shots" if re.match(r"\d+shot", results.score) else "other seeds"
     yield (
         f"Data: {results.data}, fingerprint {results.fingerprint}; pre-training images have {results.image_size} px. Score: {score_title(results)}"
         f"{f' on {results.evaluated_on}' if results.evaluated_on else ''}. A point is the mean over the seeds of one model at one data size and length. "
-        "Its interval is Student's t over the seeds; a single run has Wilson's over its test images, which says nothing of other seeds. results.csv has the scores of all cells as shares."
+        f"Its interval is Student's t over the seeds; a single run has Wilson's over its test images, which says nothing of {others}. results.csv has the scores of all cells as shares."
     )
     yield from (note for note in results.notes if note)
     if results.question == "labels":
@@ -317,7 +319,7 @@ def method(answers: Answers) -> Iterator[str]:
         yield "The probability of the best model is the share of 1,000 bootstrap draws over cells and seeds in which its law is the best at that budget; where laws nearly agree, it says more than is known."
     yield (
         f"Differences of two models: by seed where both have the same {PAIRED_FROM} or more, else of the two means, with a common variance of the seeds, also of a single run; of "
-        "single runs over the test images, which says nothing of other seeds."
+        f"single runs over the test images, which says nothing of {others}."
     )
     if len({point.model for point in answers.points}) > 2:
         yield "The best of several models is chosen by its score, so this score, its interval, and what it gains over the first model are a little too high."

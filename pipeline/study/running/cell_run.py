@@ -246,8 +246,14 @@ def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, 
                 scores[name], num_test[name] = value, evaluation.num_samples
                 effective |= {name: number} if number else {}
     with contextlib.suppress(FileNotFoundError, UserError):
-        probe = probe_metrics(json_record.read(cell.run.folder / "probe.json", dict[str, Any]), "")
-        scores |= {name.removeprefix("_"): value for name, value in probe.items() if metric_of(name).is_share}
+        content = json_record.read(cell.run.folder / "probe.json", dict[str, Any])
+        probe, num_probed = probe_metrics(content, ""), content.get("num_samples")  # None of earlier versions.
+        for metric, value in probe.items():
+            if metric_of(metric).is_share:
+                name, number = metric.removeprefix("_"), probe.get(f"{metric}_effective_images")
+                scores[name] = value
+                num_test |= {name: num_probed} if num_probed else {}
+                effective |= {name: number} if number else {}
     if cell.run.config.checkpoint.best:
         kept = _checkpoints(cell.run).kept()
         if kept.metric and kept.metric.endswith("top1") and kept.value is not None:

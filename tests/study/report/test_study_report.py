@@ -120,6 +120,7 @@ def test_ablation(tmp_path: Path) -> None:
     assert "only the order of the variants and the signs can be compared" in text
     assert "The best of several models is chosen by its score" in text
     _, text = written(made_up.ablation(score="5shot"), tmp_path / "shots")
+    assert text.count("which says nothing of other seeds or shots.") == 2
     assert "the kind of score is the same" in text
     assert "| none | none | 61.38 | -2.82 | -3." in text
 

@@ -10,8 +10,10 @@ import pytest
 from tiny_study import write_run
 
 from pipeline.base.errors import UserError
+from pipeline.evaluate.intervals import of_samples
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
+from pipeline.study.report.answers import points_of
 from pipeline.study.results import StudyResults, read_results
 from pipeline.study.running import driver
 from pipeline.study.running.cells import Study, open_study
@@ -145,13 +147,17 @@ def test_runs_without_labels_are_done_and_scored_by_their_probe(base: Path) -> N
     settings = f"settings={json.dumps(['train.loss=lejepa', 'objective.local_views=0', *probe])}"
     study = open_study(make(base, "study", "report=true", "score=5nn", settings))
     study.claim()
-    for cell, top1 in zip(study.cells, (0.25, 0.5), strict=True):
+    # Of the first cell by an earlier version, which did not write of how many images.
+    for cell, top1, number in zip(study.cells, (0.25, 0.5), ({}, {"num_samples": 37}), strict=True):
         end(cell.run, None)
-        probed = {"knn": {"neighbours": 5, "top1": top1}, "spread": {"rankme": 9.5, "feature_std": 0.1}}
+        knn = {"neighbours": 5, "top1": top1} | ({"effective_images": 6.5} if number else {})
+        probed = {"knn": knn, "spread": {"rankme": 9.5, "feature_std": 0.1}, **number}
         (cell.run.folder / "probe.json").write_text(json.dumps(probed))
     results = report(study.config)
     assert states(results) == ["done", "done"]
     assert [cell.scores for cell in results.cells] == [{"5nn": 0.25}, {"5nn": 0.5}]
+    assert [(cell.num_test, cell.effective_images) for cell in results.cells] == [({}, {}), ({"5nn": 37}, {"5nn": 6.5})]
+    assert [point.interval for point in points_of(results)] == [None, of_samples(0.5, 6.5)]
     assert results.evaluated_on == "tiny:val"
     with pytest.raises(UserError, match=r"score = rankme: these cells will not have it, but 5nn\."):
         open_study(make(base, "study", "score=rankme", settings))
