@@ -50,10 +50,17 @@ def run(config: ChooseConfig) -> list[str]:
     mean = values.mean(0)
     found = coverage.directions(values, mean)
     covered = np.full(len(found), -1, np.float32)
+    names, seen = images.split.group_names, None
+    of_groups = None if names is None else names[rows]
     if labelled:
-        _, theirs = _features(config, loaded, labelled.split, _with_labels(labelled, config), "labelled")
+        with_labels = _with_labels(labelled, config)
+        _, theirs = _features(config, loaded, labelled.split, with_labels, "labelled")
         covered, _ = coverage.nearest(found, coverage.directions(theirs, mean))
-    chosen = coverage.choose(found, config.num, covered)
+        their_names = labelled.split.group_names
+        if of_groups is not None and their_names is not None:
+            seen = np.isin(of_groups, np.unique(their_names[with_labels]))
+    groups = None if of_groups is None else np.unique(of_groups, return_inverse=True)[1]
+    chosen = coverage.choose(found, config.num, covered, groups, seen)
     if len(chosen) < config.num:
         copies = "no copies of each other" + (" or of labelled ones" if labelled else "")
         more = ". Raise candidates" if len(candidates) < len(images.split) else ""
@@ -61,9 +68,16 @@ def run(config: ChooseConfig) -> list[str]:
             f"of {counted(len(candidates), 'candidate')} {len(chosen):,} can be read and are {copies}, fewer than num = {config.num:,}{more}."
         )
     with new_output(Path(config.out), is_folder=True) as folder:
-        table = _write_images(folder, images, rows[chosen], _stands_for(found, chosen, len(images.split)))
+        stands_for = _stands_for(found, chosen, len(images.split))
+        table = _write_images(
+            folder, images, rows[chosen], stands_for, None if of_groups is None else of_groups[chosen].tolist()
+        )
         _draw(config, loaded, images, rows[chosen], table, folder / "sheet.png")
     _report(config, found, chosen, covered if labelled else None, len(images.split))
+    table_file, has_groups = f"{config.out}/choice.csv", " group_column=group" * (groups is not None)
+    print(
+        f"fill in the column label of {table_file}, then: python launch/shard.py source={table_file}{has_groups} out=..."
+    )
     return [line["key"] for line in table]
 
 
@@ -100,8 +114,10 @@ def _stands_for(found: np.ndarray, chosen: np.ndarray, num_images: int) -> list[
     return [round(share * num_images) for share in shares.tolist()]
 
 
-def _write_images(folder: Path, images: AdhocSplit, rows: np.ndarray, stands_for: list[int]) -> list[dict[str, str]]:
-    """Write the files and choice.csv. Returns the rows of the table."""
+def _write_images(
+    folder: Path, images: AdhocSplit, rows: np.ndarray, stands_for: list[int], groups: list[str] | None
+) -> list[dict[str, str]]:
+    """Write the files and choice.csv. groups: of each image, if they have some. Returns the rows of the table."""
     (folder / "images").mkdir(parents=True)
     table, digits = [], len(str(len(rows)))
     described = zip(rows.tolist(), images.split.keys(rows), images.labels(rows), stands_for, strict=True)
@@ -111,7 +127,8 @@ def _write_images(folder: Path, images: AdhocSplit, rows: np.ndarray, stands_for
             data = reader.read(row)
             path = f"images/{number:0{digits}}.{inspect(data, decode_all=False)[0]}"
             (folder / path).write_bytes(data)
-            table.append({"path": path, "label": label or "", "key": key, "stands_for": str(stands)})
+            group = {"group": groups[number - 1]} if groups else {}
+            table.append({"path": path, "label": label or "", "key": key, "stands_for": str(stands), **group})
     finally:
         reader.close()
     (folder / "choice.csv").write_bytes(table_csv(table))
@@ -152,5 +169,3 @@ def _report(
     if covered is not None:
         kind, cells = "chosen or labelled", [f"0: {covered.mean():.3f}", *cells]
     print(f"mean cosine of an image and the nearest {kind} one (in brackets as many at random): {', '.join(cells)}")
-    table = f"{config.out}/choice.csv"
-    print(f"fill in the column label of {table}, then: python launch/shard.py source={table} out=...")
