@@ -178,10 +178,12 @@ class _SettingsConverter(Converter):
         return self.single(value, kind, name, rule) if origin is dict else super().convert(value, kind, name, rule)
 
     def record(self, tree: Any, kind: Any, name: str) -> Any:
+        hints = json_record.type_hints(kind)
         if not isinstance(tree, dict):
-            shown = as_typed(tree)
-            raise UserError(f"{self.where}: {name or 'the file'} must be a mapping of settings, not {shown}.")
-        prefix, hints = f"{name}." if name else "", json_record.type_hints(kind)
+            hint = f" Set one of them: {', '.join(f'{name}.{key}=...' for key in [*hints][:3])}" if name else ""
+            asked = f"{name or 'the file'} must be a mapping of settings"
+            raise UserError(f"{self.where}: {asked}, not {as_typed(tree)}.{hint}")
+        prefix = f"{name}." if name else ""
         for key, value in tree.items():
             is_gone = f"{prefix}{key}" in _GONE and value == _GONE[f"{prefix}{key}"]
             if key not in hints and not self.ignores_unknown and not is_gone:
@@ -355,12 +357,13 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
         is_file = override.endswith((".yaml", ".yml"))
         way_out = f"--config {as_typed(override)}" if is_file else "setting=value, for example train.global_batch=512."
         raise UserError(f"{shortened(repr(override))} is no override: write {way_out}")
-    parts = name.split(".")
+    root, parts = cls, name.split(".")
     for depth, part in enumerate(parts):
         prefix = "".join(f"{section}." for section in parts[:depth])
         kind = json_record.type_hints(cls).get(part)
         if kind is None:
-            raise UserError(f"the command line: unknown setting {as_typed(name)}.{_did_you_mean(cls, prefix, part)}")
+            guess = _did_you_mean(cls, prefix, part, tuple(parts[depth + 1 :]), root)
+            raise UserError(f"the command line: unknown setting {as_typed(name)}.{guess}")
         rest = parts[depth + 1 :]
         if not rest:
             value = _override_value(kind, text, name)
@@ -400,15 +403,20 @@ def _override_value(kind: Any, text: str, name: str) -> Any:
     return text.strip() if is_text and not is_quoted and not is_null else value
 
 
-def _did_you_mean(cls: type, prefix: str, key: str) -> str:
+def _did_you_mean(cls: type, prefix: str, key: str, rest: tuple[str, ...] = (), root: type | None = None) -> str:
+    """The hint of an error about `prefix.key.rest`, where `key` is not in `cls`. root: all settings, whose sections are searched too."""
     known = [f.name for f in dataclasses.fields(cls)]
     section, dot, name = key.partition(".")
     if dot and section in known:
         return f" In a file, write it in its section: {section}: {{{name}: ...}}"
     if key == "config" and not prefix:
         return " A file of settings is given by --config FILE."
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f" Did you mean {prefix}{near[0]}?" if near else f" Known here: {', '.join(known)}."
+    every = [name for name, *_ in leaves(root or cls, "" if root else prefix)]
+    near = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1, cutoff=0.5)]
+    inside = {".".join([name, *rest]) for name in near if rest}.intersection(every)
+    # The section spelt right, else the same name in another section: lr=1 is optimizer.lr.
+    guesses = [*inside] or [name for name in every if name.split(".")[-1] == [key, *rest][-1]] or near
+    return f" Did you mean {' or '.join(guesses[:4])}?" if guesses else f" Known here: {', '.join(known)}."
 
 
 def _whole(value: Any) -> int | None:
