@@ -23,7 +23,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """rows: each has as many cells as header; all columns but the first are right-aligned. bold: indices of bold rows."""
+    """rows: each has as many cells as header; columns of numbers are right-aligned, but not the first. bold: indices of bold rows."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -67,6 +67,8 @@ _LONG_CELL = 40
 _SHORT_CELL = 14
 # Tables of more columns are printed in small type.
 _MANY_COLUMNS = 8
+# The beginning of a number, with or without a sign.
+_NUMBER = re.compile(r"[-+\u2212<~]?\d")
 # Parts of a cell in which lines are not broken: "66.13 % [65.84, 66.42]" has one place to break.
 _UNBROKEN = re.compile(r"\[[-+\d., ]*\]| %")
 
@@ -121,7 +123,9 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
                     [f"**{cell}**" if number in block.bold and cell else cell for cell in row]
                     for number, row in enumerate(block.rows)
                 ]
-                lines = [block.header, ["---"] + ["---:"] * (len(block.header) - 1), *rows]
+                columns = [[row[i] for row in block.rows] for i in range(1, len(block.header))]
+                rule = ["---", *("---:" if _holds_numbers(column) else "---" for column in columns)]
+                lines = [block.header, rule, *rows]
                 cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
                 parts.append("\n".join("| " + " | ".join(line) + " |" for line in cells))
     return "\n\n".join(parts) + "\n"
@@ -167,12 +171,21 @@ def single_file(title: str, blocks: Sequence[Block]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
+def _holds_numbers(cells: Sequence[str]) -> bool:
+    """Whether most cells of a column begin as a number does, not counting empty ones and dashes."""
+    filled = [cell for cell in cells if cell.strip(" -\u2013")]
+    return 2 * sum(_NUMBER.match(cell) is not None for cell in filled) >= len(filled)
+
+
 def _look(header: str, cells: Sequence[str]) -> str:
     """The class of a column in the style sheet; "" is none."""
     longest = max(map(len, cells), default=0)
     if longest > _LONG_CELL:
         return "text"
-    return "short" if max(longest, *map(len, header.split()), 0) <= _SHORT_CELL else ""
+    is_short = max(longest, *map(len, header.split()), 0) <= _SHORT_CELL
+    if _holds_numbers(cells):
+        return "short" if is_short else ""
+    return "word" if is_short else "words"
 
 
 def _html_cell(tag: str, text: str, look: str) -> str:

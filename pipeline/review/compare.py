@@ -289,7 +289,7 @@ def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
         shown = [pair for pair in tested if pair.first is tested[0].first]
     clear = sum(pair.corrected < LEVEL for pair in tested)
     yield Paragraph(
-        f"{clear:,} of {counted(len(tested), 'pair')} with a difference that is more than noise."
+        f"Pairs whose difference is more than noise: {clear:,} of {len(tested):,}."
         + (" Shown is the best run against others; all pairs are in pairs.csv." if len(shown) < len(tested) else "")
     )
     rows = [

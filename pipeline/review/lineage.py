@@ -27,11 +27,11 @@ _MAX_DESCENT = 3
 _PARENT_TAGS = ("parent_run_id", "pretraining_run_id", "mlflow.parentRunId")
 KINDS = {"pretrain": "pre-training", "finetune": "fine-tuning", "grid": "grid of fine-tunings", "vtab": "VTAB-1k sweep"}
 
-# Sizes in pixels.
-_WIDTH, _LINE, _PAD = 236, 18, 10
+# Sizes in pixels. A character of a wide font, such as DejaVu Sans, takes 7 of them, so that lines end within their box.
+_FONT, _WIDTH, _LINE, _PAD = 12, 252, 18, 10
 _GAP_X, _GAP_Y, _MARGIN = 46, 16, 4
 _NARROW_EDGE, _NARROW_WIDTH = 34, 310
-_MAX_CHARACTERS, _MAX_NARROW_CHARACTERS = 33, 44
+_MAX_CHARACTERS, _MAX_NARROW_CHARACTERS = 33, 41
 _FILL = {"run": "#ffffff", "data": "#f4f6f8", "weights": "#f4f6f8", "more": "#ffffff"}
 
 
@@ -316,6 +316,6 @@ def _svg(width: float, height: float, arrows: Sequence[str], shapes: Sequence[st
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}" '
-        f'role="img" aria-label="{html.escape(about)}" font-family="system-ui, sans-serif" font-size="13" fill="#1a1a1a">'
+        f'role="img" aria-label="{html.escape(about)}" font-family="system-ui, sans-serif" font-size="{_FONT}" fill="#1a1a1a">'
         f"<defs>{head}</defs>{lines}{''.join(shapes)}</svg>"
     )

@@ -370,7 +370,7 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
     """Sentences that say what can be compared, and what cannot. groups: names of runs, of `by_evaluation`."""
     if len(groups) == 1 and len(groups[0]) == len(records):
         yield (
-            f"All {counted(len(records), 'run')} were scored on {'other images for each seed' if _draw_their_own(records) else 'the same images'} "
+            f"{'Both' if len(records) == 2 else f'All {len(records):,}'} runs were scored on {'other images for each seed' if _draw_their_own(records) else 'the same images'} "
             f"({scored_on(records[groups[0][0]])}): their scores can be compared."
         )
     elif groups:

@@ -4,7 +4,7 @@ import warnings
 
 from matplotlib.figure import Figure
 
-from pipeline.base.page import Table, png, single_file
+from pipeline.base.page import Table, markdown, png, single_file
 
 
 def test_long_cells_break_between_a_score_and_its_interval_and_short_columns_never() -> None:
@@ -20,6 +20,16 @@ def test_a_column_of_prose_is_no_short_one_whatever_its_header() -> None:
     text = single_file("x", [Table(("why", "a-header-longer-than-its-cells"), [("the loss is not finite " * 3, "1")])])
     assert "<th class=text>why</th>" in text
     assert "<td>1</td>" in text
+
+
+def test_columns_of_numbers_are_right_aligned_and_those_of_words_left() -> None:
+    table = Table(
+        ("run", "kind", "score", "why"), [("a", "finetune", "38.04 %", "-"), ("b", "pretrain", "\u2013", "-0.1")]
+    )
+    assert "| --- | --- | ---: | ---: |" in markdown("x", [table])
+    text = single_file("x", [table])
+    assert "<th class=word>kind</th><th class=short>score</th>" in text
+    assert "th.word, td.word" in text
 
 
 def test_tables_of_many_columns_are_printed_in_small_type() -> None:

@@ -222,7 +222,7 @@ def test_dev_splits_of_several_seeds_are_not_called_the_same_images(tmp_path: Pa
         "All 3 runs were scored on other images for each seed (digits, split dev"
     )
     records["again"] = records["seed0"]
-    assert lines("seed0 again").startswith("All 2 runs were scored on the same images (digits, split dev")
+    assert lines("seed0 again").startswith("Both runs were scored on the same images (digits, split dev")
 
 
 def test_a_loss_that_is_no_number_is_ranked_last(tmp_path: Path) -> None:

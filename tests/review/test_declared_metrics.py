@@ -102,7 +102,7 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     records = {name: dataclasses.replace(record, flops_per_image=flops) for name, flops in (("a", 1.0), ("b", 2.0))}
     assert (record.scored, str(record.last_score)) == ("pets_20nn", "75.00 %")
     assert next(comparable(records, list(by_evaluation(records).values()))) == (
-        "All 2 runs were scored on the same images (pets, split val, by pets 20nn): their scores can be compared."
+        "Both runs were scored on the same images (pets, split val, by pets 20nn): their scores can be compared."
     )
     few = dataclasses.replace(record, settings={**record.settings, "probe.neighbour_images": 100})
     groups = list(by_evaluation(records | {"few": few}).values())

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from review_runs import MODEL, upload, write_run
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.page import markdown
+from pipeline.base.words import shorten
 from pipeline.checkpoint.store import FORMAT
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
@@ -167,6 +170,15 @@ def test_lineage_through_folders(tmp_path: Path, checkpoints: str) -> None:
     assert lineage.lineage_of(from_folder(odd), reader(tmp_path)).lines()  # No system has so long a name.
     page = markdown("sweep", list(report.page(from_folder(sweep), reader(tmp_path))))
     assert "paper is not complete: 1 of 19 tasks have a score" in page
+
+
+def test_lines_end_within_their_box() -> None:
+    """A hybrid's name ran over its box and the arrow where system-ui is a wide font."""
+    name, font = "hybrid-32-64-64-128-128+96x1h3/1024 of a run", FontProperties("DejaVu Sans")
+    boxes = (lineage._WIDTH, lineage._MAX_CHARACTERS), (lineage._NARROW_WIDTH, lineage._MAX_NARROW_CHARACTERS)
+    for width, most in boxes:
+        text = TextPath((0, 0), shorten(name, most), size=lineage._FONT, prop=font)
+        assert text.get_extents().width <= width - 2 * lineage._PAD
 
 
 def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
