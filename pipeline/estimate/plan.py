@@ -191,7 +191,7 @@ def overrides_of_name(settings: ModelConfig) -> str:
     """A line that names the settings whose values are not those of model.name; empty if there are none."""
     found = overridden(settings.name, vars(settings)) if settings.name else {}
     values = [f"model.{field} = {as_yaml(given)} instead of {as_yaml(own)}" for field, (own, given) in found.items()]
-    return f"not as model.name = {settings.name}: {', '.join(values)}" if values else ""
+    return f"model.name = {settings.name} with {', '.join(values)}" if values else ""
 
 
 def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ this project's own reader, and the output says so.
 
 import importlib.util
 import logging
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -190,9 +191,11 @@ def _write_graph(model: Model, form: str, path: Path, metadata: dict[str, str]) 
     files.optional("onnxscript", "to write ONNX")
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns about every optional package
     try:
-        program = torch.onnx.export(
-            model, (images,), dynamo=True, input_names=["images"], output_names=["logits"], dynamic_shapes=shapes, verbose=False,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch calls what it deprecates itself.
+            program = torch.onnx.export(
+                model, (images,), dynamo=True, input_names=["images"], output_names=["logits"], dynamic_shapes=shapes, verbose=False,
+            )  # fmt: skip
         assert program is not None
         program.model.metadata_props.update(metadata)
         program.save(path, external_data=False)

@@ -168,4 +168,7 @@ def _report(
     kind = "chosen"
     if covered is not None:
         kind, cells = "chosen or labelled", [f"0: {covered.mean():.3f}", *cells]
-    print(f"mean cosine of an image and the nearest {kind} one (in brackets as many at random): {', '.join(cells)}")
+    print(
+        f"mean cosine similarity of an image to the nearest {kind} one, by number of chosen images "
+        f"(in brackets: as many random ones): {', '.join(cells)}"
+    )

@@ -67,7 +67,7 @@ def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
     _style(axes, "block", "mean attention distance (pixels)")
     axes.set_title(title, fontsize=TITLE, weight="bold", parse_math=False)
     axes.set_ylim(0, 1.25 * max(uniform, float(distances.max())))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # Else one block has fractions of a block.
     axes.legend(fontsize=SMALL, frameon=False, loc="upper left", ncols=3)
     return figure
 

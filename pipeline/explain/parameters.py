@@ -54,10 +54,12 @@ def principal_filters(model: Model) -> Filters:
         kernel = (kernel - mean) / deviation
     filters = kernel.flatten(1)
     _, spread, directions = torch.linalg.svd(filters - filters.mean(0), full_matrices=False)
-    directions = directions[:_MOST_FILTERS]
+    # Standardised kernels have no component along their mean: only rounding errors would be drawn of it.
+    count = min(_MOST_FILTERS, max(1, int((spread > 1e-6 * spread[0]).sum())))
+    directions = directions[:count]
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     components = (directions * largest.sign()).unflatten(1, kernel.shape[1:])
-    return Filters(components.float(), (spread**2 / (spread**2).sum())[:_MOST_FILTERS].float(), len(filters))
+    return Filters(components.float(), (spread**2 / (spread**2).sum())[:count].float(), len(filters))
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def _read_ours(content: dict[str, Any]) -> Weights:
         check_tensors(state, {name: tuple(tensor.shape) for name, tensor in expected.items()})
     except UserError as error:
         raise UserError(f"{error} {ADVICE}") from error
-    notes = [f"{counted(len(added), 'tensor')} of the training objective, which are no part of the model"] * bool(added)
+    notes = [f"{counted(len(added), 'tensor')} of the training objective left out: not part of the model"] * bool(added)
     weights = Weights(
         config,
         {name: tensor.float() for name, tensor in state.items()},

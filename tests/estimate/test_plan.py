@@ -66,14 +66,14 @@ def test_settings_that_override_the_name_are_said() -> None:
 
     recipe = ["model.width=128", "model.depth=4", "model.mlp_width=256", "model.num_heads=4"]  # cifar10_vit's
     assert notes("model.name=ViT-Ti/8", *recipe) == [
-        "not as model.name = ViT-Ti/8: model.width = 128 instead of 192, model.depth = 4 instead of 12, model.mlp_width = 256 "
+        "model.name = ViT-Ti/8 with model.width = 128 instead of 192, model.depth = 4 instead of 12, model.mlp_width = 256 "
         "instead of 768, model.num_heads = 4 instead of 3"
     ]
     assert notes("model.pool=gap", "model.patch_stride=8") == [
-        "not as model.name = ViT-L/16: model.patch_stride = 8 instead of 16, model.pool = gap instead of token"
+        "model.name = ViT-L/16 with model.patch_stride = 8 instead of 16, model.pool = gap instead of token"
     ]
     assert notes("model.name=BiT-R50x1", "model.width=32", "model.representation=false") == [
-        "not as model.name = BiT-R50x1: model.width = 32 instead of 64"
+        "model.name = BiT-R50x1 with model.width = 32 instead of 64"
     ]
     assert notes("model.name=R50+ViT-B/32", "model.pool=map")[0].endswith("model.pool = map instead of token")
     assert notes("model.name=ViT-Ti/1", "model.small_stem=[32]")[0].endswith("small_stem = [32] instead of null")

@@ -76,7 +76,7 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, ALL_PARTS], ids=["plain", "all parts"])
-def test_graphs_take_batches_of_any_size(tmp_path, changes):
+def test_graphs_take_batches_of_any_size(tmp_path, changes, recwarn):
     """ONNX by onnxruntime, and torch.export: exported with two images, compared on four, run on seven here."""
     import onnx
     import onnxruntime
@@ -86,6 +86,7 @@ def test_graphs_take_batches_of_any_size(tmp_path, changes):
     with torch.no_grad():
         expected = model(images)
     assert run(weights, "onnx", tmp_path / "a.onnx").largest < 1e-5
+    assert FutureWarning not in {warning.category for warning in recwarn}
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
     assert [i.name for i in (*session.get_inputs(), *session.get_outputs())] == ["images", "logits"]
     np.testing.assert_allclose(session.run(None, {"images": images.numpy()})[0], expected, atol=1e-5)

@@ -8,6 +8,7 @@ import torch
 from sklearn.decomposition import PCA
 
 from pipeline import model as models
+from pipeline.explain.figures import draw_distances
 from pipeline.explain.parameters import cost, costs, position_similarity, principal_filters
 from pipeline.model import ResNetConfig
 
@@ -71,6 +72,17 @@ def test_filters_of_resnets_are_the_roots() -> None:
         model.root.weight.mul_(torch.arange(1, 33).view(-1, 1, 1, 1)).add_(3)
     assert torch.allclose(principal_filters(model).components, found.components, atol=1e-3)
     assert principal_filters(models.create("R+Ti/16", 64, 3, depth=1)).components.shape == (28, 3, 7, 7)
+
+
+def test_filters_have_no_component_of_rounding_errors() -> None:
+    """Standardised kernels of 27 values have 26 directions; the sheet had a blank 27th."""
+    assert len(principal_filters(models.create("ViT-mu/1", 16, 3, small_stem=(32, 32))).components) == 26
+
+
+def test_distances_of_one_block_have_no_fractions_of_a_block_at_their_axis() -> None:
+    axes = draw_distances(torch.ones(1, 3), 1.0, "one").axes[0]
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
 
 
 def test_cost_of_vit_b16() -> None:
