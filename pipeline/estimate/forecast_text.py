@@ -117,9 +117,13 @@ def _describe_time(forecast: Forecast) -> list[str]:
         f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB {every}, {kept}: at most {forecast.disk_bytes / _GIB:,.1f} GiB on disk"
     ]
     if cluster is None or network is None:
-        return ["Time and cost: give --cluster (8x8xH100-80GB)", *lines, ""]
+        return ["Time and cost: not predicted without cluster=NODESxGPUSxKIND, such as cluster=1x8xH100", *lines, ""]
     if time is None or hours is None:
-        return ["Time and cost: fp32 peaks are not in the table: give engine.peak_tflops", *lines, ""]
+        return [
+            "Time and cost: not predicted, because the table of GPUs has no fp32 peaks: set engine.peak_tflops",
+            *lines,
+            "",
+        ]
     rate = plan.global_batch / time.total
     interval = min(plan.checkpoint_every, plan.steps) * time.total
     stall = forecast.stall_seconds
@@ -138,10 +142,15 @@ def _describe_time(forecast: Forecast) -> list[str]:
         f"  stall        {stall:.2f} s per checkpoint at {config.copy_rate:g} GB/s: {stall / (interval + stall):.1%} of the time",
         f"  saved        {forecast.write_seconds:.0f} s later at {config.save_rate:g} GB/s; a crash loses "
         f"{(interval + forecast.write_seconds) / 60:.1f} minutes at most",
-        f"  in total     {hours:,.1f} hours = {gpu_hours:,.0f} GPU hours{cost}; evaluation not included",
+        f"  in total     {_hours(hours)} hours = {_hours(gpu_hours, 0)} GPU hours{cost}; evaluation not included",
         "",
         *_describe_scaling(forecast),
     ]
+
+
+def _hours(hours: float, decimals: int = 1) -> str:
+    """Hours with this number of decimals, or two digits of less than one hour, so that a short run does not take 0.0."""
+    return f"{hours:,.{decimals}f}" if hours >= 1 else f"{hours:.2g}"
 
 
 def _speed_of_a_gpu(config: PlanConfig) -> str:
@@ -187,7 +196,7 @@ def _describe_scaling(forecast: Forecast) -> list[str]:
             *(f"{part / row.time.total:.0%}" for part in (row.time.compute, row.time.exposed, row.time.optimizer)),
             f"{row.images_per_second:,.0f}",
             f"{row.efficiency:.0%}",
-            f"{hours:,.1f}",
+            _hours(hours),
             *([f"{hours * row.num_gpus * config.price:,.0f}"] if config.price else []),
         ])  # fmt: skip
     return [

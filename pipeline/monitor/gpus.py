@@ -18,7 +18,7 @@ class _GpuSheets:
 
 
 _TABLES = read_table(__file__, _GpuSheets)
-_KINDS = {kind.upper().replace("-", " "): kind for kind in _TABLES.sheets}
+_KINDS = {re.sub("[- ]", "", kind.upper()): kind for kind in _TABLES.sheets}
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Gpu:
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The data sheet of a GPU by CUDA's name or a short one: "NVIDIA A100-SXM4-80GB", "A100-80GB".
+    """The data sheet of a GPU by CUDA's name or a short one: "NVIDIA A100-SXM4-80GB", "A100-80GB", "RTX4090".
 
     None if it is unknown, as a MIG slice is: every word of the name must be known.
     """
     words = re.sub(r"\b(\d+) GB\b", r"\1GB", name.upper().replace("-", " ")).split()
     sizes = [int(size[1]) for word in words if (size := re.fullmatch(r"(\d+)GB?", word))]
     said = [word for word in words if not _NOT_SAID.fullmatch(word) and not re.fullmatch(r"\d+GB?", word)]
-    kind = _KINDS.get(" ".join(said))
+    kind = _KINDS.get("".join(said))
     if kind is None or len(sizes) > 1:
         return None
     tflops, gigabytes, bandwidth, link = _TABLES.sheets[kind]

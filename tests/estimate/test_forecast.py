@@ -71,6 +71,15 @@ def test_the_cost_of_one_plan_is_the_same_in_both_tables() -> None:
     assert f"{forecast.cost:,.0f} at 2.5 per hour" in total
 
 
+def test_a_short_run_does_not_take_no_time() -> None:
+    forecast = make_forecast(load("cluster=1x1xH100", "train.length=10 steps", "schedule.warmup=2 steps"))
+    (total,) = [line for line in describe(forecast) if line.startswith("  in total")]
+    assert f"{forecast.hours:.2g} hours" in total
+    assert "0.0 hours" not in total
+    without = "\n".join(describe(make_forecast(load())))
+    assert "Time and cost: not predicted without cluster=NODESxGPUSxKIND, such as cluster=1x8xH100" in without
+
+
 @pytest.mark.slow
 def test_h14_on_imagenet21k_is_made_for_8_nodes_of_8_gpus() -> None:
     file = ROOT / "configs/pretrain/vit_h14_imagenet21k.yaml"

@@ -118,6 +118,7 @@ def test_data_sheets(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) 
         ("NVIDIA A100-SXM4-80GB", 80),
         ("H200", 141),
         ("L4", 24),
+        ("RTX4090", 24),
         ("NVIDIA H100 NVL", 94),
         ("NVIDIA GH200 480GB", 96),  # 480 GB is the memory of its CPU.
         ("NVIDIA GH200 144G HBM3e", 144),
