@@ -179,7 +179,7 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
             if of[key]:
                 q = {k: f"{v:,.2f}" if key == "aspect_ratio" else f"{v:,.0f}" for k, v in of[key].items()}
                 print(
-                    f"    {text:<19} {q['min']} to {q['max']}, median {q['median']}, nine in ten {q['p5']} to {q['p95']}"
+                    f"    {text:<19} {q['min']} to {q['max']}, median {q['median']}, 5th to 95th percentile {q['p5']} to {q['p95']}"
                 )
         if shards["count"]:
             mix = (

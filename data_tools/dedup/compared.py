@@ -74,7 +74,7 @@ def read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> list[np.
     # A shard may have been repaired since, which does not change its name.
     missing = [job for out, job in every.items() if out not in states or (states[out] == CHANGED).any()]
     print(
-        f"{counted(sum(map(len, parts)), 'image')} in {counted(len(every), 'shard')}; {len(every) - len(missing):,} were read before",
+        f"{counted(sum(map(len, parts)), 'image')} in {counted(len(every), 'shard')}; read earlier: {len(every) - len(missing):,}",
         flush=True,
     )
     amounts = [(len(job.offsets), int(job.sizes.sum())) for job in missing]

@@ -133,7 +133,7 @@ def _search(
     if missing and str(folder / TESTS) not in there:
         write_images(test_jobs, folder / TESTS)
     print(
-        f"{len(every) - len(missing):,} of {counted(len(every), 'shard')} were searched earlier for these test images",
+        f"searched earlier for these test images: {len(every) - len(missing):,} of {counted(len(every), 'shard')}",
         flush=True,
     )
     run_tasks(search_shard.search_shard, missing, [job.amount for job in missing], "searched", searched, config)

@@ -25,9 +25,11 @@ def captioned(pixels: np.ndarray, caption: str) -> Tile:
     """An image with its caption, reduced to the size in which it is drawn. pixels: (H, W, 3) uint8."""
     image = Image.fromarray(pixels)
     image.thumbnail((_SIDE, _SIDE))
-    return Tile(np.asarray(image), textwrap.wrap(shorten(printable(caption), 51), 17))
+    folders = shorten(printable(caption), 51).replace("/", "/ ")  # Lines end behind a slash where they can.
+    return Tile(np.asarray(image), [line.replace("/ ", "/") for line in textwrap.wrap(folders, 17)])
 
 
 def draw_pairs(pairs: Sequence[tuple[Tile, Tile]], originals: str = "Test images") -> bytes:
     """Returns a PNG of the pairs, each with its two captions."""
-    return png(gallery(folded([*zip(*pairs, strict=True)]), f"{originals}, and below each its copy"), dpi=100)
+    title = f"{originals}, and below each its copy, with the distance"
+    return png(gallery(folded([*zip(*pairs, strict=True)]), title), dpi=100)

@@ -218,7 +218,10 @@ def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig,
         )
         allowed = f"more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of {num_items:,}"
         limit = f"but all {num_items:,} are needed" if listing.needs_all else allowed
-        or_raise = "" if listing.needs_all else " or raise max_bad_share"
+        # Rounded to one digit, one and a half times the share so far is never below it.
+        share = len(skipped) / (num_read + len(listing.skipped) if num_read else num_items)
+        example = min(1.0, float(f"{1.5 * share:.1g}"))
+        or_raise = "" if listing.needs_all else f" or raise max_bad_share (to {example:g}, say)"
         raise UserError(
             f"{len(skipped):,} {of}, {limit}: {reasons(skipped)}. To go on, make them readable{or_raise}, and run again; if you remove "
             "them, or their sizes change, choose another out=... too."
@@ -432,7 +435,7 @@ def _print_done(
     if verified:
         print(f"checked {counted(len(results), 'shard')}: {f'made {len(made)} again' if made else 'nothing to do'}")
     elif num_complete:
-        print(f"{num_complete} of {counted(len(results), 'shard')} were already complete")
+        print(f"already complete: {num_complete} of {counted(len(results), 'shard')}")
     num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())

@@ -190,7 +190,7 @@ def test_killed_job_reads_no_shard_twice(sets: tuple[Dataset, Dataset], tmp_path
 
     capfd.readouterr()
     dedup.run(config(train, tests.path))
-    assert "; 0 were read before" not in capfd.readouterr().out
+    assert "read earlier: 0" not in capfd.readouterr().out
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
     assert (train.path / "exclude/test_copies.parquet").read_bytes() == whole
     assert {path.name: path.read_bytes() for path in thumbnails.glob("[!.]*")} == first
@@ -227,7 +227,7 @@ def test_killed_search_goes_on(sets: tuple[Dataset, Dataset], tmp_path: Path, ca
     assert len(kept) < len(first)
     capfd.readouterr()
     dedup.run(config(train, tests.path))
-    assert f"{len(kept) - 1} of {len(first) - 1} shards were searched" in capfd.readouterr().out
+    assert f"test images: {len(kept) - 1} of {len(first) - 1} shards" in capfd.readouterr().out
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
     assert {path.name: path.read_bytes() for path in folder.glob("[!.]*")} == first
     assert (train.path / "exclude/test_copies.parquet").read_bytes() == whole
@@ -356,6 +356,10 @@ def test_a_damaged_copy_is_drawn_grey(size: int, tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"no image")
     image = read_tile(str(tmp_path / "a.tar"), 0, size, "0.000  a")
     assert len(np.unique(image.pixels)) == 1
+    assert read_tile(str(tmp_path / "a.tar"), 0, size, "0.022  2023/dcim/DSC_00768").lines == [
+        "0.022  2023/",
+        "dcim/DSC_00768",
+    ]
     assert draw_pairs([(image, image)]).startswith(b"\x89PNG")
 
 
