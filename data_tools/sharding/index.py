@@ -24,7 +24,7 @@ from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
 from data_tools.sharding.write_shard import load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
-from data_tools.sources.layouts.webdataset import complete_samples, known_class_names
+from data_tools.sources.layouts.webdataset import complete_samples, known_class_names, not_taken_over
 from data_tools.sources.listing import reasons
 from data_tools.sources.reader import lost_if_unreadable, refuse_large
 from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
@@ -117,7 +117,12 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     files = split_files(source, config.splits, ".tar")
     refuse_unfinished(out)
     finished = open_dataset(out) if (out / INFO).exists() else None
-    names = known_class_names(out if finished else source, config.label_names)
+    if finished and not config.label_names:
+        names = finished.classes
+    else:
+        names = known_class_names(source, files, config.label_names)
+    for note in [] if finished else not_taken_over(source, files, config.group_pattern):
+        print(note)
     if finished and (before := finished.info["settings"].get("group_pattern", "")) != config.group_pattern:
         raise UserError(
             f"{out} was indexed with group_pattern = {quoted(before)}. Give that, or remove {INFO} and index again."

@@ -1,5 +1,6 @@
 """Class names of sources whose labels are numbers."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -36,6 +37,21 @@ class ClassNumbers:
     def classes(self) -> list[str]:
         """All class names in order; without given names, the numbers up to the largest label seen."""
         return self._names or [str(number) for number in range(self._highest + 1)]
+
+
+def refuse_other_names(where: str, names: list[str], first: str, of_first: list[str]) -> None:
+    """Raise UserError if a part of a source has other class names than its first part: one number would be two classes.
+
+    where, first: what names the classes of the two parts, for the error.
+    """
+    if names == of_first:
+        return
+    pairs = enumerate(itertools.zip_longest(of_first, names))
+    number, (was, now) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    raise UserError(
+        f"{where}: label {number} is {quoted(now)}, but {quoted(was)} in {first}. If both number the same classes, name these: "
+        "label_names=FILE; else make each a data set of its own."
+    )
 
 
 def read_lines(path: str, setting: str) -> list[str]:

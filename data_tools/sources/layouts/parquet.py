@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as types
 
-from data_tools.sources.class_numbers import read_names
+from data_tools.sources.class_numbers import read_names, refuse_other_names
 from data_tools.sources.labels import LabelColumn, check_columns, check_groups, group_name, label_column
 from data_tools.sources.layouts.archive import damage_named, staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import quoted, shortened
+from pipeline.base.json_record import shortened
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
@@ -50,7 +50,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 if labels is None:
                     labels, first, of_first = LabelColumn(schema.field(column), str(path), known), path, known
                 labels.check(schema.field(column), str(path))
-                _refuse_other_names(path, known, first, of_first)
+                refuse_other_names(f"{path}, by its metadata `huggingface`", known, str(first), of_first)
             if config.group_column:
                 check_groups(schema.field(config.group_column), str(path))
             images, sizes = _unpack(path, file, config.image_column, staging)
@@ -108,18 +108,6 @@ def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:
     if len(set(names)) != len(names):
         raise UserError(f"{where}: info.features.{column}.names has a name twice. Give other names: label_names=FILE.")
     return names
-
-
-def _refuse_other_names(path: AnyPath, names: list[str], first: AnyPath, of_first: list[str]) -> None:
-    """Raise UserError if a file's class names are not those of the source's first file: one number would be two classes."""
-    if names == of_first:
-        return
-    pairs = enumerate(itertools.zip_longest(of_first, names))
-    number, (was, now) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-    raise UserError(
-        f"{path}: label {number} is {quoted(now)} by the metadata `huggingface`, but {quoted(was)} in {first}. If the labels of all "
-        "files are numbers of the same classes, name these: label_names=FILE; else make each file a data set of its own."
-    )
 
 
 def holds_images(kind: pa.DataType) -> bool:

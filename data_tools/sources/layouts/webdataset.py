@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
-from data_tools.sources.class_numbers import ClassNumbers, read_names
+from data_tools.sources.class_numbers import ClassNumbers, read_names, refuse_other_names
 from data_tools.sources.layouts.archive import Member, damage_named, tar_members
 from data_tools.sources.listing import NOT_UTF8, Collector
 from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
+from pipeline.data.dataset.exclusion import names_of_lists
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
@@ -61,12 +62,9 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
     Samples without a label are used if no sample of the source has one.
     """
-    names = known_class_names(source, config.label_names)
-    if not config.group_pattern and _has_groups(source):
-        collector.notes.append(
-            f"warning: the groups of {source} are not taken over, since tars do not name them. group_pattern finds groups in keys"
-        )
     files = split_files(source, collector.splits, ".tar")
+    names = known_class_names(source, files, config.label_names)
+    collector.notes += not_taken_over(source, files, config.group_pattern)
     if not names and _report_unlabelled(files, collector):
         collector.is_labelled = False
         return
@@ -119,21 +117,47 @@ def _samples(files: list[tuple[str, str, AnyPath]], collector: Collector) -> Ite
                 yield split, f"{name}: {sample.name}", container, sample
 
 
-def _has_groups(source: AnyPath) -> bool:
-    """Whether the tars are a data set of ours that was made with groups."""
-    if not (source / INFO).is_file():
-        return False
-    try:
-        return bool(open_dataset(source).info["settings"].keys() & {"group_column", "group_pattern"})
-    except UserError:  # Another's, or damaged, which matters where its class names are read.
-        return False
+def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], label_names: str) -> list[str]:
+    """Class names from the file label_names, else from the dataset.json beside the tars (`split_files`) or in source, else empty.
 
-
-def known_class_names(source: AnyPath, label_names: str) -> list[str]:
-    """Class names from the file label_names, else from the source's dataset.json, else empty."""
+    Raises UserError for tars of data sets with different classes: one number would be two of them.
+    """
     if label_names:
         return read_names(label_names, "label_names")
-    return open_dataset(source).classes if (source / INFO).is_file() else []
+    manifests = _manifests(source, files).items()
+    names = {folder: open_dataset(place).classes if place else [] for folder, place in manifests}
+    first = next(iter(names))
+    for folder, of_folder in names.items():
+        refuse_other_names(f"The tars in {folder}", of_folder, str(first), names[first])
+    return names[first]
+
+
+def not_taken_over(source: AnyPath, files: list[tuple[str, str, AnyPath]], group_pattern: str) -> list[str]:
+    """Warnings about what the data sets that these tars are of have beside their tars: groups, and lists of excluded samples."""
+    lines = []
+    for place in dict.fromkeys(_manifests(source, files).values()):
+        if place is None:
+            continue
+        try:
+            dataset = open_dataset(place)
+        except UserError:  # Another's, or damaged, which matters where its class names are read.
+            continue
+        if not group_pattern and dataset.info["settings"].keys() & {"group_column", "group_pattern"}:
+            lines.append(
+                f"warning: the groups of {place} are not taken over, since tars do not name them. group_pattern finds groups in keys"
+            )
+        if lists := names_of_lists(dataset):
+            lines.append(
+                f"warning: the lists of excluded samples of {place} ({', '.join(lists)}) are not taken over: images that they exclude "
+                "are used. launch/verify.py and launch/dedup.py make them anew"
+            )
+    return lines
+
+
+def _manifests(source: AnyPath, files: list[tuple[str, str, AnyPath]]) -> dict[AnyPath, AnyPath | None]:
+    """Each folder of tars -> the folder of its dataset.json: itself, else source, else None."""
+    folders = dict.fromkeys(path.parent for *_, path in files)
+    return {folder: next((at for at in (folder, source) if (at / INFO).is_file()), None) for folder in folders}
 
 
 def is_shard(path: AnyPath) -> bool:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,14 @@ from PIL import Image
 from raw_images import jpeg, write_folder, write_tar, write_zip
 from scipy.io import savemat
 
+from data_tools.sharding import index
 from data_tools.sources import Listing, Reader, list_source
 from data_tools.sources.images import to_png
 from pipeline.base.errors import UserError
+from pipeline.data.dataset import exclusion
+from pipeline.data.dataset.manifest import ROWS, Shard, write_dataset
 from pipeline.data.loading.decode import decode
-from pipeline.settings.commands.data import ShardConfig
+from pipeline.settings.commands.data import IndexConfig, ShardConfig
 
 Sample = tuple[str, tuple[str, ...], bytes]
 
@@ -560,9 +564,9 @@ def test_hugging_face_metadata_without_names(features: dict, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("others", "said"),
     [
-        (["car", "plane", "bird"], "b.parquet: label 0 is 'car' by the metadata `huggingface`, but 'plane' in "),
-        (NAMES[:2], "b.parquet: label 2 is None by the metadata `huggingface`, but 'bird' in "),
-        (None, "b.parquet: label 0 is None by the metadata `huggingface`, but 'plane' in "),
+        (["car", "plane", "bird"], "b.parquet, by its metadata `huggingface`: label 0 is 'car', but 'plane' in "),
+        (NAMES[:2], "b.parquet, by its metadata `huggingface`: label 2 is None, but 'bird' in "),
+        (None, "b.parquet, by its metadata `huggingface`: label 0 is None, but 'plane' in "),
     ],
 )
 def test_parquet_files_whose_numbers_are_other_classes_are_refused(
@@ -759,6 +763,29 @@ def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> Non
     files = [(f"{key}.{ext}", data) for key in (0, 1, 0) for ext, data in (("jpg", jpeg(key)), ("cls", b"0"))]
     write_tar(files, tmp_path / "raw/twice.tar")
     assert "0.jpg is in it twice, 'twice/0'. Keys are tar/name up to its first dot" in refused(tmp_path / "raw")
+
+
+def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
+    """Label 0 of two data sets is one class only if both say so; a tar alone has the classes of the data set beside it, too."""
+    for name, classes in (("cars", ["audi", "bmw"]), ("pets", ["cat", "dog"]), ("more_pets", ["cat", "dog"])):
+        (tmp_path / "raw" / name).mkdir(parents=True)
+        write_tar({f"{name}.jpg": jpeg(1), f"{name}.cls": b"1"}, tmp_path / "raw" / name / f"{name}.tar")
+        dataset = write_dataset(
+            tmp_path / "raw" / name, [Shard("x.tar", "train", 0, 0, "")], [ROWS.empty_table()], classes, {}, {}
+        )
+    exclusion.write_list(dataset, "near_copies", exclusion.EXCLUDED.empty_table())
+    said = f"The tars in {tmp_path}/raw/more_pets: label 0 is 'cat', but 'audi' in {tmp_path}/raw/cars. If both "
+    assert said in refused(tmp_path / "raw", layout="webdataset")
+    with pytest.raises(UserError, match="label 0 is 'cat', but 'audi' in"):
+        index.run(IndexConfig(source=str(tmp_path / "raw"), out=str(tmp_path / "out")))
+    shutil.rmtree(tmp_path / "raw/cars")
+    listing = listed(tmp_path / "raw", layout="webdataset")
+    assert (listing.classes, len(listing)) == (["cat", "dog"], 2)
+    assert [note for note in listing.notes if "not taken over" in note] == [
+        f"warning: the lists of excluded samples of {tmp_path}/raw/more_pets (near_copies) are not taken over: images that they exclude "
+        "are used. launch/verify.py and launch/dedup.py make them anew"
+    ]
+    assert listed(tmp_path / "raw/pets/pets.tar", layout="webdataset").classes == ["cat", "dog"]
 
 
 def test_bad_webdataset(tmp_path: Path) -> None:
