@@ -296,7 +296,7 @@ def _read_rows(part: AnyPath, with_unlabelled: bool) -> pa.Table:
         return rows
     about = load_part(part, _IndexPartMetadata)
     assert about is not None
-    return rows.take(np.setdiff1d(np.arange(len(rows)), [row for row, *_ in about.unlabelled]).astype(np.int64))
+    return rows.take(np.delete(np.arange(len(rows)), np.array([row for row, *_ in about.unlabelled], np.int64)))
 
 
 def _finish(
@@ -344,7 +344,7 @@ def _num_repeated(kept: list[tuple[AnyPath, Shard]], with_unlabelled: bool) -> i
     for part, shard in kept:
         keys = _read_rows(part, with_unlabelled)["key"].to_pylist()
         of_split.setdefault(shard.split, []).append(np.fromiter(map(hash, keys), np.int64, len(keys)))
-    return sum(len(hashes) - len(np.unique(hashes)) for hashes in map(np.concatenate, of_split.values()))
+    return sum(int((np.diff(np.sort(hashes)) == 0).sum()) for hashes in map(np.concatenate, of_split.values()))
 
 
 def _highest_label(part: AnyPath) -> int:

@@ -38,8 +38,8 @@ def difference(path: AnyPath, listing: Listing) -> str:
     _, in_old, in_new = np.intersect1d(old_ids, new_ids, return_indices=True)
     is_changed = old["size"].to_numpy()[in_old] != new["size"].to_numpy()[in_new]
     found = [
-        _named("came", new["key"], np.setdiff1d(np.arange(len(new_ids)), in_new)),
-        _named("went", old["key"], np.setdiff1d(np.arange(len(old_ids)), in_old)),
+        _named("came", new["key"], np.delete(np.arange(len(new_ids)), in_new)),
+        _named("went", old["key"], np.delete(np.arange(len(old_ids)), in_old)),
         _named("changed in size", new["key"], np.sort(in_new[is_changed])),
     ]
     return "; ".join(filter(None, found)) or "the same images, but in other classes or groups"

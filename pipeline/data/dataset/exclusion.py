@@ -112,7 +112,7 @@ def excluded_rows(
     does, and for a row that the split does not have, or that has another key there.
     """
     lists = {name: table.filter(pc.equal(table["split"], split)) for name, table in read_lists(dataset, choice).items()}
-    rows = {name: np.unique(table["row"].to_numpy()) for name, table in lists.items()}
+    rows = {name: _distinct(table["row"].to_numpy()) for name, table in lists.items()}
     num_samples = dataset.info["samples"][split]
     for name, in_list in rows.items():
         if len(in_list) and not 0 <= in_list[0] <= in_list[-1] < num_samples:
@@ -121,7 +121,7 @@ def excluded_rows(
                 f"which has {counted(num_samples, 'sample')}. Remove it, and make it again."
             )
         _refuse_other_keys(dataset, split, name, lists[name])
-    together = np.unique(np.concatenate([np.empty(0, np.int64), *rows.values()]))
+    together = _distinct(np.concatenate([np.empty(0, np.int64), *rows.values()]))
     return together, {name: len(in_list) for name, in_list in rows.items()}
 
 
@@ -141,6 +141,12 @@ def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: i
     places = random_numbers.bits(seed, Purpose.SUBSET, rows)
     last = np.partition(places, count - 1)[count - 1]
     return rows[places > last]
+
+
+def _distinct(rows: np.ndarray) -> np.ndarray:
+    """Each number once, ascending. np.unique does the same by a hash table (NumPy 2.3), in 20 to 60 times the time for millions."""
+    rows = np.sort(rows)
+    return rows[np.diff(rows, prepend=rows[:1] - 1) != 0]
 
 
 def _find(dataset: ManifestTables) -> dict[str, AnyPath]:

@@ -89,7 +89,8 @@ class Dataset(ManifestTables):
         excluded, excluded_by = excluded_rows(self, name, exclude)
         if limit != WHOLE:
             beyond = rows_beyond_limit(len(index), excluded, limit, seed)
-            excluded, excluded_by = np.union1d(excluded, beyond), {**excluded_by, "data.limit": len(beyond)}
+            excluded = np.sort(np.concatenate([excluded, beyond]))
+            excluded_by = {**excluded_by, "data.limit": len(beyond)}
         kept = samples - np.bincount(np.searchsorted(starts, excluded, side="right") - 1, minlength=len(samples))
         if len(excluded) and not kept.any():
             raise UserError(f"every sample of {self.path}, split {name!r}, is excluded: by {', '.join(excluded_by)}.")

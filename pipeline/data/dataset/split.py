@@ -37,7 +37,7 @@ class SampleTable:
         rows = np.asarray(rows, np.int64)
         groups = np.searchsorted(self._starts, rows, side="right") - 1
         tables, order = [self.file.schema_arrow.empty_table().select(columns)], [np.empty(0, np.int64)]
-        for group in np.unique(groups).tolist():
+        for group in np.flatnonzero(np.bincount(groups)).tolist():
             chosen = np.flatnonzero(groups == group)
             table = self.file.read_row_group(self.row_groups[group], columns=columns)
             tables.append(table.take(pa.array(rows[chosen] - self._starts[group])))
