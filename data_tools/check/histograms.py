@@ -77,9 +77,9 @@ def _histogram(axes: Axes, counts: dict[str, np.ndarray], values: np.ndarray, co
     first, last = (int(np.searchsorted(share, shown)) for shown in _SHOWN)
     last = min(last, len(values) - 1)
     # Equal numbers of counted values in each drawn bin; other edges would give a comb pattern.
-    step = max(1, -(-(last - first + 1) // _BINS))
+    step = max(STEPS // 64 if is_log else 1, -(-(last - first + 1) // _BINS))
     margin = step * max(3, (last - first) // step // 20)
-    edges = np.arange(first - margin, last + margin + step + 1, step) - 0.5
+    edges = np.arange(first - margin - step // 2, last + margin + step + 1, step) - 0.5
     for split, of in counts.items():
         heights, _ = np.histogram(np.arange(len(of)), edges, weights=of / max(of.sum(), 1))
         at = np.exp2(np.log2(values[0]) + edges / STEPS) if is_log else edges
