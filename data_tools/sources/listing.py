@@ -42,6 +42,8 @@ LISTED = "listed"
 Skipped = tuple[str, str, str]
 NOT_UTF8 = "its name is not UTF-8; rename it"
 _BATCH = 2**16
+# Names at the top of a source that an error names.
+_MAX_TOPS = 8
 _ARCHIVES = (".tar", ".zip", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 
@@ -205,7 +207,7 @@ class Collector:
         """Report a folder. `finish` raises if it is a class folder without images."""
         name = _clean(name)
         if name and not is_hidden(name):
-            self._tops.setdefault(name.split("/")[0])
+            self._note_top(name)
             split, inner = self.place(name)
             is_class = split is not None and inner and "/" not in inner and not self._holds_split(name)
             if is_class and self.rename is None:
@@ -231,7 +233,7 @@ class Collector:
             if name not in self.read:
                 self._no_images.add(f"{name} ({fault})" if fault else name)
             return
-        self._tops.setdefault(name.split("/")[0])
+        self._note_top(name)
         if self.rename is not None:
             try:
                 stem = self.rename(name).rpartition(".")[0]
@@ -372,11 +374,16 @@ class Collector:
                 return split, name[len(folder) + 1 :]
         return None, name
 
+    def _note_top(self, name: str) -> None:
+        """Remember the first few names at the top of the source, for errors: a folder may hold millions of images."""
+        if len(self._tops) < _MAX_TOPS:
+            self._tops.setdefault(name.split("/")[0])
+
     def _holds_split(self, name: str) -> bool:
         return any(folder == name or folder.startswith(name + "/") for _, folder in self._folders)
 
     def _check_folders(self) -> None:
-        tops = ", ".join(printable(name) for name in list(self._tops)[:8]) or "neither folders nor images"
+        tops = ", ".join(map(printable, self._tops)) or "neither folders nor images"
         for split, folder in self.splits.items():
             counts = {name: count for (of, name), count in self._counts.items() if of == split}
             where = f"{self.source}/{_clean(folder)}".rstrip("/")
