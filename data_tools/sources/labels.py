@@ -92,10 +92,20 @@ def label_column(there: list[str], config: ShardConfig, where: str, collector: C
     return column
 
 
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text, in any of Arrow's layouts."""
+    kind = value_type(kind)
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def value_type(kind: pa.DataType) -> pa.DataType:
+    """The type of a column's values; they may be stored as numbers of a dictionary."""
+    return kind.value_type if types.is_dictionary(kind) else kind
+
+
 def check_groups(field: pa.Field, where: str) -> None:
     """Raises UserError for a column type that cannot hold groups."""
-    kind = field.type.value_type if types.is_dictionary(field.type) else field.type
-    if not (types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)):
+    if not (types.is_integer(value_type(field.type)) or is_text(field.type)):
         raise UserError(
             f"{where}: column {field.name!r} (group_column) holds {shortened(str(field.type))}, but groups are text or whole numbers."
         )
@@ -126,11 +136,10 @@ def check_columns(there: list[str], wanted: dict[str, str], where: str) -> None:
 def _are_numbers(field: pa.Field, where: str) -> bool:
     """Whether a column holds numbers, not text. Raises UserError for other types."""
     kind = field.type
-    if types.is_list(kind) or types.is_large_list(kind):
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         kind = kind.value_type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)):
+    kind = value_type(kind)
+    if not (types.is_integer(kind) or is_text(kind)):
         way_out = " For images without labels: label_column= ." if types.is_null(kind) else ""
         if types.is_floating(kind):  # A column of whole numbers of which some are missing.
             way_out = (

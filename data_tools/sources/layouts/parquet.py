@@ -114,7 +114,7 @@ def holds_images(kind: pa.DataType) -> bool:
     """Whether a column of this type can hold encoded images: binary, or struct<bytes, path>."""
     if types.is_struct(kind):
         kind = kind.field("bytes").type if kind.get_field_index("bytes") >= 0 else kind
-    return types.is_binary(kind) or types.is_large_binary(kind)
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
 
 
 def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) -> tuple[AnyPath, np.ndarray]:

@@ -8,10 +8,17 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
-import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names
-from data_tools.sources.labels import WHOLE_NUMBER, LabelColumn, check_columns, check_groups, group_name, label_column
+from data_tools.sources.labels import (
+    WHOLE_NUMBER,
+    LabelColumn,
+    check_columns,
+    check_groups,
+    group_name,
+    is_text,
+    label_column,
+)
 from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
@@ -112,7 +119,7 @@ def _read(path: AnyPath, config: ShardConfig, there: list[str], column: str) -> 
             with path.open("rb") as text:
                 table = pacsv.read_csv(text, parse_options=_parse_options(path), convert_options=convert)
     kind = table.schema.field(0).type
-    if not (types.is_string(kind) or types.is_large_string(kind) or path.suffix != ".parquet"):
+    if path.suffix == ".parquet" and not is_text(kind):
         raise UserError(f"{path}: column {config.path_column!r} holds {kind}, but paths are text.")
     return table
 

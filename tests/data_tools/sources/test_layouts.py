@@ -412,6 +412,8 @@ def hugging_face(path: Path, labels: pa.Array, names: list[str] | None = None, c
         (pa.array(["b", "a", "a", "b", "a"]), None, [("b",), ("a",), ("a",), ("b",), ("a",)]),
         (pa.array(["b", "a", "a", "b", "a"]).dictionary_encode(), None, [("b",), ("a",), ("a",), ("b",), ("a",)]),
         (pa.array([[2, 0], [0], [], [1], [1, 1]]), NAMES, [("plane", "bird"), ("plane",), (), ("car",), ("car",)]),
+        (pa.array(list("baaba"), pa.string_view()), None, [("b",), ("a",), ("a",), ("b",), ("a",)]),
+        (pa.array([[0], [0], [1], [1], [1]], pa.list_(pa.int32(), 1)), NAMES[:2], [*[("plane",)] * 2, *[("car",)] * 3]),
         (pa.array([["b", "a"], ["a"], ["b"], ["c"], ["a"]]), None, [("a", "b"), ("a",), ("b",), ("c",), ("a",)]),
     ],
 )
@@ -502,6 +504,19 @@ def test_bad_parquet(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_odd_labels_in_parquet(labels: pa.Array, said: str, tmp_path: Path) -> None:
     assert said in refused(hugging_face(tmp_path / "a.parquet", labels))
+
+
+def test_text_and_bytes_in_views_and_dictionaries(tmp_path: Path) -> None:
+    write_folder({f"{i}.jpg": data for i, data in enumerate(IMAGES)}, tmp_path)
+    images, paths, views = pa.array(IMAGES, pa.binary_view()), [f"{i}.jpg" for i in range(5)], pa.string_view()
+    groups = pa.array(list("xxyyz"), views)
+    for column in (pa.array(paths, views), pa.array(paths).dictionary_encode()):
+        pq.write_table(pa.table({"path": column, "label": list("abaab"), "of": groups}), tmp_path / "list.parquet")
+        listing = listed(tmp_path / "list.parquet", group_column="of")
+        assert [data for *_, data in samples(listing).values()] == IMAGES
+        assert listing.table["group"].to_pylist() == list("xxyyz")
+    pq.write_table(pa.table({"image": images, "label": list("abaab")}), tmp_path / "images.parquet")
+    assert [data for *_, data in samples(listed(tmp_path / "images.parquet")).values()] == IMAGES
 
 
 def test_odd_columns_in_parquet(tmp_path: Path) -> None:
