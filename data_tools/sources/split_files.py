@@ -9,6 +9,7 @@ LIKE_SPLITS = {
     "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "dev", "test": "test",
     "testing": "test",
 }  # fmt: skip
+_PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _BEGINNINGS = ("train", "val", "test", "dev")
 # In the folder of a data set while launch/shard.py makes it, and after a kill.
 PARTS, PLAN = ".parts", "plan.json"
@@ -22,6 +23,7 @@ def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tu
     """
     if source.is_file():
         paths = {source.name: source}
+        _refuse_packed(source, [source.name])
         refuse_unfinished(source.parent)
     else:
         found = {name: path for path, _ in walk_files(source) if (name := name_inside(path, source))}
@@ -29,6 +31,8 @@ def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tu
             if path.name == PLAN and path.parent.name == PARTS:
                 refuse_unfinished(path.parent.parent)
         paths = {name: path for name, path in found.items() if path.name.endswith(suffix) and path.name[0] != "."}
+        if suffix == ".tar" and not paths:
+            _refuse_packed(source, sorted(found))
     files: dict[str, list[tuple[str, str, AnyPath]]] = {split: [] for split in splits}
     for name in sorted(paths):
         fitting = [split for split, start in splits.items() if name.startswith(start)]
@@ -44,6 +48,16 @@ def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tu
     if list(splits.values()) == [""]:
         _refuse_mixture(source, list(paths))
     return [file for of_split in files.values() for file in of_split]
+
+
+def _refuse_packed(source: AnyPath, names: list[str]) -> None:
+    """Raises UserError for compressed files: samples are read at their places in a plain tar."""
+    packed = [name for name in names if name.lower().endswith(_PACKED)]
+    if packed:
+        raise UserError(
+            f"{source}: {packed[0]} is compressed, and only plain tars have places from which one image can be read. Unpack it (gzip -d, "
+            "...) to a .tar."
+        )
 
 
 def refuse_unfinished(folder: AnyPath) -> None:

@@ -67,5 +67,5 @@ LAYOUTS: dict[str, SourceLayout] = {
     "cifar": SourceLayout(cifar.walk, splits=cifar.SPLITS, may_be_compressed=True),
     "parquet": SourceLayout(parquet.walk),
     "list": SourceLayout(path_list.walk),
-    "webdataset": SourceLayout(webdataset.walk),
+    "webdataset": SourceLayout(webdataset.walk, may_be_compressed=True),
 }

@@ -809,6 +809,12 @@ def test_bad_webdataset(tmp_path: Path) -> None:
     assert "a.tar: a/1.jpg: label 3 is out of range" in refused(path, label_names=str(names))
     path.write_bytes(path.read_bytes().rstrip(b"\0")[:-200])
     assert "a.tar is damaged (cut off" in refused(path)
+    (tmp_path / "raw").mkdir()
+    packed = write_tar(SHARD, tmp_path / "raw/a.tar.gz", "w:gz")
+    assert "raw: a.tar.gz is compressed, and only plain tars" in refused(packed.parent, layout="webdataset")
+    assert len(listed(packed, layout="webdataset")) == 3
+    with pytest.raises(UserError, match=r"a\.tar\.gz is compressed, and only plain tars"):
+        index.run(IndexConfig(source=str(packed), out=str(tmp_path / "out")))
     write_tar({"a.jpg": jpeg(1), "a.cls": b"cat"}, tmp_path / "b.tar")
     assert "split 'train' (all of it) has no images" in refused(tmp_path / "b.tar")
 
