@@ -276,8 +276,7 @@ def _but_the_seed(record: RunRecord) -> Hashable:
     compared = changes.decisive(record.settings, changes.facts_of(RunConfig), "comparison")
     settings = {name: str(value) for name, value in compared.items() if name != "seed"}
     data = (*(facts.digest for facts in record.datasets), record.parameters.get("excluded"))
-    # A folder of weights may have trained on between two runs.
-    weights = (record.origin.sha256 if record.origin else "", record.tags.get(TEACHER_TAG))
+    weights = (record.origin and record.origin.sha256, record.tags.get(TEACHER_TAG))  # Their folder may train on.
     # The score of a run that ended halfway is no other sample of the noise.
     step = record.last_score.step if record.last_score else None
     return (tuple(sorted(settings.items())), data, weights, record.revision, step)
