@@ -82,7 +82,6 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
             print(f"{record.address}: {problem}")
     pictures = curves(records)
     groups = groups_of(records)
-    title = f"Comparison of {listed(list(records), 4)}"
     blocks = [*page(records, groups, pictures), *(rescore.page(scores) if scores else [])]
     pairs = [_pair_row(pair) for group in groups for pair in group.pairs]
     files: dict[str, bytes | str | None] = {
@@ -90,11 +89,11 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
         "table.csv": table_csv([table_row(name, record) for name, record in records.items()]),
         "pairs.csv": table_csv(pairs) if pairs else None,
         "per_class.csv": table_csv(rescore.class_rows(scores)) if scores else None,
-        **report(title, blocks),
+        **report(f"Comparison of {listed(list(records), 4)}", blocks),
     }
     is_replaced = (folder / "report.html").exists()
     write_files(folder, files, mark="report.html")
-    for line in summary(records):
+    for line in summary(records, groups):
         print(line)
     print(f"comparison: {folder / 'report.html'}{REPLACED * is_replaced}")
     return records
@@ -127,13 +126,16 @@ def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
     return found
 
 
-def summary(records: Records) -> Iterator[str]:
-    """Lines for the terminal: each run with its last score, and what that is if the runs were scored by several measures."""
+def summary(records: Records, groups: Sequence["Group"]) -> Iterator[str]:
+    """Lines for the terminal: each run with its last score, named where runs have several; the best of each group beside the others."""
     scores = [record.last_score for record in records.values()]
     names = {score.name for score in scores if score}
     for (name, record), score in zip(records.items(), scores, strict=True):
         what = f"{score.name} " if score and len(names) > 1 else ""
         yield f"{shorten(name, 40):<40} {record.status:<9} {what}{score or 'no score'}"
+    for pair in (pair for group in groups for pair in group.pairs if pair.first is group.pairs[0].first):
+        d = pair.difference
+        yield f"{pair.first.title} over {pair.second.title}: {100 * d.value:+.2f} points ({100 * d.low:+.2f} to {100 * d.high:+.2f}), corrected p {_p(pair.corrected)}: {in_words(d, pair.corrected)}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -201,7 +202,13 @@ def test_more_runs_than_colours_are_compared(tmp_path: Path, capsys: pytest.Capt
         "held_out_loss.png",
         "training_loss.png",
     }
-    assert "run12" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:13]] == [f"run{i}" for i in range(13)]
+    assert re.fullmatch(
+        r"run12 over run0: \+12\.00 points \(\+\S+ to \+\S+\), corrected p 0\.05\d\d: may be noise: not sure .*",
+        lines[24],
+    )
+    assert len(lines) == 26
 
 
 def test_dev_splits_of_several_seeds_are_not_called_the_same_images(tmp_path: Path) -> None:

@@ -148,8 +148,8 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     assert "metric_pets_20nn.png" in [picture.name for picture in budgets.curves(records)]
     lines = list(
         compare.summary(
-            records | {"other": from_folder(write_run(tmp_path / "b", evaluations={10: 0.25}, declared=DECLARED))}
+            records | {"other": from_folder(write_run(tmp_path / "b", evaluations={10: 0.25}, declared=DECLARED))}, []
         )
     )
     assert ["pets 20nn 75.00 %" in line for line in lines] == [True, True, False]
-    assert "20nn" not in "".join(compare.summary(records))
+    assert "20nn" not in "".join(compare.summary(records, []))
