@@ -32,8 +32,9 @@ def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
     phases = [(start, counts) for start, counts in found["phases"] if start < max(batches, 1)]
     words = []
     # Of a checkpoint of an earlier version, the settings alone know them.
+    entries = identity.get("data.mix", ())
     in_settings = {
-        (entry["path"], entry.get("split")): entry.get("class_map") for entry in identity.get("data.mix", ())
+        (entry["path"], entry.get("split")): entry["class_map"] for entry in entries if entry.get("class_map")
     }
     for number, one in enumerate(found["sets"]):
         counts = [of_phase[number] for _, of_phase in phases]
@@ -43,8 +44,9 @@ def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
             f"{of_phase[number]}/{sum(of_phase)}" + f" from step {start}" * bool(start) for start, of_phase in phases
         )
         excluded = "" if one["excluded"] == NOTHING_EXCLUDED else f" without {one['excluded']}"
-        excluded += "" if one.get("labels", True) else " without its labels"
-        class_map = one.get("class_map") or in_settings.get((one.get("path"), one["split"]))
+        has_labels = one.get("labels", True)
+        excluded += "" if has_labels else " without its labels"
+        class_map = one.get("class_map") or (has_labels and in_settings.get((one.get("path"), one["split"])))
         excluded += f" with class_map {json.dumps(class_map, sort_keys=True)}" if class_map else ""
         words.append(f"set {number}: {one['fingerprint']} split {one['split']}{excluded}, {shares}")
     return "; ".join(words)

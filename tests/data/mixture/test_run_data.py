@@ -288,9 +288,9 @@ def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:
 def test_another_class_map_is_another_mixture_once_the_set_was_used(sets: Path) -> None:
     """A run went on with as many classes, of which an output had meant another one before."""
 
-    def identity(class_map: str, then: str = "") -> dict[str, Any]:
-        of_run = config(sets, f"{{path: b, weight: 1, class_map: {class_map}{then}}}")
-        data = open_run_data(of_run.data, 0, of_run.train.global_batch, "learned")
+    def identity(class_map: str, then: str = "", more: str = "") -> dict[str, Any]:
+        of_run = config(sets, f"{{path: b, weight: 1, class_map: {class_map}{then}}}{more}")
+        data = open_run_data(of_run.data, 0, of_run.train.global_batch, "partly")
         assert isinstance(data.split, MixedSplit)
         return {"mixture": mixture_facts(data.split), "data.mix": schema.to_dict(of_run)["data"]["mix"]}
 
@@ -299,12 +299,15 @@ def test_another_class_map_is_another_mixture_once_the_set_was_used(sets: Path) 
     assert 'with class_map {"class0": "other"}' in mixed_until(first, 9)
     later = [identity(f"{{class{n}: other}}", ", from_step: 9") for n in range(2)]
     assert mixed_until(later[0], 9) == mixed_until(later[1], 9)
-    # A checkpoint of an earlier version has it in its settings alone.
-    sets_before = [
-        {name: value for name, value in one.items() if name != "class_map"} for one in first["mixture"]["sets"]
-    ]
-    before = first | {"mixture": first["mixture"] | {"sets": sets_before}}
-    assert mixed_until(before, 9) == mixed_until(first, 9)
+    # A checkpoint of an earlier version has it in its settings alone, where the same set may come again without it.
+    for again in ("", ", {path: b, weight: 2, from_step: 9}", ", {path: b, weight: 1, labels: false}"):
+        now = identity("{class0: other}", more=again)
+        sets_before = [
+            {name: value for name, value in one.items() if name != "class_map"} for one in now["mixture"]["sets"]
+        ]
+        before = now | {"mixture": now["mixture"] | {"sets": sets_before}}
+        assert mixed_until(before, 20) == mixed_until(now, 20)
+        assert mixed_until(now, 20).count("class_map") == 1
 
 
 def test_metrics_are_named_after_the_folder_of_a_url() -> None:
