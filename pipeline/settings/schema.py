@@ -180,7 +180,10 @@ class _SettingsConverter(Converter):
     def record(self, tree: Any, kind: Any, name: str) -> Any:
         hints = json_record.type_hints(kind)
         if not isinstance(tree, dict):
-            hint = f" Set one of them: {', '.join(f'{name}.{key}=...' for key in [*hints][:3])}" if name else ""
+            some = [*hints][:3]
+            hint = f" Set one of them: {', '.join(f'{name}.{key}=...' for key in some)}" if name else ""
+            if "[" in name:  # No override names one entry of a list.
+                hint = f" Write {name.partition('[')[0]}=[{{{', '.join(f'{key}: ...' for key in some)}}}]"
             asked = f"{name or 'the file'} must be a mapping of settings"
             raise UserError(f"{self.where}: {asked}, not {as_typed(tree)}.{hint}")
         prefix = f"{name}." if name else ""
@@ -414,8 +417,9 @@ def _did_you_mean(cls: type, prefix: str, key: str, rest: tuple[str, ...] = (), 
     every = [name for name, *_ in leaves(root or cls, "" if root else prefix)]
     near = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1, cutoff=0.5)]
     inside = {".".join([name, *rest]) for name in near if rest}.intersection(every)
-    # The section spelt right, else the same name in another section: lr=1 is optimizer.lr.
-    guesses = [*inside] or [name for name in every if name.split(".")[-1] == [key, *rest][-1]] or near
+    # The section spelt right, else the same name in another section: lr=1 is optimizer.lr. A name like it in the section that was typed is as likely.
+    elsewhere = [name for name in every if name.split(".")[-1] == [key, *rest][-1]]
+    guesses = [*inside] or ([*near, *elsewhere] if prefix else elsewhere or near)
     return f" Did you mean {' or '.join(guesses[:4])}?" if guesses else f" Known here: {', '.join(known)}."
 
 

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import inspect
 import re
 import runpy
 import shlex
@@ -97,7 +98,7 @@ def leaves(cls: type) -> list[tuple[type, str]]:
 
 def owner(cls: type, field: str) -> type:
     """The class that a setting was written in: `cls` or one that it inherits from."""
-    return next((base for base in cls.__mro__ if field in vars(base).get("__annotations__", {})), cls)
+    return next((base for base in cls.__mro__ if field in inspect.get_annotations(base)), cls)
 
 
 class Reads(ast.NodeVisitor):
@@ -626,6 +627,8 @@ def test_null_and_empty_values() -> None:
         ("image_size=32", "the command line: unknown setting image_size. Did you mean model.image_size?"),
         ("train.lr=3", "the command line: unknown setting train.lr. Did you mean optimizer.lr?"),
         ("trian.x=3", "the command line: unknown setting trian.x. Did you mean train?"),
+        ("init.weight=x", "unknown setting init.weight. Did you mean init.weights or data.weight?"),
+        ("data.mix=x", "data.mix[0] must be a mapping of settings, not x. Write data.mix=[{path: ..., weight: ..., "),
         ("data=x", "data must be a mapping of settings, not x. Set one of them: data.path=..., "),
         ("seed.x=3", "the command line: seed is a single value, so there is no seed.x"),
         ("train.length.x=3", "train.length is a single value"),
