@@ -128,7 +128,9 @@ def _describe_time(forecast: Forecast) -> list[str]:
     interval = min(plan.checkpoint_every, plan.steps) * time.total
     stall = forecast.stall_seconds
     gpu_hours = hours * cluster.num_gpus
-    cost = f", {forecast.cost:,.0f} at {config.price:g} per hour" if forecast.cost else " (price=... for the cost)"
+    cost = (
+        f", {_rounded(forecast.cost, 0)} at {config.price:g} per hour" if forecast.cost else " (price=... for the cost)"
+    )
     mfu = f", MFU {forecast.mfu:.0%} of {forecast.peak / 1e12:,.0f} TFLOP/s" if forecast.mfu else ""
     return [
         "Time and cost as advised below",
@@ -142,15 +144,17 @@ def _describe_time(forecast: Forecast) -> list[str]:
         f"  stall        {stall:.2f} s per checkpoint at {config.copy_rate:g} GB/s: {stall / (interval + stall):.1%} of the time",
         f"  saved        {forecast.write_seconds:.0f} s later at {config.save_rate:g} GB/s; a crash loses "
         f"{(interval + forecast.write_seconds) / 60:.1f} minutes at most",
-        f"  in total     {_hours(hours)} hours = {_hours(gpu_hours, 0)} GPU hours{cost}; evaluation not included",
+        f"  in total     {_rounded(hours, 1)} hours = {_rounded(gpu_hours, 0)} GPU hours{cost}; evaluation not included",
         "",
         *_describe_scaling(forecast),
     ]
 
 
-def _hours(hours: float, decimals: int = 1) -> str:
-    """Hours with this number of decimals, or two digits of less than one hour, so that a short run does not take 0.0."""
-    return f"{hours:,.{decimals}f}" if hours >= 1 else f"{hours:.2g}"
+def _rounded(amount: float, decimals: int) -> str:
+    """An amount with this number of decimals, or two digits of less than one, so that a short run does not take or cost 0.0."""
+    if 0 < amount < 1:
+        return f"{amount:.{1 - math.floor(math.log10(amount))}f}".rstrip("0").rstrip(".")
+    return f"{amount:,.{decimals}f}"
 
 
 def _speed_of_a_gpu(config: PlanConfig) -> str:
@@ -196,8 +200,8 @@ def _describe_scaling(forecast: Forecast) -> list[str]:
             *(f"{part / row.time.total:.0%}" for part in (row.time.compute, row.time.exposed, row.time.optimizer)),
             f"{row.images_per_second:,.0f}",
             f"{row.efficiency:.0%}",
-            _hours(hours),
-            *([f"{hours * row.num_gpus * config.price:,.0f}"] if config.price else []),
+            _rounded(hours, 1),
+            *([_rounded(hours * row.num_gpus * config.price, 0)] if config.price else []),
         ])  # fmt: skip
     return [
         f"The same run, {counted(forecast.plan.global_batch, 'image')} a step, on other numbers of nodes (* as given)",

@@ -1,6 +1,7 @@
 """The plan of a run: figures of the paper, choices that fit, refusals that training makes too."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -72,10 +73,13 @@ def test_the_cost_of_one_plan_is_the_same_in_both_tables() -> None:
 
 
 def test_a_short_run_does_not_take_no_time() -> None:
-    forecast = make_forecast(load("cluster=1x1xH100", "train.length=10 steps", "schedule.warmup=2 steps"))
+    forecast = make_forecast(load("cluster=1x1xH100", "train.length=10 steps", "schedule.warmup=2 steps", "price=2"))
     (total,) = [line for line in describe(forecast) if line.startswith("  in total")]
     assert f"{forecast.hours:.2g} hours" in total
     assert "0.0 hours" not in total
+    assert forecast.cost
+    assert f", {forecast.cost:.2g} at 2 per hour" in total
+    assert not re.search(r" 0$|e-", "\n".join(describe(forecast)), re.MULTILINE)
     without = "\n".join(describe(make_forecast(load())))
     assert "Time and cost: not predicted without cluster=NODESxGPUSxKIND, such as cluster=1x8xH100" in without
 
