@@ -286,7 +286,10 @@ class Objective(nn.Module):
         self._num_steps = num_steps
 
     def before_step(self, step: int) -> None:
-        """Called before the forward passes of step `step` (from 0); sets what depends on the step."""
+        """Called before the forward passes of step `step` (from 0); sets what depends on the step alone.
+
+        A resumed run calls it once more for its last step, with the buffers of the checkpoint.
+        """
 
     def after_step(self) -> None:
         """Called on all ranks after a step that was not skipped; updates the small state. Collective."""

@@ -180,7 +180,7 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)
         if start.state.step:
-            # An evaluation that a kill prevented is made up with what the last step set, such as DINO's temperature.
+            # An evaluation that a kill prevented is made up with what that step sets, such as DINO's temperature.
             objective.before_step(start.state.step - 1)
         context.stop.step = start.state.step
         context.console.say(f"resumed from {start.resumed} at step {start.state.step:,} of {plan.steps:,}")
