@@ -275,9 +275,12 @@ def _but_the_seed(record: RunRecord) -> Hashable:
         return None
     compared = changes.decisive(record.settings, changes.facts_of(RunConfig), "comparison")
     settings = {name: str(value) for name, value in compared.items() if name != "seed"}
-    data = (*(facts.digest for facts in record.datasets), record.parameters.get("excluded"))
-    weights = (record.origin and record.origin.sha256, record.tags.get(TEACHER_TAG))  # Their folder may train on.
-    # The score of a run that ended halfway is no other sample of the noise.
+    # By the seed, these settings draw which images are excluded.
+    defaults, by_seed = changes.defaults(RunConfig), ("data.limit", "data.dev_share", "data.mix")
+    is_drawn = any(str(record.settings.get(name, defaults[name])) != str(defaults[name]) for name in by_seed)
+    data = (*(facts.digest for facts in record.datasets), None if is_drawn else record.parameters.get("excluded"))
+    # A folder of weights may train on, and the score of a run that ended halfway is no other sample of the noise.
+    weights = record.origin and record.origin.sha256, record.tags.get(TEACHER_TAG, "").partition(", which scored")[0]
     step = record.last_score.step if record.last_score else None
     return (tuple(sorted(settings.items())), data, weights, record.revision, step)
 
@@ -349,20 +352,16 @@ def _fit(record: RunRecord) -> str:
     defaults, section = changes.defaults(RunConfig), "" if record.kind == "evaluation" else "probe."
     names = {f"{section}{name}": f"probe.{name}" for name in (_KNN if record.scored.endswith("nn") else _FEW_SHOT)}
     values = {name: str(record.settings[name]) for name in names if name in record.settings}
-    told = "".join(f", {name}={value}" for name, value in values.items() if value != str(defaults[names[name]]))
     # The same images with groups and without have one fingerprint, but other shots.
-    has_groups = not record.scored.endswith("nn") and f"{record.scored}_effective_images" in record.metrics
-    return told + ", shots of different groups" * has_groups
+    of_groups = not record.scored.endswith("nn") and f"{record.scored}_effective_images" in record.metrics
+    told = (f", {name}={value}" for name, value in values.items() if value != str(defaults[names[name]]))
+    return "".join([*told, *[", shots of different groups"] * of_groups])
 
 
 def _draw_their_own(records: Records) -> bool:
     """Whether runs scored on split dev hold out different images of the same data: data.dev_share draws them by the seed."""
-    drawn = {
-        tuple(str(record.settings.get(name)) for name in ("seed", "data.limit"))
-        for record in records.values()
-        if record.split == "dev" and not any(record.scored_split)
-    }
-    return len(drawn) > 1
+    of_dev = [record.settings for record in records.values() if record.split == "dev" and not any(record.scored_split)]
+    return len({(str(settings.get("seed")), str(settings.get("data.limit"))) for settings in of_dev}) > 1
 
 
 def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -299,6 +299,15 @@ def test_runs_from_weights_that_changed_are_no_seeds_of_each_other(tmp_path: Pat
     records["b"] = replace(records["b"], tags={**records["b"].tags, "teacher": "runs/large, step 5"})
     records["a"] = replace(records["a"], origin=origins["b"])
     assert statistics.seed_groups(records) == [("a",), ("b",), ("c",)]
+    # What the seed draws is no other setting, nor is a teacher that was scored in between.
+    for name in "bc":
+        parameters = {**records[name].parameters, "excluded": f"20 samples ({name})"}
+        tags = {**records[name].tags, "teacher": f"runs/large, SHA-256 1234..., which scored {ord(name)}.00 % pets:val"}
+        records[name] = replace(records[name], parameters=parameters, tags=tags)
+    assert statistics.seed_groups(records) == [("a",), ("b",), ("c",)]
+    for setting in ({"data.limit": "50%"}, {"data.dev_share": 0.1}):
+        drawn = {name: replace(record, settings=record.settings | setting) for name, record in records.items()}
+        assert statistics.seed_groups(drawn) == [("a",), ("b", "c")]
 
 
 def test_the_same_seeds_are_compared_pair_by_pair() -> None:
