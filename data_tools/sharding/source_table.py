@@ -42,7 +42,9 @@ def difference(path: AnyPath, listing: Listing) -> str:
         _named("went", old["key"], np.delete(np.arange(len(old_ids)), in_old)),
         _named("changed in size", new["key"], np.sort(in_new[is_changed])),
     ]
-    return "; ".join(filter(None, found)) or "the same images, but in other classes or groups"
+    return "; ".join(filter(None, found)) or (
+        "the same images, but in other classes or groups (label_names=FILE, with the names in its dataset.json, keeps the classes)"
+    )
 
 
 def _ids(splits: pa.ChunkedArray, keys: pa.ChunkedArray) -> np.ndarray:

@@ -48,9 +48,11 @@ def refuse_other_names(where: str, names: list[str], first: str, of_first: list[
         return
     pairs = enumerate(itertools.zip_longest(of_first, names))
     number, (was, now) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    said = f"label {number} is {quoted(now)}, but {quoted(was)} in {first}"
+    if not names or not of_first:
+        said = f"no classes are named, but in {first}" if of_first else f"classes are named, but not in {first}"
     raise UserError(
-        f"{where}: label {number} is {quoted(now)}, but {quoted(was)} in {first}. If both number the same classes, name these: "
-        "label_names=FILE; else make each a data set of its own."
+        f"{where}: {said}. If both number the same classes, name these: label_names=FILE; else make each a data set of its own."
     )
 
 

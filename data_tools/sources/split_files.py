@@ -9,7 +9,7 @@ LIKE_SPLITS = {
     "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "dev", "test": "test",
     "testing": "test",
 }  # fmt: skip
-_PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.zstd")
 _BEGINNINGS = ("train", "val", "test", "dev")
 # In the folder of a data set while launch/shard.py makes it, and after a kill.
 PARTS, PLAN = ".parts", "plan.json"

@@ -16,7 +16,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.exclusion import names_of_lists
-from pipeline.data.dataset.manifest import INFO, open_dataset
+from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
 from pipeline.settings.commands.data import ShardConfig
@@ -118,46 +118,56 @@ def _samples(files: list[tuple[str, str, AnyPath]], collector: Collector) -> Ite
 
 
 def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], label_names: str) -> list[str]:
-    """Class names from the file label_names, else from the dataset.json beside the tars (`split_files`) or in source, else empty.
+    """Class names from the file label_names, else from the dataset.json in source, else from those beside the tars (`split_files`), else empty.
 
     Raises UserError for tars of data sets with different classes: one number would be two of them.
     """
     if label_names:
         return read_names(label_names, "label_names")
-    manifests = _manifests(source, files).items()
-    names = {folder: open_dataset(place).classes if place else [] for folder, place in manifests}
+    found = _data_sets(source, files)
+    if isinstance(damage := found.get(source), str):
+        raise UserError(f"{damage} Or name the classes of the tars: label_names=FILE.")
+    names = {folder: of.classes for folder, of in found.items() if isinstance(of, Dataset) and of.classes}
+    if not names:
+        return []
     first = next(iter(names))
-    for folder, of_folder in names.items():
-        refuse_other_names(f"The tars in {folder}", of_folder, str(first), names[first])
+    without_labels = found.keys() - names.keys()
+    for folder in [] if source in found else dict.fromkeys(path.parent for *_, path in files):
+        if folder not in without_labels:
+            refuse_other_names(f"The tars in {folder}", names.get(folder, []), str(first), names[first])
     return names[first]
 
 
 def not_taken_over(source: AnyPath, files: list[tuple[str, str, AnyPath]], group_pattern: str) -> list[str]:
     """Warnings about what the data sets that these tars are of have beside their tars: groups, and lists of excluded samples."""
     lines = []
-    for place in dict.fromkeys(_manifests(source, files).values()):
-        if place is None:
-            continue
-        try:
-            dataset = open_dataset(place)
-        except UserError:  # Another's, or damaged, which matters where its class names are read.
+    for folder, dataset in _data_sets(source, files).items():
+        if isinstance(dataset, str):
+            lines.append(f"warning: a file {INFO} is not used, also not for names of classes: {dataset}")
             continue
         if not group_pattern and dataset.info["settings"].keys() & {"group_column", "group_pattern"}:
             lines.append(
-                f"warning: the groups of {place} are not taken over, since tars do not name them. group_pattern finds groups in keys"
+                f"warning: the groups of {folder} are not taken over, since tars do not name them. group_pattern finds groups in keys"
             )
         if lists := names_of_lists(dataset):
             lines.append(
-                f"warning: the lists of excluded samples of {place} ({', '.join(lists)}) are not taken over: images that they exclude "
+                f"warning: the lists of excluded samples of {folder} ({', '.join(lists)}) are not taken over: images that they exclude "
                 "are used. launch/verify.py and launch/dedup.py make them anew"
             )
     return lines
 
 
-def _manifests(source: AnyPath, files: list[tuple[str, str, AnyPath]]) -> dict[AnyPath, AnyPath | None]:
-    """Each folder of tars -> the folder of its dataset.json: itself, else source, else None."""
-    folders = dict.fromkeys(path.parent for *_, path in files)
-    return {folder: next((at for at in (folder, source) if (at / INFO).is_file()), None) for folder in folders}
+def _data_sets(source: AnyPath, files: list[tuple[str, str, AnyPath]]) -> dict[AnyPath, Dataset | str]:
+    """The data sets that the tars are of, by folder: that of source, else those beside the tars. A str says why a dataset.json is none of ours."""
+    folders = [source] if (source / INFO).is_file() else dict.fromkeys(path.parent for *_, path in files)
+    found: dict[AnyPath, Dataset | str] = {}
+    for folder in folders:
+        if (folder / INFO).is_file():
+            try:
+                found[folder] = open_dataset(folder)
+            except UserError as error:
+                found[folder] = str(error)
+    return found
 
 
 def is_shard(path: AnyPath) -> bool:

@@ -581,7 +581,7 @@ def test_hugging_face_metadata_without_names(features: dict, tmp_path: Path) -> 
     [
         (["car", "plane", "bird"], "b.parquet, by its metadata `huggingface`: label 0 is 'car', but 'plane' in "),
         (NAMES[:2], "b.parquet, by its metadata `huggingface`: label 2 is None, but 'bird' in "),
-        (None, "b.parquet, by its metadata `huggingface`: label 0 is None, but 'plane' in "),
+        (None, "b.parquet, by its metadata `huggingface`: no classes are named, but in "),
     ],
 )
 def test_parquet_files_whose_numbers_are_other_classes_are_refused(
