@@ -122,7 +122,7 @@ class Pages:
         single_file("x", blocks).encode()
         table_csv([compare.table_row(name, record) for name, record in records.items()])
         assert "/" not in compare.folder_name(list(records))
-        text = "\n".join([*compare.summary(records), markdown("x", blocks)])
+        text = "\n".join([*compare.summary(records, groups), markdown("x", blocks)])
         text.encode()
         return text
 
