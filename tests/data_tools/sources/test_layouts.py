@@ -800,7 +800,20 @@ def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
         f"warning: the lists of excluded samples of {tmp_path}/raw/more_pets (near_copies) are not taken over: images that they exclude "
         "are used. launch/verify.py and launch/dedup.py make them anew"
     ]
-    assert listed(tmp_path / "raw/pets/pets.tar", layout="webdataset").classes == ["cat", "dog"]
+    pets = listed(tmp_path / "raw/pets/pets.tar", layout="webdataset")
+    assert pets.classes == ["cat", "dog"]
+    # A data set without labels contradicts no classes, tars without names might. Another program's file is named, and not used.
+    (tmp_path / "raw/more_pets/dataset.json").unlink()
+    assert (
+        f"The tars in {tmp_path}/raw/more_pets: no classes are named, but in {tmp_path}/raw/pets. If both"
+        in refused(tmp_path / "raw", layout="webdataset")
+    )
+    write_dataset(tmp_path / "raw/more_pets", [Shard("x.tar", "train", 0, 0, "")], [ROWS.empty_table()], [], {}, {})
+    assert listed(tmp_path / "raw", layout="webdataset").classes == pets.classes
+    (tmp_path / "raw/pets/dataset.json").write_text('{"name": "pets"}')
+    theirs = listed(tmp_path / "raw/pets/pets.tar", layout="webdataset")
+    assert (theirs.classes, "warning: a file dataset.json is not used" in theirs.notes[0]) == (["0", "1"], True)
+    assert "Or name the classes of the tars: label_names=FILE." in refused(tmp_path / "raw/pets", layout="webdataset")
 
 
 def test_bad_webdataset(tmp_path: Path) -> None:
