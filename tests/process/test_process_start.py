@@ -54,7 +54,11 @@ def interrupt(script: str, when: str, environment: dict[str, str] | None = None)
     return process.returncode, out + err
 
 
-IMPORTING = "from pipeline.process.start import guard; guard('__main__'); print('ready', flush=True); import time; time.sleep(600)"
+# In short pieces: Python handles a signal between two calls, and one that comes right before a long sleep waits until that ends.
+SLEEPING = "all(time.sleep(0.01) is None for _ in range(60_000))"
+IMPORTING = (
+    f"from pipeline.process.start import guard; guard('__main__'); print('ready', flush=True); import time; {SLEEPING}"
+)
 
 
 def test_ctrl_c_during_the_imports_is_one_line() -> None:
@@ -65,7 +69,7 @@ def test_ctrl_c_during_the_imports_is_one_line() -> None:
 @pytest.mark.slow
 def test_ctrl_c_that_is_ignored_stays_so() -> None:
     script = "import signal; signal.signal(2, signal.SIG_IGN); " + IMPORTING.replace(
-        "time.sleep(600)", "sys.stdin.read()"
+        SLEEPING, "sys.stdin.read()"
     ).replace("import time", "import sys")
     assert interrupt(script, "ready") == (0, "")
 
@@ -75,7 +79,7 @@ def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
         "import sys, time; from pipeline.process.start import guard; guard('__main__'); sys.argv = ['x', 'source=a', 'out=b']\n"
         "from pipeline.settings.command import main; from pipeline.settings.commands.data import ShardConfig\n"
         "def work(config):\n"
-        "    try: print('ready', flush=True); time.sleep(600)\n"
+        f"    try: print('ready', flush=True); {SLEEPING}\n"
         "    finally: print('tidied up')\n"
         "main(ShardConfig, work, '')"
     )
