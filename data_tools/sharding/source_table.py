@@ -43,7 +43,8 @@ def difference(path: AnyPath, listing: Listing) -> str:
         _named("changed in size", new["key"], np.sort(in_new[is_changed])),
     ]
     return "; ".join(filter(None, found)) or (
-        "the same images, but in other classes or groups (label_names=FILE, with the names in its dataset.json, keeps the classes)"
+        "the same images, but in other classes or groups (where labels are numbers, label_names=FILE with the class names of the data set "
+        "that was made keeps its classes)"
     )
 
 

@@ -144,7 +144,7 @@ def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: i
 
 
 def _distinct(rows: np.ndarray) -> np.ndarray:
-    """Each number once, ascending. np.unique does the same by a hash table (NumPy 2.3), in 20 to 60 times the time for millions."""
+    """Each number once, ascending. np.unique of NumPy 2.4 does the same by a hash table, which takes 13 to 20 times as long for millions."""
     rows = np.sort(rows)
     return rows[np.diff(rows, prepend=rows[:1] - 1) != 0]
 
