@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib
@@ -23,12 +23,12 @@ MAP = matplotlib.colormaps["viridis"]
 GREY = "0.35"
 _MAX_PIXELS = 2**16  # Matplotlib's limit of each side.
 _TILE, _GAP, _LINE, _MARGIN, _MIN_WIDTH = 1.2, 0.08, 0.16, 0.2, 3.2  # inches
-_MAX_CHARACTERS = 17  # of a line over a tile
+_MAX_CHARACTERS, _MAX_LINES = 17, 2  # of a line over a tile, and into how many it is wrapped
 
 
 @dataclass(frozen=True)
 class Tile:
-    """An image with lines of text over it. pixels: (height, width, 3). colour: of text and frame."""
+    """An image with lines of text over it; long ones are wrapped. pixels: (height, width, 3). colour: of text and frame."""
 
     pixels: np.ndarray
     lines: Sequence[str] = ()
@@ -47,6 +47,8 @@ def gallery(
     legend: (name, colour) of each square at the foot of the page.
     Raises UserError for more rows than a picture can have.
     """
+    rows = [[tile and replace(tile, lines=[part for line in tile.lines for part in _wrapped(line)]) for tile in row]
+            for row in rows]  # fmt: skip
     num_lines = [max((len(tile.lines) for tile in row if tile), default=0) for row in rows]
     heights = [lines * _LINE + _TILE + _GAP for lines in num_lines]
     inside = max(max(map(len, rows)) * (_TILE + _GAP) - _GAP, 0.088 * len(title), _MIN_WIDTH)
@@ -100,8 +102,16 @@ def _draw_tile(canvas: Axes, left: float, bottom: float, tile: Tile) -> None:
     canvas.add_patch(Rectangle((left, bottom), _TILE, _TILE, fill=False, edgecolor=edge, linewidth=line_width))
     for number, line in enumerate(reversed(tile.lines)):
         place = left + _TILE / 2, bottom + _TILE + 0.045 + number * _LINE
-        text, colour = shorten(line, _MAX_CHARACTERS), tile.colour or "black"
-        canvas.text(*place, text, fontsize=TEXT, color=colour, ha="center", parse_math=False)
+        canvas.text(*place, line, fontsize=TEXT, color=tile.colour or "black", ha="center", parse_math=False)
+
+
+def _wrapped(line: str) -> list[str]:
+    """Lines that are as wide as a tile, after spaces where they can; the middle of a text that is too long for them is cut."""
+    for most in range(_MAX_LINES * _MAX_CHARACTERS, 0, -1):
+        parts = textwrap.wrap(shorten(line, most), _MAX_CHARACTERS) or [""]
+        if len(parts) <= _MAX_LINES:
+            break
+    return parts
 
 
 def folded(rows: Sequence[Sequence[Tile]]) -> list[Sequence[Tile]]:

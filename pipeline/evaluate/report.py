@@ -14,6 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
+from pipeline.data.loading.augment import default_eval_resize
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate import architecture, render
@@ -260,7 +261,7 @@ def _identity(config: ScoreConfig, dataset: Dataset, split: Split, loaded: Loade
         "weights": config.weights, "run": loaded.extra.get("run"), "step": loaded.extra.get("step"),
         "data": config.data, "split": config.split, "fingerprint": dataset.fingerprint,
         "excluded": split.excluded, "num_classes": dataset.num_classes, "image_size": str(size), "eval_crop": view.eval_crop,
-        "eval_resize": (view.eval_resize or round(min(size) * 8 / 7)) if view.eval_crop != "resize" else min(size),
+        "eval_resize": (view.eval_resize or default_eval_resize(size)) if view.eval_crop != "resize" else min(size),
         "resize_filter": view.resize_filter, "kernel": getattr(loaded.model.config, "kernel", None),
         "loss_kind": loaded.loss_kind, "precision": config.precision, "device": str(loaded.device),
     }  # fmt: skip

@@ -22,7 +22,7 @@ from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_mode
 from pipeline.evaluate.predict import read_class_names, with_readable_labels
 from pipeline.evaluate.probes.features import extract
 from pipeline.explain import coverage, galleries
-from pipeline.explain.explain import read_images
+from pipeline.explain.explain import read_shown
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ChooseConfig
 
@@ -139,7 +139,7 @@ def _draw(
     config: ChooseConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, table: list[dict[str, str]], sheet: Path
 ) -> None:  # fmt: skip
     lines = dict(zip(rows.tolist(), table, strict=True))
-    kept, pixels = read_images(config, loaded, images.split, rows[:_MAX_DRAWN])
+    kept, pixels = read_shown(config, loaded, images.split, rows[:_MAX_DRAWN])
     labels = with_readable_labels(images, loaded).labels(kept)
     captions = [
         [Path(line["path"]).stem, f"stands for {int(line['stands_for']):,}", *filter(None, [label])]
@@ -148,7 +148,7 @@ def _draw(
     of_all = "" if len(kept) == len(rows) else f"{len(kept)} of {len(rows):,}. "
     about = counted(len(images.split), "image")
     note = f"{of_all}Each stands for about so many of {about} that it is the most similar chosen one to."
-    sheet.write_bytes(png(galleries.draw_choice(pixels.numpy(), captions, note), DPI))
+    sheet.write_bytes(png(galleries.draw_choice(pixels, captions, note, loaded.image_size), DPI))
 
 
 def _report(

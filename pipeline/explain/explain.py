@@ -20,7 +20,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader, normalise
-from pipeline.data.loading.views import eval_view
+from pipeline.data.loading.views import ViewWriter, eval_view, shown_view
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import outcomes
@@ -176,8 +176,9 @@ def _draw_images(
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_read = max(config.num_drawn, config.num_averaged if "distance" in drawings else 0)
-    rows, pixels = read_images(config, loaded, pictures.split, order[:num_read])
+    rows, pixels = _read(config, pictures.split, order[:num_read], eval_view(loaded.view, loaded.image_size))
     rows, drawn = rows[: config.num_drawn], pixels[: config.num_drawn]
+    shown = read_shown(config, loaded, pictures.split, rows)[1]
     captions = [_caption(pictures, row) for row in rows.tolist()]
     results.numbers["images"] = pictures.split.keys(rows)
 
@@ -186,10 +187,10 @@ def _draw_images(
         results.drawings["patches"] = figures.draw_patches(drawn[0].numpy(), model.config)
     if isinstance(model, VisionTransformer) and drawings & _ATTENTION_DRAWINGS:
         images = loaded.images(pixels)
-        _draw_attention(config, model, drawings, images, drawn.numpy(), captions, results)
+        _draw_attention(config, model, drawings, images, shown, captions, results)
     if isinstance(model, VisionTransformer) and "components" in drawings:
         found = patch_components(model, loaded.images(drawn), config.batch)
-        results.drawings["components"] = galleries.draw_components(found, model.config, drawn.numpy(), captions)
+        results.drawings["components"] = galleries.draw_components(found, model.config, shown, captions)
         results.numbers["component_variance_shares"] = found.shares.tolist()
     if "reconstruction" in drawings and mae is not None:
         painted = reconstruct(
@@ -200,15 +201,21 @@ def _draw_images(
         )
         results.numbers["reconstruction_losses"] = painted.losses.tolist()
     if "gradcam" in drawings:
-        results.drawings["gradcam"] = _draw_gradcam(loaded, names, drawn, captions, config.batch)
+        results.drawings["gradcam"] = _draw_gradcam(loaded, names, drawn, shown, captions, config.batch)
     if "predictions" in drawings:
         chosen = np.sort(order[: config.num_predicted])
         _draw_predictions(config, loaded, pictures.true_classes(names).split.only(chosen), names, results)
 
 
-def read_images(config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
-    """The rows that can be read, and their pixels as the model reads them, uint8 (n, S, S, 3). Raises UserError for none."""
-    view = eval_view(loaded.view, loaded.image_size)
+def read_shown(
+    config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that can be read, and what the model sees of them with enough pixels for people, uint8 (n, H, W, 3). Raises UserError for none."""
+    kept, pixels = _read(config, split, rows, shown_view(loaded.view, loaded.image_size))
+    return kept, pixels.numpy()
+
+
+def _read(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWriter) -> tuple[np.ndarray, Tensor]:
     with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
         kept, pixels = read_pixels(loader, rows, config.batch)
     for row, reason in loader.bad.items():
@@ -226,15 +233,15 @@ def _caption(pictures: AdhocSplit, row: int) -> str:
 
 def _draw_attention(
     config: ExplainConfig, model: VisionTransformer, drawings: set[str], images: Tensor,
-    drawn: np.ndarray, captions: Sequence[str], results: ExplainResults,
+    shown: np.ndarray, captions: Sequence[str], results: ExplainResults,
 ) -> None:  # fmt: skip
     attention = compute_attention(model, images, config.batch)
     if "attention" in drawings:
         results.drawings |= galleries.draw_attention(
-            attention, model.config, config.layer, config.head, drawn, captions
+            attention, model.config, config.layer, config.head, shown, captions
         )
     if "rollout" in drawings:
-        results.drawings["rollout"] = galleries.draw_rollout(attention, model.config, drawn, captions)
+        results.drawings["rollout"] = galleries.draw_rollout(attention, model.config, shown, captions)
     if "distance" in drawings:
         averaged = attention.distances[: config.num_averaged]
         mean, uniform = averaged.mean(0), float(patch_distances(model.config).mean())
@@ -244,7 +251,7 @@ def _draw_attention(
 
 
 def _draw_gradcam(
-    loaded: LoadedModel, names: Sequence[str], drawn: Tensor, captions: Sequence[str], batch: int
+    loaded: LoadedModel, names: Sequence[str], drawn: Tensor, shown: np.ndarray, captions: Sequence[str], batch: int
 ) -> Figure:
     with torch.no_grad():
         shares = torch.cat([loaded.probabilities(part) for part in drawn.split(batch)])
@@ -254,7 +261,7 @@ def _draw_gradcam(
         maps.append(torch.cat([gradcam(loaded.model, loaded.images(part), of_part) for part, of_part in parts]))
         labels.append([f"{names[c]}: {shares[i, c]:.0%}" for i, c in enumerate(classes.tolist())])
     config = loaded.model.config if isinstance(loaded.model.config, ViTConfig) else None
-    return galleries.draw_gradcam(maps, labels, config, drawn.numpy(), captions)
+    return galleries.draw_gradcam(maps, labels, config, shown, captions)
 
 
 def _draw_predictions(
@@ -276,7 +283,7 @@ def _draw_predictions(
         readable = np.flatnonzero(predictions.readable)
         rows = readable[np.argsort(-confidence[readable], kind="stable")[:_NUM_PREDICTIONS]]
         note = "The true classes are not known. The most confident first."
-    _, pixels = read_images(config, loaded, split, rows)
+    _, pixels = read_shown(config, loaded, split, rows)
     results.drawings["predictions"] = galleries.draw_predictions(
-        pixels.numpy(), true[rows], predicted[rows], names, confidence[rows], note
+        pixels, true[rows], predicted[rows], names, confidence[rows], note, loaded.image_size
     )

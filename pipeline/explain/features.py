@@ -24,7 +24,7 @@ from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_mode
 from pipeline.evaluate.predict import read_class_names, with_readable_labels
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.explain import galleries
-from pipeline.explain.explain import read_images
+from pipeline.explain.explain import read_shown
 from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.process.outputs import try_output
@@ -142,14 +142,14 @@ def _draw_neighbours(
     config: FeaturesConfig, loaded: LoadedModel, query: AdhocSplit, images: AdhocSplit, rows: np.ndarray,
     similarities: np.ndarray,
 ) -> list[tuple[str, float]]:  # fmt: skip
-    _, (image,) = read_images(config, loaded, query.split, np.zeros(1, np.int64))
-    _, pixels = read_images(config, loaded, images.split, rows)
+    _, (image,) = read_shown(config, loaded, query.split, np.zeros(1, np.int64))
+    _, pixels = read_shown(config, loaded, images.split, rows)
     keys, labels = images.split.keys(rows), images.labels(rows)
     captions = [
         [*([label] if label else []), PurePosixPath(key).stem, f"{similarity:.3f}"]
         for key, label, similarity in zip(keys, labels, similarities.tolist(), strict=True)
     ]
-    figure = galleries.draw_neighbours(image.numpy(), Path(config.like).stem, pixels.numpy(), captions)
+    figure = galleries.draw_neighbours(image, Path(config.like).stem, pixels, captions, loaded.image_size)
     sheet = _sheet(config)
     with replacing(sheet) as file:
         file.write(png(figure, DPI))

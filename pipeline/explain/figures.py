@@ -1,6 +1,6 @@
 """Draws figures with Matplotlib.
 
-Colour maps are perceptually uniform (viridis). Pixels are uint8 (S, S, 3), maps float32 (h, w), at least 0.
+Colour maps are perceptually uniform (viridis). Pixels are uint8 (H, W, 3), the model's or more of the same crop; maps float32 (h, w), at least 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,21 +19,25 @@ from pipeline.base.page import style_axes
 from pipeline.base.words import counted
 from pipeline.explain.parameters import Cost, Filters
 from pipeline.model import ViTConfig
+from pipeline.settings.quantities import ImageSize
 
 
 def enlarge(values: np.ndarray, config: ViTConfig | None, size: tuple[int, int]) -> np.ndarray:
     """Resize a map of patches, (h, w), to the image, (height, width): linear between the centres of the patches.
 
     config: gives the places of the patches, which may overlap; None for a map whose cells divide the image evenly.
+    size: of the image as it is drawn, which may have more pixels than the model reads.
     """
+    sides = size if config is None else ImageSize.parse(config.image_size)
 
-    def weights(cells: int, side: int) -> np.ndarray:
-        patch = side / cells if config is None else config.patch_pixels
-        step = side / cells if config is None else config.stride * config.reduction
+    def weights(axis: int) -> np.ndarray:
+        cells, side, scale = values.shape[axis], size[axis], size[axis] / sides[axis]
+        patch = side / cells if config is None else config.patch_pixels * scale
+        step = side / cells if config is None else config.stride * config.reduction * scale
         centres = patch / 2 + step * np.arange(cells)
         return np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1)
 
-    return weights(values.shape[0], size[0]) @ values @ weights(values.shape[1], size[1]).T
+    return weights(0) @ values @ weights(1).T
 
 
 def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig | None) -> np.ndarray:

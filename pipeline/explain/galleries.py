@@ -1,6 +1,6 @@
 """Figures of many images: attention maps, Grad-CAM maps, predictions, similar images, and images to label.
 
-Pixels are uint8 (n, S, S, 3), as the model reads them; maps are float32 (n, h, w).
+Pixels are uint8 (n, H, W, 3), the crops that the model reads, maybe with more pixels; maps are float32 (n, h, w).
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from pipeline.explain.components import PatchComponents
 from pipeline.explain.figures import brighten, enlarge, overlay
 from pipeline.explain.reconstruction import Reconstruction
 from pipeline.model import ViTConfig
+from pipeline.settings.quantities import ImageSize
 
 _MAX_MAPS = 12  # of one image in a row
 _CHANNELS = ("red", "green", "blue")
@@ -151,11 +152,12 @@ def note_on_mistakes(right: np.ndarray) -> str:
 
 
 def draw_predictions(
-    pixels: np.ndarray, true: np.ndarray, predicted: np.ndarray, names: Sequence[str], confidence: np.ndarray, note: str
-) -> Figure:
+    pixels: np.ndarray, true: np.ndarray, predicted: np.ndarray, names: Sequence[str], confidence: np.ndarray, note: str,
+    image_size: ImageSize | int,
+) -> Figure:  # fmt: skip
     """Images with true class and prediction, int64 (n,), in green or red; in black if the true class is unknown, -1.
 
-    names: of all classes, of which some may have the same one, as ImageNet's two cranes.
+    names: of all classes, of which some may have the same one, as ImageNet's two cranes. image_size: of the model.
     """
     tiles = []
     for image, label, found, share in zip(pixels, true.tolist(), predicted.tolist(), confidence.tolist(), strict=True):
@@ -166,19 +168,30 @@ def draw_predictions(
             is_right = label == found
             lines = [names[label], f"{'✓' if is_right else '✗'} {said}"]
             tiles.append(Tile(image, lines, _RIGHT if is_right else _WRONG))
-    return gallery(_in_rows(tiles), "Predictions", note)
+    return gallery(_in_rows(tiles), "Predictions", note + _reads(pixels, image_size))
 
 
-def draw_neighbours(image: np.ndarray, caption: str, pixels: np.ndarray, captions: Sequence[Sequence[str]]) -> Figure:
-    """An image, and below it the most similar ones, the most similar first. captions: lines over each of `pixels`."""
+def draw_neighbours(
+    image: np.ndarray, caption: str, pixels: np.ndarray, captions: Sequence[Sequence[str]], image_size: ImageSize | int
+) -> Figure:
+    """An image, and below it the most similar ones, the most similar first. captions: lines over each of `pixels`. image_size: of the model."""
     rows = [[Tile(image, [caption])], *_in_rows(_captioned(pixels, captions))]
     note = "The first image, and those whose features have the largest cosine similarity to its own."
-    return gallery(rows, "Similar images", note)
+    return gallery(rows, "Similar images", note + _reads(pixels, image_size))
 
 
-def draw_choice(pixels: np.ndarray, captions: Sequence[Sequence[str]], note: str) -> Figure:
-    """Images to label, in order. captions: lines over each of `pixels`."""
-    return gallery(_in_rows(_captioned(pixels, captions)), "Images to label first", note)
+def draw_choice(
+    pixels: np.ndarray, captions: Sequence[Sequence[str]], note: str, image_size: ImageSize | int
+) -> Figure:
+    """Images to label, in order. captions: lines over each of `pixels`. image_size: of the model."""
+    rows = _in_rows(_captioned(pixels, captions))
+    return gallery(rows, "Images to label first", note + _reads(pixels, image_size))
+
+
+def _reads(pixels: np.ndarray, image_size: ImageSize | int) -> str:
+    """Says that the model sees less than the reader, because some mistakes are due to that."""
+    size = ImageSize.parse(image_size)
+    return "" if pixels.shape[1:3] == size else f" The model reads these crops at {size} px."
 
 
 def _captioned(pixels: np.ndarray, captions: Sequence[Sequence[str]]) -> list[Tile]:

@@ -11,7 +11,7 @@ from pipeline.base.page import COLOURS, add_legend, png, style_axes
 from pipeline.base.words import counted, shorten
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
-from pipeline.data.loading.views import eval_view
+from pipeline.data.loading.views import shown_view
 from pipeline.evaluate.classify import per_class
 from pipeline.evaluate.probes.features import read_pixels
 from pipeline.explain import galleries
@@ -146,7 +146,7 @@ def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
 
 
 def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: RunConfig) -> bytes | None:
-    """PNG of images as the model sees them, with true and predicted class: confident mistakes first, then right ones.
+    """PNG of images, in the crops that the model sees, with true and predicted class: confident mistakes first, then right ones.
 
     None if no image has both.
     """
@@ -155,7 +155,7 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
         return None
     right = found.true[known] == found.predicted[known]
     chosen = known[galleries.order_by_mistake(right, found.probability[known], _NUM_IMAGES)]
-    view = eval_view(config.augment, config.model.image_size)
+    view = shown_view(config.augment, config.model.image_size)
     with Loader(split, view, _THREADS, prefetch=2, max_bad_share=1.0) as loader:
         rows, pixels = read_pixels(loader, found.rows[chosen], 16)
     if not len(rows):
@@ -163,6 +163,6 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
     chosen = chosen[np.isin(found.rows[chosen], rows)]
     figure = galleries.draw_predictions(
         pixels.numpy(), found.true[chosen], found.predicted[chosen], names, found.probability[chosen],
-        galleries.note_on_mistakes(right),
+        galleries.note_on_mistakes(right), config.model.image_size,
     )  # fmt: skip
     return png(figure, DPI)

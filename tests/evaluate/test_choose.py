@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,19 +204,20 @@ def test_the_table_has_the_classes_and_the_sheet_their_readable_names(
     info = json.loads((data.path / "dataset.json").read_text())
     del info["checksum"]
     (data.path / "dataset.json").write_text(json.dumps({**info, "class_names": ["dog, hound", "cat"]}))
-    drawn = list[str]()
+    drawn, sides = list[str](), list[int]()
     draw = galleries.draw_choice
-    monkeypatch.setattr(
-        galleries,
-        "draw_choice",
-        lambda pixels, captions, note: (
-            drawn.extend(line[2] for line in captions if line[2:]) or draw(pixels, captions, note)
-        ),
-    )
+
+    def draw_choice(pixels: np.ndarray, captions: list[list[str]], *more: Any) -> Any:
+        drawn.extend(line[2] for line in captions if line[2:])
+        sides.extend(pixels.shape[1:3])
+        return draw(pixels, captions, *more)
+
+    monkeypatch.setattr(galleries, "draw_choice", draw_choice)
     run(weights, data.path, tmp_path / "out", 4, "split=train")
     with (tmp_path / "out" / "choice.csv").open() as text:
         assert sorted(row["label"] for row in csv.DictReader(text)) == ["", "n01", "n01;n02", "n02"]
     assert sorted(drawn) == ["cat", "dog, hound", "dog, hound;cat"]
+    assert min(sides) >= 180  # The model reads fewer pixels.
 
 
 def test_images_of_a_labelled_data_set_without_a_label_do_not_count(

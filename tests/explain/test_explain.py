@@ -128,6 +128,7 @@ def test_classes_of_one_name_are_not_taken_for_each_other(
     found = run(tmp_path / "cranes.pt", tmp_path / "out", "draw=predictions", f"images={photos}")["predictions"]
     assert (found["images"], found["wrong"]) == (9, 6)
     signs = sorted((tile.lines[0], tile.lines[1].partition(":")[0]) for tile in tiles)
+    assert {tile.pixels.shape for tile in tiles} == {(192, 192, 3)}  # More than the 16 px of the model.
     assert signs == [("crane", "✓ crane")] * 3 + [("crane", "✗ crane")] * 3 + [("fly", "✗ crane")] * 3
 
 
@@ -241,6 +242,13 @@ def test_more_images_than_a_picture_holds_are_refused() -> None:
         figures.gallery([[tile]] * 500, "Attention")
 
 
+def test_long_captions_are_wrapped() -> None:
+    lines = ["American alligator", "IMG_20230415_1234_a_very_long_name_of_a_file", "0.9", ""]
+    found = figures.gallery([[figures.Tile(np.zeros((2, 2, 3)), lines)]], "Title").findobj(Text)
+    shown = [text.get_text() for text in found if text.get_text() not in ("", "Title")]
+    assert shown[::-1] == ["American", "alligator", "IMG_20230415_1234", "…g_name_of_a_file", "0.9"]
+
+
 def test_maps_of_layers_and_heads() -> None:
     maps = torch.rand(2, 4, 3, 5, 5)  # three blocks and the pooling
     layers = ["block 1", "block 2", "block 3", POOLING]
@@ -287,6 +295,13 @@ def test_maps_are_enlarged_to_where_their_patches_lie() -> None:
     expected = np.outer(np.interp(at, [4, 8, 12], [0, 1, 0]), np.interp(at, [4, 8, 12], [1, 2, 5]))
     np.testing.assert_allclose(found, expected)
     np.testing.assert_allclose(figures.enlarge(np.full((3, 3), 7.0), overlapping, (16, 16)), 7)
+    # A drawing with twice the model's pixels has the map at the same places.
+    larger = figures.enlarge(values, overlapping, (32, 48))
+    expected = [
+        np.interp((np.arange(side) + 0.5) * 16 / side, [4, 8, 12], row)
+        for side, row in ((32, [0, 1, 0]), (48, [1, 2, 5]))
+    ]
+    np.testing.assert_allclose(larger, np.outer(*expected))
     even = figures.enlarge(np.eye(2), None, (8, 8))
     assert even[1, 1] == even[6, 6] == 1
     assert even[1, 6] == 0

@@ -191,6 +191,8 @@ def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path, capsys)
     assert said.endswith(f"sheet: {tmp_path / 'table.png'}\n")
     sheet = np.asarray(Image.open(tmp_path / "table.png").convert("RGB"))
     assert sheet.std() > 10
+    colours = {tuple(pixel) for pixel in sheet[-200:, 30:210].reshape(-1, 3).tolist()}
+    assert len(colours) > 2000  # Of an image of 8 px, enlarged smoothly.
 
     # More than there are: all that can be read.
     more = run(weights, photos, out, f"like={tmp_path / 'query.png'}", f"sheet={tmp_path / 'other.png'}")

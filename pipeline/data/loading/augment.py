@@ -164,7 +164,7 @@ def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -
     """
     height, width = out.shape[:2]
     if config.eval_crop != "resize":
-        frame = enlarged((height, width), config.eval_resize or round(min(height, width) * 8 / 7))
+        frame = enlarged((height, width), config.eval_resize or default_eval_resize((height, width)))
         if config.eval_crop == "center":
             image = _cover(image, frame, config)
         else:
@@ -172,6 +172,11 @@ def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -
         top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
         image = image[top : top + height, left : left + width]
     _resize_into(image, out, resize_method(image, (height, width), config))
+
+
+def default_eval_resize(view: tuple[int, int]) -> int:
+    """The short side to which images are resized for a view (height, width) if eval_resize is 0."""
+    return round(min(view) * 8 / 7)
 
 
 def enlarged(view: tuple[int, int], short: int) -> tuple[int, int]:

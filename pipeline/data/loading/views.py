@@ -5,7 +5,7 @@ others take theirs from a seed of their own, which is hashed from the seed and t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from pipeline.data.loading.jpeg_region import Region
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
+SHOWN_SIDE = 180  # Pixels of a tile of `pipeline.base.gallery`.
 # Arguments: image file, one array per view uint8 (H, W, 3), epoch, row. Writes the views into the arrays. Raises DecodeError.
 WriteViews = Callable[[bytes, Sequence[np.ndarray], int, int], None]
 
@@ -99,6 +100,14 @@ def eval_view(config: AugmentConfig, image_size: ImageSize | int) -> ViewWriter:
     """Returns a writer of the evaluation view, the same for every epoch and row."""
     shape = (1, *ImageSize.parse(image_size))
     return ViewWriter((shape,), lambda data, outs, epoch, row: augment.write_eval_view(decode(data), outs[0], config))
+
+
+def shown_view(config: AugmentConfig, image_size: ImageSize | int) -> ViewWriter:
+    """The crop of `eval_view` for people to look at: with as many times its pixels as make the long side at least SHOWN_SIDE."""
+    size = ImageSize.parse(image_size)
+    times = -(-SHOWN_SIDE // max(size))
+    resize = (config.eval_resize or augment.default_eval_resize(size)) * times
+    return eval_view(replace(config, eval_resize=resize), ImageSize(size.height * times, size.width * times))
 
 
 def bounding_box(regions: Sequence[Region]) -> Region:

@@ -18,7 +18,17 @@ from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Batch, Loader, train_requests
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.views import Views, ViewWriter, bounding_box, eval_view, train_view, train_views, view_seed
+from pipeline.data.loading.views import (
+    Views,
+    ViewWriter,
+    bounding_box,
+    eval_view,
+    shown_view,
+    train_view,
+    train_views,
+    view_seed,
+)
+from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
 COUNT, SEED = 24, 3
@@ -243,6 +253,24 @@ def test_samples_without_labels(
             expected = [(labels[row] + [-1] * most)[:most] for row in batch.rows.tolist()]
             assert batch.labels.tolist() == expected
             assert all(group.flatten(2).any(2).all() for group in batch.views)
+
+
+@pytest.mark.parametrize("crop", ["center", "resize_center", "resize"])
+@pytest.mark.parametrize("resize", [0, 28])
+def test_what_is_shown_is_the_crop_that_is_evaluated(crop: Any, resize: int, encode: Encode) -> None:
+    """Reduced to the model's size it has the same pixels; on a smooth image, so that half a pixel of a crop's corner is little."""
+    rows, columns = np.mgrid[:400, :300]
+    image = encode(np.dstack([rows * 0.6, columns * 0.8, (rows + columns) * 0.3]).astype(np.uint8), "PNG")
+    config = AugmentConfig(eval_crop=crop, eval_resize=resize if crop != "resize" else 0)
+    writers = eval_view(config, ImageSize(20, 24)), shown_view(config, ImageSize(20, 24))
+    assert [view.shapes for view in writers] == [((1, 20, 24),), ((1, 160, 192),)]
+    outs = [np.empty((*view.shapes[0][1:], 3), np.uint8) for view in writers]
+    for view, out in zip(writers, outs, strict=True):
+        view.write(image, [out], 0, 0)
+    reduced = outs[1].reshape(20, 8, 24, 8, 3).mean((1, 3))
+    step = np.abs(np.diff(outs[0].astype(float), axis=0)).max()
+    assert np.abs(reduced - outs[0]).max() < 0.6 * step + 1.5
+    assert shown_view(config, 224).shapes == ((1, 224, 224),)
 
 
 def test_writers_are_used_by_many_threads_at_once(dataset: Dataset) -> None:
