@@ -66,7 +66,7 @@ def _command_page(name: str) -> Iterator[str]:
     cls, about = _asked(name)
     yield from _as_markdown(about)
     yield "\n## Settings\n"
-    yield "In a file as nested YAML (`--config FILE`), on the command line as `section.field=value`.\n"
+    yield "Required ones first. In a file as nested YAML (`--config FILE`), on the command line as `section.field=value`.\n"
     yield from _table(cls)
     if cls is RunConfig:
         for loss in OBJECTIVES:

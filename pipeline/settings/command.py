@@ -206,7 +206,7 @@ def _is_lost(error: FileNotFoundError) -> bool:
 
 def fields_help(cls: type) -> str:
     """Lists every setting with type, range, default and meaning, for `--help`."""
-    how = "in the file as nested YAML, on the command line as section.field=value; ~ begins a path in the home folder"
+    how = "required ones first; in the file as nested YAML, on the command line as section.field=value; ~ begins a path in the home folder"
     return f"settings ({how}):\n{listed(cls)}"
 
 

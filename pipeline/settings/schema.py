@@ -321,8 +321,10 @@ def leaves(
 
 
 def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(dotted name, type and range, default, meaning) of every field, in order, as `--help` lists them."""
-    rows = []
+    """(dotted name, type and range, default, meaning) of every field as `--help` lists them: required ones first, else in order."""
+    settings: list[
+        list[tuple[str, str, str, str]]
+    ] = []  # Each followed by those of its items, if it is a list of mappings.
     for name, kind, field, _ in leaves(cls, prefix):
         if field.default is not REQUIRED:
             default = as_yaml(field.default)
@@ -331,10 +333,10 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
         rule: Rule = field.metadata["rule"]
         named = type_name(kind).replace("text", "path") if rule.is_path else type_name(kind)
         accepted = ", ".join(filter(None, ["" if rule.choices else named, rule.range]))
-        rows.append((name, accepted, default, field.metadata["doc"]))
+        settings.append([(name, accepted, default, field.metadata["doc"])])
         if typing.get_origin(kind) is list and is_record(typing.get_args(kind)[0]):
-            rows += describe(typing.get_args(kind)[0], f"{name}[].")
-    return rows
+            settings[-1] += describe(typing.get_args(kind)[0], f"{name}[].")
+    return [row for rows in sorted(settings, key=lambda rows: rows[0][2] != "required") for row in rows]
 
 
 def type_name(kind: Any) -> str:

@@ -238,6 +238,11 @@ def test_every_field_is_documented(command: type) -> None:
     lists = [name for name, kind, *_ in rows if kind == "list of mappings"]  # Their fields follow.
     assert len(rows) - len(lists) == len(leaves(command))
     assert not [name for name, kind, default, doc in rows if len(doc) < 5 or not kind]
+    required = [default == "required" for name, _, default, _ in rows if "[]" not in name]
+    assert required == sorted(required, reverse=True), "required ones come first"
+    for name in lists:
+        first = rows.index(next(row for row in rows if row[0] == name)) + 1
+        assert rows[first][0].startswith(f"{name}[].")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
