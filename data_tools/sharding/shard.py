@@ -31,7 +31,7 @@ from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import as_csv
+from pipeline.base.files import as_csv, did_you_mean
 from pipeline.base.json_record import quoted
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes, printable
@@ -298,7 +298,8 @@ def resolve(setting: str, value: str) -> AnyPath:
     """The absolute path or URL of the folder or file in a setting."""
     path = ray_tasks.shared_path(setting, value)
     if setting == "source" and not path.exists():
-        raise UserError(f"source = {value}: no such file or folder. Give the path of your images: source=...")
+        hint = did_you_mean(path) or " Give the path of your images: source=..."
+        raise UserError(f"source = {value}: no such file or folder.{hint}")
     return path
 
 

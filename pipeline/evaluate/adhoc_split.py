@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import as_bytes
+from pipeline.base.files import as_bytes, did_you_mean
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.dataset.mapped_index import ManifestIndex
@@ -134,7 +134,7 @@ def _expand(place: str, broken: list[Path], setting: str) -> Iterator[Path]:
     if not path.exists():
         found = [Path(name) for name in sorted(glob.glob(place, recursive=True)) if Path(name).is_file()]
         if not found:
-            raise UserError(f"{setting} = {place}: no such file or folder.")
+            raise UserError(f"{setting} = {place}: no such file or folder.{did_you_mean(path)}")
         yield from found
     elif (path / INFO).is_file():
         raise UserError(f"{setting} = {place} is a data set: give it alone, or give its tars.")

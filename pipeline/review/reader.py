@@ -16,7 +16,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import path_inside, read_bytes
+from pipeline.base.files import did_you_mean, path_inside, read_bytes
 from pipeline.base.json_record import Count, Share
 from pipeline.base.metric import Metric, from_tag, metric_of
 from pipeline.base.words import counted, on_one_line
@@ -396,7 +396,9 @@ class RunReader:
         path = Path(address)
         path = path.parent if path.suffix == ".json" else path
         if not path.exists():
-            raise UserError(f"{address} does not exist. Name a run folder, or an MLflow run as mlflow:ID.")
+            raise UserError(
+                f"{address} does not exist.{did_you_mean(path)} Name a run folder, or an MLflow run as mlflow:ID."
+            )
         return from_folder(path)
 
 
