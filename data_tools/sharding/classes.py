@@ -147,8 +147,11 @@ def _count(listing: Listing, split: int) -> np.ndarray:
     return np.bincount(labels[in_split], minlength=len(listing.classes))
 
 
-def odd_classes(listing: Listing) -> list[str]:
-    """Messages about classes that are usually a mistake: by their names, or with no or one training image."""
+def odd_classes(listing: Listing, val_share: float = 0) -> list[str]:
+    """Messages about classes that are usually a mistake: by their names, or with no or one training image.
+
+    val_share: if not 0, 'val' was held out by it, and classes without an image in 'val' are named, too.
+    """
     notes = _alike_classes(listing)
     if len(listing.classes) > 1 and all(name.lower() in _PARTS_OF_DATA for name in listing.classes):
         notes.append(
@@ -158,11 +161,20 @@ def odd_classes(listing: Listing) -> list[str]:
     if "train" not in listing.splits:
         return notes
     counts = _count(listing, listing.splits.index("train"))
-    for count, what in ((0, "no image"), (1, "one image only")):
-        few = [name for name, images in zip(listing.classes, counts, strict=True) if images == count]
-        if few:
-            some = ", ".join(few[:5]) + (", ..." if len(few) > 5 else "")
-            notes.append(f"{counted(len(few), 'class')} with {what} in train: {some}")
+    kinds = [("no image in train", counts == 0), ("one image only in train", counts == 1)]
+    if val_share:
+        kinds.append(("no image in val", (_count(listing, listing.splits.index("val")) == 0) & (counts > 0)))
+    for what, are in kinds:
+        if are.any():
+            few = [listing.classes[number] for number in np.flatnonzero(are)[:5]]
+            some = ", ".join(few) + (", ..." if are.sum() > 5 else "")
+            notes.append(f"{counted(int(are.sum()), 'class')} with {what}: {some}")
+            if val_share and "no image" in what:
+                notes[-1] += (
+                    ". val_share chooses groups by a hash of their names: another val_share may help"
+                    if listing.has_groups
+                    else ". val_share chooses images by a hash of their keys; holdout_per_class=N instead holds out N of each class"
+                )
     return notes
 
 

@@ -111,7 +111,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         _refuse_other_names(out, names, bool(config.synset_names))
         _print_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
-        odd = odd_classes(split)
+        odd = odd_classes(split, config.val_share)
         for note in [*describe_groups(groups_of(split)), *odd]:
             print(note)
 
@@ -128,7 +128,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             hashes, doubtful = out / PARTS / HASHES, _skipped_before(out)
             listing, copies = merge_copies(listing, hashes, config.num_tasks, out, doubtful)
             _print_copies(copies)
-            for note in odd_classes(listing):
+            for note in odd_classes(listing, config.val_share):
                 if note not in odd:
                     print(f"without the copies: {note}")
         plan = make_plan(listing, config)
