@@ -401,11 +401,12 @@ class Collector:
                     f"{where}: {'the' if len(like) == len(counts) else 'some'} class folders are called {', '.join(like)}, like splits. "
                     f"If they are, say so: {' '.join(say)}"
                 )
-            for name, count in counts.items():
-                if not count:
-                    raise UserError(
-                        f"{where}/{printable(name)} is a class folder without images. Fill it, or remove it."
-                    )
+            # Left out, it would shift the numbers of the classes after it once it is filled; as a class, it would have no image.
+            if empty := [printable(name) for name, count in sorted(counts.items()) if not count]:
+                some = ", ".join(empty[:5]) + ", ..." * (len(empty) > 5)
+                raise UserError(
+                    f"{where}: {counted(len(empty), 'class folder')} without images: {some}. Fill or remove what is empty."
+                )
             if len(counts) == 1 and not any(of == split for of, _ in self._flat):
                 only = next(iter(counts))
                 raise UserError(

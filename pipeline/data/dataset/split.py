@@ -166,7 +166,7 @@ class Split:
         # Counted only where that needs no pass over all samples. With several labels, none is a label like any other.
         if labels and self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
             lines.append(f"{self.name}: {bare:,} of {counted(len(self.index), 'sample')} have no label")
-        if self.excluded_by:
+        if any(self.excluded_by.values()):  # Most lists are of another split.
             lists = ", ".join(f"{name} {count:,}" for name, count in self.excluded_by.items())
             # Rows that `only` left out are on no list.
             num_listed = min(len(self.excluded_rows), sum(self.excluded_by.values()))

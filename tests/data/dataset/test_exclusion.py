@@ -91,6 +91,9 @@ def test_which_lists_are_honoured_is_a_choice(dataset: Dataset) -> None:
     assert {choice: len(dataset.split("train", choice)) for choice in lengths} == lengths
     assert dataset.split("train").notes() == ["excluded from train: 4 of 30 samples (damaged 2, test_copies 3)"]
     assert dataset.split("train", "none").notes() == []
+    write_list(dataset, "none_of_train", EXCLUDED.empty_table())
+    assert dataset.split("train", "none_of_train").notes() == [], "nothing is excluded"
+    (dataset.path / "exclude" / "none_of_train.parquet").unlink()
     with pytest.raises(UserError, match=r"has no list 'damage' of excluded samples. It has: damaged, test_copies\."):
         dataset.split("train", "damage")
     with pytest.raises(UserError, match=r"sample 'class/9' of split 'train' is excluded"):

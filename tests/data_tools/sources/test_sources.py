@@ -107,10 +107,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda at: write_folder({"Training/1.jpg": jpeg(1), "Testing/2.jpg": jpeg(2)}, at / "raw"),
         "like splits. If they are, say so: splits.test=Testing splits.train=Training",
     ),
-    "empty class": (_empty_class, "raw/fox is a class folder without images"),
+    "empty class": (_empty_class, "raw: 1 class folder without images: fox."),
+    "empty classes": (
+        lambda at: [_empty_class(at), (at / "raw/gnu").mkdir(), (at / "raw/yak").mkdir()][0],
+        "raw: 3 class folders without images: fox, gnu, yak. Fill or remove what is empty.",
+    ),
     "empty class tar": (
         lambda at: write_class_tars({**GOOD, "fox/readme.txt": b"?"}, at / "raw"),
-        "raw/fox is a class folder without images",
+        "raw: 1 class folder without images: fox.",
     ),
     "two extensions": (
         lambda at: write_folder({**GOOD, "cat/1.png": b"?"}, at / "raw"),
