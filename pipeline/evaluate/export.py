@@ -60,10 +60,11 @@ def run(config: ExportConfig) -> LogitDifference:
         _compare(f"{source[0]}, the program of these weights,", own, source[1], config.tolerance)
 
     view = extra.get("preprocessing", {})
+    notes: list[str] = []  # Printed after the file is written: before that, the model may be refused.
     if config.format in _FOLDERS and (note := written_filter(view)):
-        print(f"{config.format}: {note}")
+        notes.append(note)
     if config.format in export_mae.FORMATS:
-        return _export_mae(config, path, content)
+        return _export_mae(config, path, content, notes)
 
     # ------------------------------------------------------------------ the model to write
     model = models.load(
@@ -77,24 +78,23 @@ def run(config: ExportConfig) -> LogitDifference:
     ).eval()
     del content  # whose tensors the model has copied
     if config.format == "huggingface" and (note := written_crop(view, model.config.image_size)):
-        print(f"huggingface: {note}")
+        notes.append(note)
     if config.format not in _AS_IT_IS and isinstance(model.config, ViTConfig) and "sincos2d" in model.config.positions:
         size = "{} x {}".format(*model.config.image_size)
-        print(
-            f"{config.format}: positions = {model.config.positions} are written as a table, which is resampled at other sizes than {size}, "
+        notes.append(
+            f"positions = {model.config.positions} are written as a table, which is resampled at other sizes than {size}, "
             "where these weights compute theirs anew: for the same logits, export again with image_size=N"
         )
     if config.format == "timm" and extra.get("loss") == "sigmoid" and model.config.num_classes:
-        print("timm: it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid")
+        notes.append("it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid")
     if config.format in _ARRAYS and (given := _settings_of(extra, model.config)):
-        print(
-            f"{config.format}: it holds neither class names nor preprocessing; where it is used, set {' '.join(given)}"
-        )
+        notes.append(f"it holds neither class names nor preprocessing; where it is used, set {' '.join(given)}")
 
     # ------------------------------------------------------------------ written, and compared with the target program
     out = Path(config.out)
     with new_output(out, config.format in _FOLDERS) as unfinished:
         _write(model, config.format, unfinished, extra)
+        _print_notes(config, notes)
         name, forward = _other_side(config.format, unfinished, model.config)
         if forward is None:
             if config.format == "onnx":
@@ -107,12 +107,18 @@ def run(config: ExportConfig) -> LogitDifference:
     return difference
 
 
-def _export_mae(config: ExportConfig, path: Path, content: Weights) -> LogitDifference:
+def _print_notes(config: ExportConfig, notes: list[str]) -> None:
+    for note in notes:
+        print(f"{config.format}: {note}")
+
+
+def _export_mae(config: ExportConfig, path: Path, content: Weights, notes: list[str]) -> LogitDifference:
     model = Mae.from_weights(content, print)
     if model is None:
         raise UserError(f"{path}: holds no decoder of MAE, as a run with train.loss=mae does. Use another format.")
     with new_output(Path(config.out), config.format in _FOLDERS) as unfinished:
         export_mae.write(model, config.format, unfinished, content.extra.get("preprocessing", {}))
+        _print_notes(config, notes)
         name, *found = export_mae.compare(model, config.format, unfinished)
         difference = LogitDifference(*found)
         _accept(name, difference, "predicted pixels", config.tolerance)
