@@ -229,6 +229,12 @@ def readers(forecast: Forecast) -> list[str]:
         lines.append(
             f"shards: not known yet; use at least {streams}, of at most {counted(data.samples // streams, 'sample')}"
         )
+    elif data.shards < streams and data.samples <= streams * config.data.window:
+        # Only which samples are in a stream is always the same, and a batch has some of each stream.
+        lines.append(
+            f"{counted(data.shards, 'shard')} for {counted(streams, 'stream')}: enough, as samples are shuffled together in windows "
+            f"(data.window = {config.data.window:,}) that hold a whole stream"
+        )
     elif data.shards < streams:
         lines.append(
             f"LOW: {counted(data.shards, 'shard')} for {counted(streams, 'stream')}: several read the same shard, which shuffles less. Shard again with "

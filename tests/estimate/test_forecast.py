@@ -270,11 +270,12 @@ def test_readers(dataset: Path) -> None:
     few = make_forecast(load("data.streams=16", "cluster=8x8xH100"))
     assert readers(few)[0].startswith("LOW: 16 streams for 64 ranks: 4 ranks read the same shards")
     assert "data.streams=64" in readers(few)[0]
-    there = make_forecast(load("samples=0", "classes=0", f"data.path={dataset}", "train.length=1000 epochs",
-                               "schedule.warmup=1%", "cluster=1x2xH100"))  # fmt: skip
-    assert there.data.samples == 150
-    assert readers(there)[1].startswith("LOW: 4 shards for 64 streams")
-    assert "GB/s from storage" in readers(there)[2]
+    there = [make_forecast(load("samples=0", "classes=0", f"data.path={dataset}", "train.length=1000 epochs", "data.streams=64",
+                                "schedule.warmup=1%", "cluster=1x2xH100", f"data.window={window}")) for window in (2, 3)]  # fmt: skip
+    assert there[0].data.samples == 150
+    assert readers(there[0])[1].startswith("LOW: 4 shards for 64 streams")
+    assert readers(there[1])[1].startswith("4 shards for 64 streams: enough")
+    assert "GB/s from storage" in readers(there[0])[2]
 
 
 @pytest.mark.slow
