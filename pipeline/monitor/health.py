@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from pipeline.process.distributed import Ranks
+from pipeline.base.words import counted
+from pipeline.process.distributed import Ranks, name_ranks
 from pipeline.settings.run import HealthConfig
 
 # Lower bound of the deviation, as a share of the mean: a loss that has nearly converged has a deviation near 0, and every
 # small change would be a spike.
 _MIN_DEVIATION = 0.01
+_NAMED_HOSTS = 4
 
 
 class SpikeScore:
@@ -125,16 +127,30 @@ class SlowRanks:
         self._before: set[int] = set()
 
     def changed(self, seconds: Sequence[float]) -> list[str]:
-        """Lines for ranks that have become slow or normal again. seconds: each rank's own work."""
+        """A line for all ranks that have become slow, and one for all that are normal again. seconds: each rank's own work."""
         slow = stragglers(seconds, self.ratio) if self.ratio else {}
         # Two readings, because any host may be busy for a moment.
         new = sorted(self._before & slow.keys() - self._named)
         over = sorted(self._named - self._before - slow.keys())
         self._before, self._named = set(slow), self._named.union(new).difference(over)
-        return [
-            *(
-                f"rank {rank} on {self.hosts[rank]} is slow: its data and forward passes take {slow[rank]:.1f} times the median rank's"
-                for rank in new
-            ),
-            *(f"rank {rank} on {self.hosts[rank]} is no longer slow" for rank in over),
-        ]
+        lines = []
+        if new:
+            whose, most = ("its", "") if len(new) == 1 else ("their", "up to ")
+            ratio = max(slow[rank] for rank in new)
+            lines.append(
+                f"{self._named_with_hosts(new, 'slow')}: {whose} data and forward passes take {most}{ratio:.1f} times the median rank's"
+            )
+        if over:
+            lines.append(self._named_with_hosts(over, "no longer slow"))
+        return lines
+
+    def _named_with_hosts(self, ranks: Sequence[int], what: str) -> str:
+        """One rank in a sentence, or the number of several and where they are: a network or a storage slows many at once."""
+        of_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            of_host.setdefault(self.hosts[rank], []).append(rank)
+        places = [f"{name_ranks(some)} on {host}" for host, some in of_host.items()]
+        if len(ranks) == 1:
+            return f"{places[0]} is {what}"
+        more = f" and on {counted(len(places) - _NAMED_HOSTS, 'more host')}" if len(places) > _NAMED_HOSTS else ""
+        return f"{counted(len(ranks), 'rank')} are {what} ({', '.join(places[:_NAMED_HOSTS])}{more})"

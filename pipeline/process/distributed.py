@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -200,7 +200,7 @@ def all_started(ranks: Ranks, minutes: float) -> Iterator[None]:
             while store.add(count, 0) < ranks.world_size:
                 if speaks and wait.age > waits.NOTICE_SECONDS / 2:
                     wait.what = (
-                        f"{_name_ranks([rank for rank, name in enumerate(names) if not store.check([name])])} to start"
+                        f"{name_ranks([rank for rank, name in enumerate(names) if not store.check([name])])} to start"
                     )
                 pause()
         except RuntimeError as error:  # Torch's errors of networks.
@@ -212,7 +212,8 @@ def all_started(ranks: Ranks, minutes: float) -> Iterator[None]:
     yield
 
 
-def _name_ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """The ranks for a message, the first of many: "rank 3", "ranks 0, 1"."""
     shown = ", ".join(map(str, ranks[:_NAMED]))
     return f"rank{'s' * (len(ranks) > 1)} {shown}{f' and {len(ranks) - _NAMED} more' if len(ranks) > _NAMED else ''}"
 
