@@ -160,7 +160,8 @@ def matrix(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory
         [],
     ):  # The second begins from a run that trains on between its own two lives.
         runs += [[*masked, *more], [*wide, *more]]
-    forge.start_work(2, "test_train:train_with_fp16", runs).finish()
+    said = forge.start_work(2, "test_train:train_with_fp16", runs).finish()
+    assert "Warning" not in said
     return out
 
 

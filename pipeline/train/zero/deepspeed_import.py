@@ -15,8 +15,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-# torch warns about the name of a collective that DeepSpeed uses; users cannot change that.
-warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+# torch warns about the names of collectives that DeepSpeed uses; users cannot change that, and every rank would say it.
+_COLLECTIVES = ".*(all_gather_into_tensor|reduce_scatter_tensor)"
+warnings.filterwarnings("ignore", message=_COLLECTIVES, category=FutureWarning)
 
 
 def _import_deepspeed() -> Any:
