@@ -118,9 +118,14 @@ class Stop:
             signal.set_wakeup_fd(self._old_wake)
             for number, handler in self._before.items():
                 signal.signal(number, handler)
+        with contextlib.suppress(BlockingIOError):  # What came after the thread's last look.
+            if signal.SIGTERM in os.read(self._woken, 100):
+                self._terminated = time.monotonic()
         os.close(self._woken)
         os.close(self._wake)
         self.folder.unlock()
+        if isinstance(error, UserError) and self.folder.rank and self._terminated < float("inf"):
+            signal.raise_signal(signal.SIGTERM)  # Its launcher ends it already: the command would wait for that.
 
     def _end_with_mistake(self, error: UserError | OSError, mistake: str) -> None:
         """Write that a run ended with one line and no traceback."""

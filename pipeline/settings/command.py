@@ -9,8 +9,9 @@ import json
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, get_type_hints
 
 from pipeline.base.errors import CrashError, UserError, is_outage
@@ -39,6 +40,8 @@ _WRONG_PATH = {
 }
 # The shell's exit code of a process that was ended by SIGPIPE.
 _SIGPIPE_CODE = 141
+# How long a rank that leaves a mistake to rank 0 to say waits for its launcher to end it.
+SILENT_SECONDS = 30.0
 # Variable with settings that the command line, which `ps` shows, has without their passwords. DeepSpeed's launcher passes variables
 # that begin so to other hosts.
 _HIDDEN_SETTINGS = "MLFLOW_HIDDEN_SETTINGS"
@@ -166,6 +169,10 @@ def mistakes_in_one_line() -> Iterator[None]:
             print(f"error: {line}", file=sys.stderr, flush=True)
         elif isinstance(error, OSError) or error.on_one_rank:
             print(f"error on rank {rank()}: {line}", file=sys.stderr, flush=True)
+        else:
+            # A launcher ends all ranks when the first has ended, and rank 0, which says it, may be later.
+            with suppress(KeyboardInterrupt):
+                time.sleep(SILENT_SECONDS)
         sys.exit(1 if is_outage(error) else 2)
 
 

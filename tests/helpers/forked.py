@@ -36,6 +36,8 @@ PIL.Image.preinit()  # and what every first image does.
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 import mlflow.tracking, mlflow.store.tracking.sqlalchemy_store  # What every tracked run imports.
 from forked import work
+import pipeline.settings.command
+pipeline.settings.command.SILENT_SECONDS = 0.0  # No launcher would end them.
 gc.freeze()  # As the start of a run does: otherwise each rank looks at all these objects when it exits, for a second.
 for finalizer in weakref.finalize._registry:
     finalizer.atexit = False  # These would take torch's operators apart.

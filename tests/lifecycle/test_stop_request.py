@@ -103,6 +103,32 @@ def test_a_rank_that_loses_one_which_was_asked_to_leave_leaves_as_asked(tmp_path
     assert (done.returncode, done.stderr) == (RESUME, "")
 
 
+@pytest.mark.parametrize(
+    "when",
+    ["os.kill(os.getpid(), 15); until(lambda: stop.reason)", "join, stop._thread.join = stop._thread.join, after"],
+)
+def test_a_silent_rank_does_not_outlive_its_launchers_sigterm(tmp_path: Path, when: str) -> None:
+    """It waits for rank 0 to say the mistake of all: a SIGTERM heard before, or while nobody listens any more, must end that."""
+    code = (
+        "import os, sys, time; sys.path[:0] = ['tests/lifecycle', 'tests/helpers']\n"
+        "from pipeline.base.errors import UserError\n"
+        "from test_stop_request import Path, stop_of\n"
+        "from polling import until\n"
+        "def after():\n"
+        "    join(); os.kill(os.getpid(), 15)\n"
+        "try:\n"
+        "    with stop_of(Path(sys.argv[1])) as stop:\n"
+        "        stop._training = True\n"
+        f"        {when}\n"
+        "        raise UserError('wrong')\n"
+        "except UserError:\n"
+        "    time.sleep(0 if os.environ['RANK'] == '0' else 300)\n"
+    )
+    for rank, ends in (("1", -signal.SIGTERM), ("0", 0)):
+        environment = {**os.environ, "RANK": rank}
+        assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment).returncode == ends
+
+
 def test_a_run_that_is_leaving_does_not_say_that_it_is_running(tmp_path: Path) -> None:
     """Rank 0 waits until all ranks know of the request. Training began meanwhile, and a supervisor took the run for killed."""
     code = (
