@@ -5,6 +5,7 @@ task are kept in the parts folder until the data set is finished.
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,9 +101,11 @@ def _hash_all(
     starts = range(0, len(rows), _SAMPLES_PER_TASK)
 
     def jobs() -> Iterator[HashJob]:
-        for number, start in enumerate(starts):
+        for start in starts:
             of_job = listing.rows(rows[start : start + _SAMPLES_PER_TASK])
-            yield HashJob(str(folder / f"{number:06d}.hashes"), of_job, not doubtful.isdisjoint(of_job["key"]))
+            # Named by the samples: the same source, packed again, may have them in another order.
+            name = hashlib.sha256(json.dumps(of_job).encode()).hexdigest()[:16]
+            yield HashJob(str(folder / f"{name}.hashes"), of_job, not doubtful.isdisjoint(of_job["key"]))
 
     hashes = np.zeros((len(rows), 2), np.uint64)
     sizes = listing.table["size"].to_numpy()

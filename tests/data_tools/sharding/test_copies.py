@@ -98,6 +98,16 @@ def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path, mo
     assert again.table.equals(first.table)
 
 
+def test_hashes_of_a_source_that_was_packed_in_another_order_are_not_taken(ray_cluster: int, tmp_path: Path) -> None:
+    keys = []
+    for files in (FILES, dict(reversed(FILES.items()))):
+        tar = write_tar(files, tmp_path / "raw.tar")
+        listing = list_source(tar, settings(tar, tmp_path / "out", splits=SPLITS), tmp_path / "staging")
+        merged, _ = merge_copies(listing, tmp_path / "hashes", 1, tmp_path)
+        keys.append(merged.table["key"].to_pylist())
+    assert keys[1] == keys[0]
+
+
 # With the one seed the bad image has the first shard of its split, and another takes its place; with the other it has the
 # last, which is not needed any more.
 @pytest.mark.parametrize("seed", [0, 2])
