@@ -114,14 +114,15 @@ def run(config: IndexConfig) -> Dataset:
 
 def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     started = time.monotonic()
-    files = split_files(source, config.splits, ".tar")
+    notes: list[str] = []
+    files = split_files(source, config.splits, ".tar", notes)
     refuse_unfinished(out)
     finished = open_dataset(out) if (out / INFO).exists() else None
     if finished and not config.label_names:
         names = finished.classes
     else:
         names = known_class_names(source, files, config.label_names)
-    for note in [] if finished else not_taken_over(source, files, config.group_pattern):
+    for note in [] if finished else [*notes, *not_taken_over(source, files, config.group_pattern)]:
         print(note)
     if finished and (before := finished.info["settings"].get("group_pattern", "")) != config.group_pattern:
         raise UserError(

@@ -1,6 +1,7 @@
 """Assigns the files of a source (tars, Parquet) to splits by the prefix of their names."""
 
 from pipeline.base.errors import UserError
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.tables import INFO
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 
@@ -15,11 +16,14 @@ _BEGINNINGS = ("train", "val", "test", "dev")
 PARTS, PLAN = ".parts", "plan.json"
 
 
-def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tuple[str, str, AnyPath]]:
+def split_files(
+    source: AnyPath, splits: dict[str, str], suffix: str, notes: list[str]
+) -> list[tuple[str, str, AnyPath]]:
     """Returns (split, name inside source, path) of every file `*<suffix>` below source, sorted by split and name.
 
-    splits: split name -> prefix of its file names; the longest matching prefix counts. Raises UserError for a split without
-    files, when one split would take files that look like several splits, and for an unfinished data set.
+    splits: split name -> prefix of its file names; the longest matching prefix counts. notes: gets a warning about compressed tars of
+    these splits, which are left out. Raises UserError for a split without files, when one split would take files that look like several
+    splits, and for an unfinished data set.
     """
     if source.is_file():
         paths = {source.name: source}
@@ -30,9 +34,18 @@ def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tu
         for path in found.values():
             if path.name == PLAN and path.parent.name == PARTS:
                 refuse_unfinished(path.parent.parent)
-        paths = {name: path for name, path in found.items() if path.name.endswith(suffix) and path.name[0] != "."}
-        if suffix == ".tar" and not paths:
-            _refuse_packed(source, sorted(found))
+        paths = {
+            name: path for name, path in found.items() if path.name.lower().endswith(suffix) and path.name[0] != "."
+        }
+        if suffix == ".tar":
+            packed = [name for name, path in found.items() if path.name[0] != "." and _is_packed(name)]
+            if not paths:
+                _refuse_packed(source, packed)
+            elif packed := sorted(name for name in packed if name.startswith(tuple(splits.values()))):
+                notes.append(
+                    f"warning: {counted(len(packed), 'compressed tar')} of {source} left out, such as {printable(packed[0])}. To use "
+                    "them, unpack each to a .tar (gzip -d, ...)"
+                )
     files: dict[str, list[tuple[str, str, AnyPath]]] = {split: [] for split in splits}
     for name in sorted(paths):
         fitting = [split for split, start in splits.items() if name.startswith(start)]
@@ -50,10 +63,13 @@ def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tu
     return [file for of_split in files.values() for file in of_split]
 
 
+def _is_packed(name: str) -> bool:
+    return name.lower().endswith(_PACKED)
+
+
 def _refuse_packed(source: AnyPath, names: list[str]) -> None:
     """Raises UserError for compressed files: samples are read at their places in a plain tar."""
-    packed = [name for name in names if name.lower().endswith(_PACKED)]
-    if packed:
+    if packed := sorted(filter(_is_packed, names)):
         raise UserError(
             f"{source}: {packed[0]} is compressed, and only plain tars have places from which one image can be read. Unpack it (gzip -d, "
             "...) to a .tar."

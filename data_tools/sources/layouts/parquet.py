@@ -37,7 +37,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     first, of_first = source, []
     column: str | None = None
     given = read_names(config.label_names, "label_names") if config.label_names else []
-    for split, name, path in split_files(source, collector.splits, ".parquet"):
+    for split, name, path in split_files(source, collector.splits, ".parquet", collector.notes):
         with damage_named(path, pa.ArrowException, OSError):
             # Not memory-mapped: all of it is read, once.
             file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)

@@ -62,7 +62,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
     Samples without a label are used if no sample of the source has one.
     """
-    files = split_files(source, collector.splits, ".tar")
+    files = split_files(source, collector.splits, ".tar", collector.notes)
     names = known_class_names(source, files, config.label_names)
     collector.notes += not_taken_over(source, files, config.group_pattern)
     if not names and _report_unlabelled(files, collector):
@@ -111,7 +111,7 @@ def _samples(files: list[tuple[str, str, AnyPath]], collector: Collector) -> Ite
     """(split, place for errors, number of the container, sample) of every sample; the collector gets a container for each tar."""
     for split, name, path in files:
         container = collector.add_container(path)
-        collector.prefixes.append(name.removesuffix(".tar"))
+        collector.prefixes.append(name[: -len(".tar")])
         with path.open("rb") as file:
             for sample in complete_samples(file, path):
                 yield split, f"{name}: {sample.name}", container, sample

@@ -825,6 +825,10 @@ def test_bad_webdataset(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     packed = write_tar(SHARD, tmp_path / "raw/a.tar.gz", "w:gz")
     assert "raw: a.tar.gz is compressed, and only plain tars" in refused(packed.parent, layout="webdataset")
+    write_tar(SHARD, tmp_path / "raw/b.TAR")
+    listing = listed(packed.parent, layout="webdataset")
+    assert len(listing) == 3
+    assert any("1 compressed tar of" in note and "left out, such as a.tar.gz" in note for note in listing.notes)
     assert len(listed(packed, layout="webdataset")) == 3
     with pytest.raises(UserError, match=r"a\.tar\.gz is compressed, and only plain tars"):
         index.run(IndexConfig(source=str(packed), out=str(tmp_path / "out")))
