@@ -59,6 +59,11 @@ def run(config: ChooseConfig) -> list[str]:
         their_names = labelled.split.group_names
         if of_groups is not None and their_names is not None:
             seen = np.isin(of_groups, np.unique(their_names[with_labels]))
+        elif of_groups is not None:
+            print(
+                "note: the images have groups, the labelled ones none: which groups have labels already is not known. Shard the labelled "
+                "images with group_column or group_pattern, too"
+            )
     groups = None if of_groups is None else np.unique(of_groups, return_inverse=True)[1]
     chosen = coverage.choose(found, config.num, covered, groups, seen)
     if len(chosen) < config.num:

@@ -160,7 +160,11 @@ def test_groups_take_turns_and_are_in_the_table(
     assert sorted(run(weights, data.path, out, 3, *given)[:2]) == ["train8", "train9"]
     with (out / "choice.csv").open() as text:
         assert [row["group"] for row in csv.DictReader(text)][2] == "p0"
-    assert f"shard.py source={out}/choice.csv group_column=group out=..." in capsys.readouterr().out
+    said, note = capsys.readouterr().out, "note: the images have groups, the labelled ones none"
+    assert f"shard.py source={out}/choice.csv group_column=group out=..." in said
+    assert note not in said
+    run(weights, data.path, tmp_path / "no_groups", 1, "split=train", f"labelled={out}/images")
+    assert note in capsys.readouterr().out
 
 
 def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, tmp_path: Path) -> None:
