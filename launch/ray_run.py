@@ -12,7 +12,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline import ray_tasks
-from pipeline.base.errors import Stopped
+from pipeline.base.errors import Stopped, UserError
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.process.installed import python_arguments
 from pipeline.process.launcher import forget_launcher
@@ -32,6 +32,10 @@ the same command resumes the run. Set RAY_JOB_STOP_WAIT_TIME_S=30, so that Ray w
 
 
 def run(ranks: int, cpus_per_rank: int, wait_minutes: float, command: list[str]) -> int:
+    if Path(command[0]).stem not in ("pretrain", "finetune"):
+        raise UserError(
+            f"{command[0]} trains no ranks: give launch/pretrain.py or launch/finetune.py and its settings, without a launcher before it."
+        )
     settings = read_settings(RunConfig, command[1:])
     mixed = [("data.mix", entry.path) for entry in settings.data.mix]
     for name, path in (("out", settings.out), ("data.path", settings.data.path), *mixed):

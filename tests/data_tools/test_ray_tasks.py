@@ -137,6 +137,15 @@ def test_what_ranks_read_from_this_machine_is_known(monkeypatch: pytest.MonkeyPa
     assert ray_run._local_inputs(read_settings(RunConfig, ["name=x", *given, "init.weights=elsewhere"]), given) == {}
 
 
+@pytest.mark.parametrize("command", ["launch/evaluate.py", "python", "deepspeed", "ls"])
+def test_ray_run_says_what_it_runs(command: str) -> None:
+    """It said that the name of the run is not set, or that launch/pretrain.py is no setting."""
+    with pytest.raises(
+        UserError, match=rf"^{command} trains no ranks: give launch/pretrain\.py or launch/finetune\.py"
+    ):
+        ray_run.run(0, 1, 1.0, [command, "launch/pretrain.py", "name=x"])
+
+
 def test_a_mistake_in_the_objective_is_said_before_the_cluster_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
