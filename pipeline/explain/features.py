@@ -3,6 +3,8 @@
 Shapes: D features, n images.
 """
 
+import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -50,6 +52,8 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     for line in images.split.notes():
         print(line)
     query = _open_query(config) if config.like else None
+    if query is not None:
+        _refuse_image(_sheet(config), [*query.split.shard_paths, *images.split.shard_paths])
     wanted = None if query is None else _features_of(config, loaded, query)
     similarities = _write_table(config, loaded, images, wanted)
     if query is None:
@@ -61,6 +65,16 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
 
 def _sheet(config: FeaturesConfig) -> Path:
     return Path(config.sheet) if config.sheet else Path(config.out).with_suffix(".png")
+
+
+def _refuse_image(sheet: Path, images: Sequence[str]) -> None:
+    """Raise UserError if the sheet would replace one of the images: out=cat.parquet like=cat.png names it so without a setting."""
+    if sheet.is_file() and any(
+        path.endswith(sheet.name) and os.path.exists(path) and sheet.samefile(path) for path in images
+    ):
+        raise UserError(
+            f"{sheet} is one of the images, and the sheet would replace it. Name another file: sheet=....png"
+        )
 
 
 def _open_query(config: FeaturesConfig) -> AdhocSplit:

@@ -214,6 +214,19 @@ def test_what_is_killed_before_the_sheet_leaves_no_older_one(photos: Path, tmp_p
     assert not out.with_suffix(".png").exists()
 
 
+def test_the_sheet_replaces_none_of_the_images(photos: Path, tmp_path: Path) -> None:
+    """Its name is that of the table, with the suffix of images."""
+    weights, image = save(tmp_path / "random.pt"), photos / "ant" / "0.png"
+    before = image.read_bytes()
+    for like in (image, photos / "bee" / "1.png"):
+        with pytest.raises(
+            UserError, match=r"0\.png is one of the images, and the sheet would replace it\. Name another"
+        ):
+            run(weights, photos, image.with_suffix(".parquet"), f"like={like}")
+    assert image.read_bytes() == before
+    assert not image.with_suffix(".parquet").exists()
+
+
 def test_weights_and_images_whose_names_are_not_utf8(photos: Path, tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     photos.rename(folder)
