@@ -53,7 +53,7 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
         print(line)
     query = _open_query(config) if config.like else None
     if query is not None:
-        _refuse_image(_sheet(config), [*query.split.shard_paths, *images.split.shard_paths])
+        _refuse_others_file(config, [*query.split.shard_paths, *images.split.shard_paths])
     wanted = None if query is None else _features_of(config, loaded, query)
     similarities = _write_table(config, loaded, images, wanted)
     if query is None:
@@ -67,14 +67,17 @@ def _sheet(config: FeaturesConfig) -> Path:
     return Path(config.sheet) if config.sheet else Path(config.out).with_suffix(".png")
 
 
-def _refuse_image(sheet: Path, images: Sequence[str]) -> None:
-    """Raise UserError if the sheet would replace one of the images: out=cat.parquet like=cat.png names it so without a setting."""
-    if sheet.is_file() and any(
-        path.endswith(sheet.name) and os.path.exists(path) and sheet.samefile(path) for path in images
-    ):
+def _refuse_others_file(config: FeaturesConfig, images: Sequence[str]) -> None:
+    """Raise UserError if the sheet would replace one of the images, or a picture that nobody named: out=cat.parquet beside cat.png."""
+    sheet = _sheet(config)
+    if not sheet.is_file():
+        return
+    if any(os.path.exists(path) and sheet.samefile(path) for path in images):
         raise UserError(
             f"{sheet} is one of the images, and the sheet would replace it. Name another file: sheet=....png"
         )
+    if not config.sheet and not Path(config.out).exists():
+        raise UserError(f"{sheet} exists, and the sheet would replace it. Name another file: sheet=....png")
 
 
 def _open_query(config: FeaturesConfig) -> AdhocSplit:

@@ -223,8 +223,15 @@ def test_the_sheet_replaces_none_of_the_images(photos: Path, tmp_path: Path) -> 
             UserError, match=r"0\.png is one of the images, and the sheet would replace it\. Name another"
         ):
             run(weights, photos, image.with_suffix(".parquet"), f"like={like}")
-    assert image.read_bytes() == before
-    assert not image.with_suffix(".parquet").exists()
+    (photos / "ant" / "link.png").symlink_to(image.rename(tmp_path / "blob.png"))
+    for out, images, said in (
+        ("blob", photos, "is one of the images"),
+        ("blob", photos / "bee", "exists, and the sheet would replace it. Name another file: sheet="),
+    ):
+        with pytest.raises(UserError, match=said):
+            run(weights, images, tmp_path / f"{out}.parquet", f"like={photos / 'bee' / '1.png'}")
+    assert (tmp_path / "blob.png").read_bytes() == before
+    assert not [*tmp_path.rglob("*.parquet")]
 
 
 def test_weights_and_images_whose_names_are_not_utf8(photos: Path, tmp_path: Path) -> None:
