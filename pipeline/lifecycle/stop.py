@@ -124,7 +124,8 @@ class Stop:
         os.close(self._woken)
         os.close(self._wake)
         self.folder.unlock()
-        if isinstance(error, UserError) and self.folder.rank and self._terminated < float("inf"):
+        waits = isinstance(error, UserError | CrashError) and not error.on_one_rank and self.folder.rank
+        if waits and self._terminated < float("inf"):
             signal.raise_signal(signal.SIGTERM)  # Its launcher ends it already: the command would wait for that.
 
     def _end_with_mistake(self, error: UserError | OSError, mistake: str) -> None:

@@ -153,6 +153,11 @@ def wait_for_ranks(
                     say(f"rank {rank}: {line}")
                 say(f"rank {rank} ended with exit code {code}")
             codes[rank] = code
+        if (
+            codes[0] == 2 and not terminated
+        ):  # It has said the mistake that the others have made, too: they wait to be ended.
+            terminated = True
+            terminate()
         time.sleep(_POLL_SECONDS)
     # A rank that a signal killed has a negative code; one that did not exit in time has none.
     return max((abs(code) for code in codes if code is not None), default=1)

@@ -40,8 +40,8 @@ _WRONG_PATH = {
 }
 # The shell's exit code of a process that was ended by SIGPIPE.
 _SIGPIPE_CODE = 141
-# How long a rank that leaves a mistake to rank 0 to say waits for its launcher to end it.
-SILENT_SECONDS = 30.0
+# How long a rank that leaves an error to rank 0 to say waits, where no launcher ends it.
+SILENT_SECONDS = 10.0
 # Variable with settings that the command line, which `ps` shows, has without their passwords. DeepSpeed's launcher passes variables
 # that begin so to other hosts.
 _HIDDEN_SETTINGS = "MLFLOW_HIDDEN_SETTINGS"
@@ -152,6 +152,8 @@ def mistakes_in_one_line() -> Iterator[None]:
     except CrashError as error:
         if rank() == 0 or error.on_one_rank:
             print(f"error: {on_one_line(error)}", file=sys.stderr, flush=True)
+        else:
+            _let_rank_0_speak()
         sys.exit(1)
     except (UserError, OSError) as error:
         if (
@@ -170,10 +172,14 @@ def mistakes_in_one_line() -> Iterator[None]:
         elif isinstance(error, OSError) or error.on_one_rank:
             print(f"error on rank {rank()}: {line}", file=sys.stderr, flush=True)
         else:
-            # A launcher ends all ranks when the first has ended, and rank 0, which says it, may be later.
-            with suppress(KeyboardInterrupt):
-                time.sleep(SILENT_SECONDS)
+            _let_rank_0_speak()
         sys.exit(1 if is_outage(error) else 2)
+
+
+def _let_rank_0_speak() -> None:
+    """Wait until a launcher ends this rank: it ends all when the first has ended, and rank 0, which says the error of all, may be later."""
+    with suppress(KeyboardInterrupt):
+        time.sleep(SILENT_SECONDS)
 
 
 def mistake_in_words(error: UserError | OSError) -> str | None:

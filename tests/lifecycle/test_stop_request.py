@@ -126,7 +126,7 @@ def test_a_silent_rank_does_not_outlive_its_launchers_sigterm(tmp_path: Path, wh
     """It waits for rank 0 to say the mistake of all: a SIGTERM heard before, or while nobody listens any more, must end that."""
     code = (
         "import os, sys, time; sys.path[:0] = ['tests/lifecycle', 'tests/helpers']\n"
-        "from pipeline.base.errors import UserError\n"
+        "from pipeline.base.errors import OneRankError, UserError\n"
         "from test_stop_request import Path, stop_of\n"
         "from polling import until\n"
         "def after():\n"
@@ -135,13 +135,14 @@ def test_a_silent_rank_does_not_outlive_its_launchers_sigterm(tmp_path: Path, wh
         "    with stop_of(Path(sys.argv[1])) as stop:\n"
         "        stop._training = True\n"
         f"        {when}\n"
-        "        raise UserError('wrong')\n"
+        "        raise globals()[sys.argv[2]]('wrong')\n"
         "except UserError:\n"
-        "    time.sleep(0 if os.environ['RANK'] == '0' else 300)\n"
+        "    time.sleep(0 if os.environ['RANK'] == '0' or sys.argv[2] == 'OneRankError' else 300)\n"
     )
-    for rank, ends in (("1", -signal.SIGTERM), ("0", 0)):
-        environment = {**os.environ, "RANK": rank}
-        assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment).returncode == ends
+    # The last one has something to say.
+    for rank, error, ends in (("1", "UserError", -signal.SIGTERM), ("0", "UserError", 0), ("1", "OneRankError", 0)):
+        command = [sys.executable, "-c", code, str(tmp_path), error]
+        assert subprocess.run(command, cwd=ROOT, env={**os.environ, "RANK": rank}).returncode == ends
 
 
 def test_a_run_that_is_leaving_does_not_say_that_it_is_running(tmp_path: Path) -> None:

@@ -78,3 +78,14 @@ def test_a_rank_that_fails_ends_the_wait_with_its_last_lines(stop: bool) -> None
         assert [line for line in said if "rank 1" in line] == ["rank 1: no disk", "rank 1 ended with exit code 7"]
         assert waits.poll()[1] is None
     waits.process.kill()
+
+
+def test_ranks_that_leave_a_mistake_to_rank_0_are_ended_when_it_has_said_it() -> None:
+    says, waits = RankProcess(), RankProcess()
+    says.start(["-c", "print('error: no data'); exit(2)"], {"RANK": "0"})
+    waits.start(["-c", "import time; time.sleep(600)"], {"RANK": "1"})
+    said: list[str] = []
+    assert (
+        wait_for_ranks(2, lambda: [says.poll(), waits.poll()], waits.terminate, said.append, lambda: False, 300) == 15
+    )
+    assert "error: no data" in said

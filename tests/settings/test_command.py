@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import OneRankError, UserError
+from pipeline.base.errors import CrashError, OneRankError, UserError
 from pipeline.base.files import replacing
 from pipeline.process.launcher import VARIABLES, forget_launcher
 from pipeline.settings import command
@@ -307,7 +307,8 @@ def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert ending(UserError("wrong"), monkeypatch, capsys, rank="0") == "error: wrong\n"
     assert not slept
     assert ending(UserError("wrong"), monkeypatch, capsys, rank="3") == ""
-    assert slept == [command.SILENT_SECONDS]
+    assert ending(CrashError("lost"), monkeypatch, capsys, rank="3", code=1) == ""
+    assert slept == [command.SILENT_SECONDS] * 2
 
 
 def test_a_silent_rank_ends_by_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
