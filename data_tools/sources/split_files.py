@@ -21,10 +21,11 @@ def split_files(
 ) -> list[tuple[str, str, AnyPath]]:
     """Returns (split, name inside source, path) of every file `*<suffix>` below source, sorted by split and name.
 
-    splits: split name -> prefix of its file names; the longest matching prefix counts. notes: gets a warning about compressed tars of
-    these splits, which are left out. Raises UserError for a split without files, when one split would take files that look like several
-    splits, and for an unfinished data set.
+    splits: split name -> prefix of its file names; the longest matching prefix counts. notes: gets warnings about files of these splits
+    that are left out: compressed tars, and *.TAR. Raises UserError for a split without files, when one split would take files that look
+    like several splits, and for an unfinished data set.
     """
+    packed: list[str] = []
     if source.is_file():
         paths = {source.name: source}
         _refuse_packed(source, [source.name])
@@ -34,18 +35,19 @@ def split_files(
         for path in found.values():
             if path.name == PLAN and path.parent.name == PARTS:
                 refuse_unfinished(path.parent.parent)
-        paths = {
-            name: path for name, path in found.items() if path.name.lower().endswith(suffix) and path.name[0] != "."
-        }
-        if suffix == ".tar":
-            packed = [name for name, path in found.items() if path.name[0] != "." and _is_packed(name)]
-            if not paths:
-                _refuse_packed(source, packed)
-            elif packed := sorted(name for name in packed if name.startswith(tuple(splits.values()))):
-                notes.append(
-                    f"warning: {counted(len(packed), 'compressed tar')} of {source} left out, such as {printable(packed[0])}. To use "
-                    "them, unpack each to a .tar (gzip -d, ...)"
-                )
+        paths = {name: path for name, path in found.items() if path.name.endswith(suffix) and path.name[0] != "."}
+        others = sorted(name for name in found.keys() - paths.keys() if name.startswith(tuple(splits.values())))
+        packed = [name for name in others if suffix == ".tar" and _is_packed(name)]
+        named_otherwise = [name for name in others if name.lower().endswith(suffix)]
+        if not paths:
+            _refuse_packed(source, packed)
+        for names, what, way_out in (
+            (packed, "compressed tar", "unpack each to a .tar (gzip -d, ...)"),
+            (named_otherwise, "file", f"rename each to *{suffix}"),
+        ):
+            if names:
+                some = f"{counted(len(names), what)} of {source} left out, such as {printable(names[0])}"
+                notes.append(f"warning: {some}. To use them, {way_out}")
     files: dict[str, list[tuple[str, str, AnyPath]]] = {split: [] for split in splits}
     for name in sorted(paths):
         fitting = [split for split, start in splits.items() if name.startswith(start)]
@@ -55,6 +57,7 @@ def split_files(
     some = ", ".join(sorted(paths)[:5]) or "none"
     for split, of_split in files.items():
         if not of_split:
+            _refuse_packed(source, [name for name in packed if name.startswith(splits[split])])
             raise UserError(
                 f"{source}: no *{suffix} for split {split!r} (names that begin with {splits[split]!r}). There: {some}."
             )

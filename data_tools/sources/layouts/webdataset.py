@@ -111,7 +111,7 @@ def _samples(files: list[tuple[str, str, AnyPath]], collector: Collector) -> Ite
     """(split, place for errors, number of the container, sample) of every sample; the collector gets a container for each tar."""
     for split, name, path in files:
         container = collector.add_container(path)
-        collector.prefixes.append(name[: -len(".tar")])
+        collector.prefixes.append(name.removesuffix(".tar"))
         with path.open("rb") as file:
             for sample in complete_samples(file, path):
                 yield split, f"{name}: {sample.name}", container, sample

@@ -825,10 +825,20 @@ def test_bad_webdataset(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     packed = write_tar(SHARD, tmp_path / "raw/a.tar.gz", "w:gz")
     assert "raw: a.tar.gz is compressed, and only plain tars" in refused(packed.parent, layout="webdataset")
-    write_tar(SHARD, tmp_path / "raw/b.TAR")
+    write_tar(SHARD, tmp_path / "raw/b.tar")
+    write_tar(SHARD, tmp_path / "raw/c.TAR")
     listing = listed(packed.parent, layout="webdataset")
     assert len(listing) == 3
-    assert any("1 compressed tar of" in note and "left out, such as a.tar.gz" in note for note in listing.notes)
+    packed_note, otherwise_note = listing.notes[:2]
+    assert "warning: 1 compressed tar of" in packed_note
+    assert packed_note.endswith("raw left out, such as a.tar.gz. To use them, unpack each to a .tar (gzip -d, ...)")
+    assert otherwise_note.endswith(
+        f"1 file of {packed.parent} left out, such as c.TAR. To use them, rename each to *.tar"
+    )
+    splits = {"train": "b", "val": "a"}
+    assert "raw: a.tar.gz is compressed, and only plain tars" in refused(
+        packed.parent, layout="webdataset", splits=splits
+    )
     assert len(listed(packed, layout="webdataset")) == 3
     with pytest.raises(UserError, match=r"a\.tar\.gz is compressed, and only plain tars"):
         index.run(IndexConfig(source=str(packed), out=str(tmp_path / "out")))
