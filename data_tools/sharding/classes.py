@@ -161,15 +161,19 @@ def odd_classes(listing: Listing, val_share: float = 0) -> list[str]:
     if "train" not in listing.splits:
         return notes
     counts = _count(listing, listing.splits.index("train"))
-    kinds = [("no image in train", counts == 0), ("one image only in train", counts == 1)]
-    if val_share:
-        kinds.append(("no image in val", (_count(listing, listing.splits.index("val")) == 0) & (counts > 0)))
+    in_val = _count(listing, listing.splits.index("val")) if val_share else np.zeros_like(counts)
+    kinds = [
+        ("no image in train", (counts == 0) & (in_val == 0)),
+        ("one image only in train", counts == 1),
+        ("all of its images in val", (counts == 0) & (in_val > 0)),
+        ("no image in val", (counts > 1) & (in_val == 0) & (val_share > 0)),
+    ]
     for what, are in kinds:
         if are.any():
             few = [listing.classes[number] for number in np.flatnonzero(are)[:5]]
             some = ", ".join(few) + (", ..." if are.sum() > 5 else "")
             notes.append(f"{counted(int(are.sum()), 'class')} with {what}: {some}")
-            if val_share and "no image" in what:
+            if what.endswith("val"):
                 notes[-1] += (
                     ". val_share chooses groups by a hash of their names: another val_share may help"
                     if listing.has_groups
