@@ -155,12 +155,13 @@ def random_resized_crop(height: int, width: int, config: AugmentConfig, draw: Ca
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
 
-def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
+def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, unit: int = 1) -> None:
     """Write the deterministic evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3).
 
     eval_crop "center": resize the short side to eval_resize, crop the centre. "resize": resize the whole image. "resize_center":
     resize the whole image to a frame whose short side is eval_resize, crop its centre. Shrinking is by area
-    (resize_filter=linear), antialiased or bilinear; enlarging is bilinear.
+    (resize_filter=linear), antialiased or bilinear; enlarging is bilinear. unit: pixels of `out` for one of the model's, in which the
+    corner of the crop is counted.
     """
     height, width = out.shape[:2]
     if config.eval_crop != "resize":
@@ -169,7 +170,10 @@ def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -
             image = _cover(image, frame, config)
         else:
             image = resize(image, frame[::-1], resize_method(image, frame, config))
-        top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
+        top, left = (
+            (round(side / unit) - size // unit) // 2 * unit
+            for side, size in zip(image.shape[:2], (height, width), strict=True)
+        )
         image = image[top : top + height, left : left + width]
     _resize_into(image, out, resize_method(image, (height, width), config))
 

@@ -106,8 +106,11 @@ def shown_view(config: AugmentConfig, image_size: ImageSize | int) -> ViewWriter
     """The crop of `eval_view` for people to look at: with as many times its pixels as make the long side at least SHOWN_SIDE."""
     size = ImageSize.parse(image_size)
     times = -(-SHOWN_SIDE // max(size))
-    resize = (config.eval_resize or augment.default_eval_resize(size)) * times
-    return eval_view(replace(config, eval_resize=resize), ImageSize(size.height * times, size.width * times))
+    config = replace(config, eval_resize=(config.eval_resize or augment.default_eval_resize(size)) * times)
+    shape = (1, size.height * times, size.width * times)
+    return ViewWriter(
+        (shape,), lambda data, outs, epoch, row: augment.write_eval_view(decode(data), outs[0], config, times)
+    )
 
 
 def bounding_box(regions: Sequence[Region]) -> Region:
