@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from data_tools.sources.reader import read_thumbnail
-from pipeline.base.gallery import Tile, folded, gallery
+from pipeline.base.gallery import LINE_CHARACTERS, Tile, folded, gallery
 from pipeline.base.page import png
 from pipeline.base.words import printable, shorten
 
@@ -25,8 +25,10 @@ def captioned(pixels: np.ndarray, caption: str) -> Tile:
     """An image with its caption, reduced to the size in which it is drawn. pixels: (H, W, 3) uint8."""
     image = Image.fromarray(pixels)
     image.thumbnail((_SIDE, _SIDE))
-    folders = shorten(printable(caption), 51).replace("/", "/ ")  # Lines end behind a slash where they can.
-    return Tile(np.asarray(image), [line.replace("/ ", "/") for line in textwrap.wrap(folders, 17)])
+    folders = shorten(printable(caption), 3 * LINE_CHARACTERS).replace(
+        "/", "/ "
+    )  # Lines end behind a slash where they can.
+    return Tile(np.asarray(image), [line.replace("/ ", "/") for line in textwrap.wrap(folders, LINE_CHARACTERS)])
 
 
 def draw_pairs(pairs: Sequence[tuple[Tile, Tile]], originals: str = "Test images") -> bytes:

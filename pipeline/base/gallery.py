@@ -23,7 +23,7 @@ MAP = matplotlib.colormaps["viridis"]
 GREY = "0.35"
 _MAX_PIXELS = 2**16  # Matplotlib's limit of each side.
 _TILE, _GAP, _LINE, _MARGIN, _MIN_WIDTH = 1.2, 0.08, 0.16, 0.2, 3.2  # inches
-_MAX_CHARACTERS, _MAX_LINES = 17, 2  # of a line over a tile, and into how many it is wrapped
+LINE_CHARACTERS, _MAX_LINES = 17, 2  # of a line over a tile, and into how many it is wrapped
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def gallery(
         down, column = divmod(number, in_line)
         left, middle = _MARGIN + column * (_TILE + _GAP), _MARGIN + below - (down + 1) * 1.5 * _LINE + _LINE / 2
         canvas.add_patch(Rectangle((left, middle - _LINE / 2), _LINE, _LINE, facecolor=colour))
-        text = shorten(name, _MAX_CHARACTERS - 4)
+        text = shorten(name, LINE_CHARACTERS - 4)
         canvas.text(left + 1.5 * _LINE, middle, text, fontsize=TEXT, va="center", parse_math=False)
     if bar:
         place = (_MARGIN / width, (_MARGIN + 0.38) / height, 2.5 / width, 0.1 / height)
@@ -107,8 +107,8 @@ def _draw_tile(canvas: Axes, left: float, bottom: float, tile: Tile) -> None:
 
 def _wrapped(line: str) -> list[str]:
     """Lines that are as wide as a tile, after spaces where they can; the middle of a text that is too long for them is cut."""
-    for most in range(_MAX_LINES * _MAX_CHARACTERS, 0, -1):
-        parts = textwrap.wrap(shorten(line, most), _MAX_CHARACTERS) or [""]
+    for most in range(_MAX_LINES * LINE_CHARACTERS, 0, -1):
+        parts = textwrap.wrap(shorten(line, most), LINE_CHARACTERS) or [""]
         if len(parts) <= _MAX_LINES:
             break
     return parts
