@@ -23,6 +23,7 @@ from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
 from pipeline.model.convert.preprocessing import eval_resize, written_crop, written_filter
+from pipeline.model.convert.timm_format import timm_eps
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives.mae import Mae
 from pipeline.settings.commands.weights import ExportConfig
@@ -85,6 +86,16 @@ def run(config: ExportConfig) -> LogitDifference:
             f"positions = {model.config.positions} are written as a table, which is resampled at other sizes than {size}, "
             "where these weights compute theirs anew: for the same logits, export again with image_size=N"
         )
+    if (
+        config.format == "huggingface"
+        and isinstance(model.config, ViTConfig)
+        and model.config.pool == "both"
+        and not model.config.num_classes
+    ):
+        print(
+            "huggingface: its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder, launch/"
+            "features.py among them, are the class token alone"
+        )
     if config.format == "timm" and extra.get("loss") == "sigmoid" and model.config.num_classes:
         notes.append("it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid")
     if config.format in _ARRAYS and (given := _settings_of(extra, model.config)):
@@ -101,7 +112,7 @@ def run(config: ExportConfig) -> LogitDifference:
                 raise UserError("onnxruntime is needed to verify the output: pip install onnxruntime.")
             print(f"{name} is not installed: the output is verified by this project's own reader only")
             name, forward = _our_reader(unfinished, model.config)
-        reason = _other_arithmetic(model.config) if config.format in _ARRAYS else ""
+        reason = _other_arithmetic(config.format, model.config)
         difference = _compare(name, model, forward, config.tolerance, reason)
     print(f"written: {out}")
     return difference
@@ -146,13 +157,20 @@ def _settings_of(extra: dict[str, Any], config: Config) -> list[str]:
     return found + ["loss=sigmoid"] * (extra.get("loss") == "sigmoid")
 
 
-def _other_arithmetic(config: Config) -> str:
-    """What arrays, which are computed as their authors' ViT, cannot say of a model; empty if there is nothing."""
-    if not isinstance(config, ViTConfig) or (config.gelu == "tanh" and config.layer_norm_eps == 1e-6):
+def _other_arithmetic(form: str, config: Config) -> str:
+    """What a format cannot say of a model that computes otherwise than it is read there; empty if there is nothing."""
+    if not isinstance(config, ViTConfig):
+        return ""
+    eps = timm_eps(config) if form == "timm" else 1e-6
+    if form in _ARRAYS and (config.gelu != "tanh" or config.layer_norm_eps != eps):  # computed as their authors' ViT
+        read, ours = f"An .npz is computed with GELU tanh and LayerNorm eps {eps:g}", f"{config.gelu} and "
+    elif form == "timm" and config.layer_norm_eps != eps:
+        read, ours = f"timm computes such a model with LayerNorm eps {eps:g}", ""
+    else:
         return ""
     return (
-        f"An .npz is computed with GELU tanh and LayerNorm eps 1e-06, these weights with {config.gelu} and {config.layer_norm_eps:g}. "
-        "Use another format, or accept the difference by a larger tolerance. "
+        f"{read}, these weights with {ours}{config.layer_norm_eps:g}. Use another format, or accept the difference by a larger "
+        "tolerance. "
     )
 
 
@@ -239,8 +257,13 @@ def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward | N
     program, build = _PROGRAMS[form]
     if importlib.util.find_spec(program) is None:
         return program, None
-    module = importlib.import_module(program)
-    return f"{program} {module.__version__}", build(module, path, config)
+    try:
+        module = importlib.import_module(program)
+        return f"{program} {module.__version__}", build(module, path, config)
+    except Exception as error:  # It may raise anything, such as RuntimeError where torchvision does not fit torch.
+        raise UserError(
+            f"{program}, which is installed, cannot read {path.name}: {files.one_line(error)}. Repair it, or uninstall it to go on without it."
+        ) from error
 
 
 def _our_reader(path: Path, config: Config) -> tuple[str, Forward]:

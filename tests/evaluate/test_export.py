@@ -269,6 +269,12 @@ def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path,
             r"our own reader differs from ours by more than tolerance = 0.0001.* GELU tanh and LayerNorm eps 1e-06, these weights with erf and 1e-06. .*larger tolerance. Not written",
         ),
         ({"representation": True}, "timm", "timm", "cannot hold a representation layer .*head=false"),
+        (
+            {"layer_norm_eps": 1e-3},
+            "timm",
+            "timm",
+            "differs from ours .*timm computes such a model with LayerNorm eps 1e-06, these weights with 0.001. .*Not written",
+        ),
         ({"positions": "relative"}, "huggingface", "hf", "cannot hold relative positions"),
         ({"pool": "attentive"}, "huggingface", "hf", "cannot hold pool = attentive; format = safetensors, onnx"),
         ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "Use format=torch_export"),
@@ -289,6 +295,25 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form,
     assert not any((tmp_path / "out").iterdir())
     is_held = "tolerance" in message
     assert is_held or f"{form}: " not in capsys.readouterr().out, "notes on a file that is not written"
+
+
+def test_a_program_whose_import_fails_is_named(weights, tmp_path, monkeypatch):
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(
+        UserError, match=r"timm, which is installed, cannot read .*nms does not exist\. Repair it, or uninstall"
+    ):
+        run(weights, "timm", tmp_path / "out" / "timm")
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_class_token_and_mean_without_a_head_are_said_to_have_no_place_at_hugging_face(tmp_path, capsys):
+    random_weights(tmp_path / "model.pt", pool="both")
+    for head in (True, False):
+        run(tmp_path / "model.pt", "huggingface", tmp_path / f"hf-{head}", head=head)
+        assert ("features that others compute from this folder" in capsys.readouterr().out) is not head
+    assert load(tmp_path / "hf-False").config.pool == "token"
 
 
 @pytest.mark.parametrize(("form", "name"), [

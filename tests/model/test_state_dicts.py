@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,17 @@ from PIL import Image
 
 from pipeline.base.errors import UserError
 from pipeline.data.loading.augment import write_eval_view
-from pipeline.model import configure, create, load, read_weights, save_safetensors, to_huggingface, to_npz, to_timm
+from pipeline.model import (
+    VisionTransformer,
+    configure,
+    create,
+    load,
+    read_weights,
+    save_safetensors,
+    to_huggingface,
+    to_npz,
+    to_timm,
+)
 from pipeline.model.convert import preprocessing as images_of
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.convert.resnets import bit_entries
@@ -407,11 +418,21 @@ def test_models_that_timm_does_not_have_are_refused():
         ({"stem": (1,), "patch_size": 1}, "no hybrid whose ResNet has units"),
         ({"rope_base": 50.0}, "timm's ViT with RoPE cannot hold gelu = tanh"),
         ({"swiglu": True, "pool": "map"}, "timm has no ViT with SwiGLU and attention pooling"),
+        ({"stem": (), "embedding_norm": True}, "timm has no hybrid with a norm before the blocks"),
     ):
         with pytest.raises(UserError, match=message):
             to_timm(create("ViT-mu/4", 16, 5, **changes), None, {})
+    rotated = configure("ViT-mu/4", 16, 5, rope_base=50.0, gelu="erf")
+    with pytest.raises(UserError, match=r"RoPE reads no images of 16 x 18 px.* leave some unseen"):
+        to_timm(VisionTransformer(replace(rotated, image_size=(16, 18))), None, {})
     with pytest.raises(UserError, match="timm has no BiT of units"):
         to_timm(create("BiT-R50x1", 32, 5, units=(1, 1), width=32), None, {})
+
+
+def test_timm_gets_layer_scale_whatever_its_initial_value():
+    """timm builds none for init_values = 0, and then refuses the tensors."""
+    for value, written in ((0.0, 1.0), (1e-5, 1e-5)):
+        assert timm_architecture(configure("ViT-mu/4", 16, 5, layer_scale=value))[1]["init_values"] == written
 
 
 def test_safetensors_of_ours_come_back(tmp_path):

@@ -299,6 +299,14 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
     )  # fmt: skip
     if config.swiglu and (config.pool == "map" or config.stem is not None or config.embedding_norm):
         raise UserError("timm has no ViT with SwiGLU and attention pooling, a ResNet stem or a norm before the blocks.")
+    if config.stem is not None and config.embedding_norm:
+        raise UserError("timm has no hybrid with a norm before the blocks; format = safetensors can hold it.")
+    if has_rope and any(config.unseen):
+        height, width = config.image_size
+        raise UserError(
+            f"timm's ViT with RoPE reads no images of {height} x {width} px, of which patches of {config.patch_size} px leave some "
+            "unseen. Export with another image_size=N, or use format=safetensors."
+        )
     if has_rope and config.gelu != "erf" and not config.swiglu:
         raise UserError(
             f"timm's ViT with RoPE cannot hold gelu = {config.gelu}; format = safetensors, onnx or torch_export can."
@@ -341,7 +349,7 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
     if config.gelu != "erf" and not config.swiglu and config.rope_base is None:
         args["act_layer"] = "gelu_tanh" if config.gelu == "tanh" else "quick_gelu"
     if config.layer_scale is not None:
-        args["init_values"] = config.layer_scale
+        args["init_values"] = config.layer_scale or 1.0  # With 0, timm's ViT has no LayerScale.
     if config.registers and config.rope_base is None:
         args |= {"reg_tokens": config.registers, "no_embed_class": True}
     if config.qk_norm:
@@ -365,11 +373,17 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
     if config.swiglu:
         return "vit_giant_patch14_dinov2", args
     if config.embedding_norm:
-        return "vit_base_patch16_clip_224", args  # which has such a norm, and an eps of 1e-5
+        return "vit_base_patch16_clip_224", args  # which has such a norm
     for (letter, patch), size in _TIMM_NAMES.items():
         if VARIANTS[letter][:3] == (D, config.depth, M) and patch == config.patch_size:
             return f"vit_{size}_patch{patch}_224", args
     return "vit_base_patch16_224", args  # any name will do: the arguments override it
+
+
+def timm_eps(config: ViTConfig) -> float:
+    """The epsilon of LayerNorm of the model that `timm_architecture` names: timm's config.json has no place for it."""
+    is_of_dinov3 = config.rope_base is not None and config.layer_norm_eps >= 1e-5
+    return 1e-5 if config.embedding_norm or is_of_dinov3 else 1e-6
 
 
 def _timm_eva(config: ViTConfig, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -384,6 +398,6 @@ def _timm_eva(config: ViTConfig, args: dict[str, Any]) -> tuple[str, dict[str, A
     }  # fmt: skip
     if config.rope_side:
         args["ref_feat_shape"] = [config.rope_side, config.rope_side]
-    if config.layer_norm_eps >= 1e-5:  # of timm's models, these have 1e-5, the others 1e-6
+    if timm_eps(config) == 1e-5:
         return "vit_base_patch16_dinov3", args
     return "vit_base_patch16_rope_224" if config.rope_side == 0 else "vit_base_patch16_rope_reg1_gap_256", args
