@@ -28,6 +28,7 @@ from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, checkpoints_
 from pipeline.process.start import rank
 
 StrPath = str | os.PathLike[str]
+GONE = "it is gone. A run in training removes its older checkpoints: name one that is kept, or a copy"
 ADVICE = "Use the previous checkpoint, or download the file again."
 INDEX = ".index.json"  # Ending of the file that names the shards of weights in several files.
 # Names that Hugging Face, timm and open_clip use.
@@ -232,9 +233,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except UserError:
         raise
     except FileNotFoundError:
-        raise UserError(
-            f"{path}: it is gone. A run in training removes its older checkpoints: run the same command again, or name one that is kept."
-        ) from None
+        raise UserError(f"{path}: {GONE}, or run the same command again.") from None
     except Exception as error:  # A damaged header can raise nearly anything, KeyError for an unknown dtype among it.
         raise_outage(error, path)
         raise UserError(f"{path}: not a readable .safetensors ({one_line(error)}). {ADVICE}") from error

@@ -19,7 +19,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, Dataset, file_sha256, open_dataset
+from pipeline.lifecycle.run_folder import holder
 from pipeline.model import files
+from pipeline.process.committed import NAME as CHECKPOINT
+from pipeline.process.committed import run_of_checkpoint
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
@@ -235,6 +238,13 @@ def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
     sweep = Sweep(config, file_sha256(weights), folder, datasets, list(missing), named=named)
     for task in sweep.tasks:
         _check_dataset(sweep, task)
+    if who := CHECKPOINT.fullmatch(weights.parent.name) and holder(
+        run_of_checkpoint(weights) or weights.parent.parent.parent
+    ):
+        sweep.notes.append(
+            f"the run of {weights.parent} is in training ({who}) and may remove this checkpoint, without which no cell can run: name one "
+            "that is kept, or a copy"
+        )
     return replace(sweep, config=replace(config, kernel=_check_weights(sweep)))
 
 

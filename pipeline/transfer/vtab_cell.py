@@ -42,6 +42,7 @@ from pipeline.evaluate.probes.knn import knn_predict
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
 from pipeline.model.convert.preprocessing import IMAGENET_MEAN, IMAGENET_STD
+from pipeline.model.files import GONE
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
@@ -112,7 +113,8 @@ def run_cell(job: SweepJob) -> dict[str, Any]:
     try:
         sha256 = checksum_of(Path(config.weights), job.sha256)
     except OSError as error:
-        raise UserError(f"{config.weights} cannot be read on this host: {on_one_line(error)}.") from error
+        why = GONE if isinstance(error, FileNotFoundError) else f"cannot be read: {on_one_line(error)}"
+        raise UserError(f"{config.weights} on this host: {why}.") from error
     if sha256 != job.sha256:
         raise UserError(
             f"{config.weights} has changed, or is another file on this host: its SHA-256 was {job.sha256[:16]}, and is {sha256[:16]}. "
