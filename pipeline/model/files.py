@@ -24,11 +24,10 @@ from pipeline.base.files import as_bytes, did_you_mean, read_bytes, replacing
 from pipeline.base.npz import check_sizes
 from pipeline.base.words import on_one_line
 from pipeline.model.convert.entries import ConfigFiles
-from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, checkpoints_of, newest_complete
+from pipeline.process.committed import CHECKSUMS, GONE, LATEST, Checksum, checkpoints_of, newest_complete
 from pipeline.process.start import rank
 
 StrPath = str | os.PathLike[str]
-GONE = "it is gone. A run in training removes its older checkpoints: name one that is kept, or a copy"
 ADVICE = "Use the previous checkpoint, or download the file again."
 INDEX = ".index.json"  # Ending of the file that names the shards of weights in several files.
 # Names that Hugging Face, timm and open_clip use.
@@ -232,10 +231,10 @@ def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 - no dict
     except UserError:
         raise
-    except FileNotFoundError:
-        raise UserError(f"{path}: {GONE}, or run the same command again.") from None
     except Exception as error:  # A damaged header can raise nearly anything, KeyError for an unknown dtype among it.
         raise_outage(error, path)
+        if not path.exists():  # FileNotFoundError, or SafetensorError where it was removed a moment later.
+            raise UserError(f"{path}: {GONE}, or run the same command again.") from None
         raise UserError(f"{path}: not a readable .safetensors ({one_line(error)}). {ADVICE}") from error
 
 

@@ -16,13 +16,13 @@ from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of, tracked_folder_of
 from pipeline.monitor.page_folder import PAGE, PageFolder
 from pipeline.monitor.run_page import WeightsOrigin
-from pipeline.process.committed import NAME, read_checksums
+from pipeline.process.committed import GONE, NAME, read_checksums
 
 
 def find_origin(file: Path, named: str) -> WeightsOrigin:
     """What a weights file is. named: what the command names, such as its run. Reads all of it, unless a checkpoint has its checksum.
 
-    Raises OSError.
+    Raises OSError, and UserError for a file that is gone.
     """
     made_by = _made_by(file)
     is_checkpoint = NAME.fullmatch(file.parent.name)
@@ -30,7 +30,11 @@ def find_origin(file: Path, named: str) -> WeightsOrigin:
     folder = _run_folder(file, Path(named))
     run_id = run_id_of(folder) if folder else None
     name, score = _described_by_its_run(folder, step) if folder else (made_by.run, "")
-    return WeightsOrigin(str(file), _sha256(file), name, run_id or "", step, score)
+    try:
+        sha256 = _sha256(file)
+    except FileNotFoundError:
+        raise UserError(f"{file}: {GONE}, or run the same command again.") from None
+    return WeightsOrigin(str(file), sha256, name, run_id or "", step, score)
 
 
 def sha256_now(named: str) -> str:

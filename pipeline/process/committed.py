@@ -13,6 +13,7 @@ from pipeline.base.files import read_bytes
 
 NAME = re.compile(r"step-(\d{8,})")
 CHECKSUMS, LATEST = "checksums.json", "latest"
+GONE = "it is gone. A run in training removes its older checkpoints: name one that is kept, or a copy"
 
 
 @dataclass(frozen=True)

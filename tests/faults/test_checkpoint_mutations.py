@@ -193,6 +193,20 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_one_line(run: Path, mo
         models.read_weights(run)
 
 
+def test_a_checkpoint_that_is_removed_before_its_tensors_are_mapped_is_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's error is no FileNotFoundError: the file was said to be damaged."""
+
+    def vanish(path: Path, framework: str) -> None:
+        Checkpoints(run / "checkpoints").remove(path.parent)
+        raise RuntimeError(f"unable to open file <{path}> in read-only mode: No such file or directory (2)")
+
+    monkeypatch.setattr("safetensors.safe_open", vanish)
+    with pytest.raises(UserError, match=r"model\.safetensors: it is gone\. A run in training removes its older"):
+        models.read_weights(run)
+
+
 # -------------------------------------------------------------------- settings of a run that is finished
 def test_a_finished_run_refuses_settings_that_would_have_made_another(run: Path) -> None:
     console, checkpoints = Console(run / "log.txt", True), Checkpoints(run / "checkpoints")

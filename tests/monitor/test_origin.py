@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, origin_in
@@ -42,6 +43,13 @@ def test_a_run_that_trains_on_has_given_what_it_had_then(tmp_path: Path) -> None
     assert origin.details == "step 200, SHA-256 c0ffee..., which scored 4.55 % flowers:val"
     assert find_origin(checkpoint(run, 300), "weights").score == "4.55 % flowers:val at step 200"
     assert find_origin(checkpoint(run, 100), "weights").score == ""
+
+
+def test_a_checkpoint_that_a_run_in_training_has_removed_is_gone(tmp_path: Path) -> None:
+    (file := checkpoint(tmp_path / "large", 200)).unlink()
+    (file.parent / "checksums.json").unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors: it is gone\. A run in training removes its older"):
+        find_origin(file, "weights")
 
 
 def test_the_run_of_a_checkpoint_in_another_folder_is_the_one_named(tmp_path: Path) -> None:
