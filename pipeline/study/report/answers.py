@@ -322,9 +322,9 @@ def _corrected(differences: Sequence[ScoreDifference | None]) -> list[float]:
 def _leads(points: Sequence[Point], tolerance: float) -> list[Lead]:
     pairs = []
     for group in _same(points, tolerance):
-        if len({point.model for point in group}) > 1:
-            best_first = sorted(group, key=lambda point: -point.mean)
-            pairs += [(group[0].x, *pair) for pair in combinations(best_first, 2)]
+        best_first = sorted(group, key=lambda point: -point.mean)
+        # Two lengths of one model may be that near, too.
+        pairs += [(group[0].x, *pair) for pair in combinations(best_first, 2) if pair[0].model != pair[1].model]
     differences = [difference(one, other) for _, one, other in pairs]
     leads: dict[float, Lead] = {}
     for (x, one, other), tested, p in zip(pairs, differences, _corrected(differences), strict=True):

@@ -168,6 +168,20 @@ def test_who_wins_where_with_the_correction_for_all_sizes() -> None:
     assert smallest.corrected == pytest.approx(4 * smallest.difference.p)
 
 
+def test_two_lengths_of_one_model_do_not_lead_over_each_other() -> None:
+    """Budgets that differ by less than 5 % are compared as one: a model led over its own shorter run."""
+    means = {("A", 1.0): 0.70, ("A", 1.04): 0.71, ("B", 1.0): 0.60}
+    cells = [
+        made_up.cell(model, model, x, seed, mean + 0.001 * seed, "scaling")
+        for (model, x), mean in means.items()
+        for seed in range(3)
+    ]
+    (lead,) = answer(made_up.study("scaling", cells)).leads
+    assert (lead.best.model, lead.best.x, lead.second.model) == ("A", 1.04, "B")
+    alone = [cell for cell in cells if cell.model == "A"]
+    assert answer(made_up.study("scaling", alone)).leads == []
+
+
 def test_pairs_of_few_or_other_seeds_are_not_paired() -> None:
     scores = (0.5, 0.6, 0.55, 0.65)
     better = tuple(score + 0.01 for score in scores)
