@@ -64,7 +64,8 @@ class StudyResults:
     """A study's results. score: the name of the score that its figures show. data: path; fingerprint: of the data set.
 
     evaluated_on: the data and split of the score, "" for VTAB-1k. image_size: side of the pre-training images in pixels. notes: sentences for the reader.
-    unpublished: names of VTAB tasks whose images are not those of the published files.
+    unpublished: names of VTAB tasks whose images are not those of the published files. others: cells of an earlier report that these
+    settings leave out, as fewer seeds do.
     """
 
     name: str
@@ -77,6 +78,7 @@ class StudyResults:
     cells: list[CellResult]
     notes: list[str] = field(default_factory=list)
     unpublished: list[str] = field(default_factory=list)
+    others: list[CellResult] = field(default_factory=list)
 
     def mark(self, score: str) -> str:
         """Stands beside the name of a score: † if it is not VTAB's."""
@@ -118,9 +120,10 @@ class StudyResults:
 def keep_earlier(now: StudyResults, earlier: StudyResults | None) -> StudyResults:
     """The results, where a cell that had scores in an earlier report and has fewer now keeps the earlier ones, with the reason.
 
-    What a cell is never changes in a study (study.json), so its scores hold as long as it has no newer ones.
+    What a cell is never changes in a study (study.json), so its scores hold as long as it has no newer ones, and while settings leave it out.
     """
-    before = {cell.name: cell for cell in earlier.cells if cell.state == "done"} if earlier else {}
+    known = [*earlier.cells, *earlier.others] if earlier else []
+    before = {cell.name: cell for cell in known if cell.state == "done"}
 
     def best(cell: CellResult) -> CellResult:
         old = before.get(cell.name)
@@ -143,7 +146,8 @@ def keep_earlier(now: StudyResults, earlier: StudyResults | None) -> StudyResult
             hours=old.hours,
         )
 
-    return replace(now, cells=[best(cell) for cell in now.cells])
+    others = [cell for cell in before.values() if cell.name not in {cell.name for cell in now.cells}]
+    return replace(now, cells=[best(cell) for cell in now.cells], others=others)
 
 
 def write_results(results: StudyResults, folder: Path) -> None:

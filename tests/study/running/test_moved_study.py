@@ -141,6 +141,21 @@ def test_a_damaged_cell_is_named_and_its_earlier_result_is_kept(
     assert states(report(done.config)) == ["not run" if damage == "gone" else "damaged", "done"]
 
 
+def test_a_report_of_fewer_cells_does_not_lose_what_was_kept_of_the_others(done: Study) -> None:
+    """results.json then is all that is known of a cell whose run was removed."""
+    report(done.config)
+    shutil.rmtree(done.cells[0].run.folder)
+    for _ in range(2):
+        fewer = report(replace(done.config, models=done.config.models[1:]))
+        assert ([cell.name for cell in fewer.cells], [cell.name for cell in fewer.others]) == (
+            ["two-seed0"],
+            ["one-seed0"],
+        )
+    results = report(done.config)
+    assert (states(results), results.others) == (["done", "done"], [])
+    assert results.cells[0].scores["top1"] == 0.25
+
+
 def test_runs_without_labels_are_done_and_scored_by_their_probe(base: Path) -> None:
     """LeJEPA measures nothing on held-out images: its cells were "damaged". RankMe is no share: results.json was."""
     probe = ["probe.every=100%", "probe.shots=[0]", "probe.neighbours=5", "probe.rankme_images=20"]
