@@ -6,6 +6,7 @@ A folder holds one study. Its study.json says what each cell is; cells may be ad
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pipeline import model as models
 from pipeline import objectives
@@ -148,11 +149,12 @@ def open_study(config: StudyConfig) -> Study:
     cells = []
     extra = pretraining_compute(config, base.track.uri, notes)
     opened: dict[str, RunData] = {}
+    earlier = _earlier_cells(folder)
     for model in config.models:
         for size in config.data_sizes or [base.data.limit]:
             for seed in config.seeds:
                 more = 0.0 if model.weights else extra
-                cells += _cells_of(config, folder, dataset, model, size, seed, more, opened)
+                cells += _cells_of(config, folder, dataset, model, size, seed, more, opened, earlier)
     cells.sort(key=lambda cell: (cell.flops, cell.data_size, cell.seed))
     _refuse_twins(cells)
     _check_comparable(cells)
@@ -202,10 +204,12 @@ def _cells_of(
     seed: int,
     extra: float,
     opened: dict[str, RunData],
+    earlier: dict[str, dict[str, Any]],
 ) -> list[StudyCell]:
     """The cells of one model, data size and seed: one for each length or budget, the shortest first.
 
-    extra: FLOPs for which they train in addition. opened: the data of earlier cells, most of which train on the same; is added to.
+    extra: FLOPs for which they train in addition. opened: the data of other cells, most of which train on the same; is added to.
+    earlier: settings by name of the cells that this study has already.
     """
     common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
@@ -230,9 +234,8 @@ def _cells_of(
         if not steps:
             raise UserError(f"{amount} {unit} are less than one step of model {model.name}: give it more.")
         lengths.append((amount + short, f"{steps} steps"))
-    found = []
-    for label, length in lengths or [("", str(first.train.length))]:
-        name = "-".join([stem, *([label] if len(lengths) > 1 else []), f"seed{seed}"])
+
+    def make(name: str, length: str) -> tuple[Plan, ChildRun, ChildRun | None, int]:
         named, trunk, trunk_steps = [*common, f"name={name}"], None, 0
         run = make_child(name, config.run, [*named, f"train.length={length}"])
         try:
@@ -245,12 +248,31 @@ def _cells_of(
                 _plan(run.config, data.epoch_samples)
         except UserError as error:
             raise UserError(f"cell {name}: {error}") from None
+        return plan, run, trunk, trunk_steps
+
+    found = []
+    for label, length in lengths or [("", str(first.train.length))]:
+        name = "-".join([stem, *([label] if len(lengths) > 1 else []), f"seed{seed}"])
+        plan, run, trunk, trunk_steps = make(name, length)
+        # With a second length, the names of the first cells would have theirs, too, and they would be trained again.
+        settings = json.loads(json.dumps(settings_of(run)))
+        same = [name for name, of_earlier in earlier.items() if of_earlier == settings]
+        if same and name not in same:
+            plan, run, trunk, trunk_steps = make(same[0], length)
         finetunes = [_finetune(file, run, folder, seed) for file in config.finetune]
         found.append(
             StudyCell(model, run, seed, len(split), plan.steps, plan.epochs, flops, models.num_parameters(built), trunk, trunk_steps,
                  finetunes, sum(_finetune_flops(finetune.config, built) for finetune in finetunes))
         )  # fmt: skip
     return sorted(found, key=lambda cell: cell.steps)
+
+
+def _earlier_cells(folder: Path) -> dict[str, dict[str, Any]]:
+    """The cells of a study that was started: name -> settings. Empty if there is none, or `Study.claim` will refuse it."""
+    try:
+        return json_record.read(folder / STUDY_FILE, StudyIdentity).cells
+    except (FileNotFoundError, UserError):
+        return {}
 
 
 def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:

@@ -294,6 +294,21 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
         grown.claim()
 
 
+def test_a_second_length_renames_no_cell(base: Path) -> None:
+    """Under new names those that are done would be trained again."""
+
+    def of_lengths(lengths: str) -> list[str]:
+        study = open_study(make(base, SCALING, "budgets=[]", "seeds=[0]", f"lengths=[{lengths}]"))
+        study.claim()
+        return names(study)
+
+    assert of_lengths("2 epochs") == ["slim-seed0", "wide-seed0"]
+    both = ["slim-seed0", "slim-3_epochs-seed0", "wide-seed0", "wide-3_epochs-seed0"]
+    assert of_lengths("2 epochs,3 epochs") == both
+    assert of_lengths("3 epochs") == both[1::2]
+    assert set(of_lengths("2 epochs,3 epochs,4 epochs")) == {*both, "slim-4_epochs-seed0", "wide-4_epochs-seed0"}
+
+
 def test_a_new_pool_and_head_are_counted(dataset: Path, tmp_path: Path) -> None:
     """Of weights, the head was counted and what else `init` replaces was not: a representation layer that is dropped, a pool that is added."""
     save(create("ViT-mu/4", 16, 5, representation=True), tmp_path / "start.pt")
