@@ -8,13 +8,13 @@ import hashlib
 import json
 import os
 import platform
-import select
 import shlex
 import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +39,8 @@ _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
 _START_SECONDS = 60.0
 # Timeout of a host's answer: one whose disks hang accepts the connection and says nothing.
 _ANSWER_SECONDS = 120.0
+# Begins the line of a host's answer.
+_ANSWER = b"host_check: "
 _CHUNK = b"\0" * 2**20
 _SENT_SECONDS = 1.0
 _SLOW = 0.5
@@ -145,19 +147,24 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     except OSError as error:
         return {"error": f"ssh cannot be started here ({error.strerror})"}
     assert process.stdout is not None
+    timeout = threading.Timer(_ANSWER_SECONDS, process.kill)
+    timeout.start()
     try:
-        if not select.select([process.stdout], [], [], _ANSWER_SECONDS)[0]:
+        # Lines before it are of the host's shell, such as a greeting in ~/.bashrc, which disturbs no run either.
+        line = next((line for line in process.stdout if line.startswith(_ANSWER)), b"")
+        if timeout.finished.is_set():
             return {"error": f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:.0f} s"}
-        line = process.stdout.readline()
+        timeout.cancel()
         if not line:
             lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
             return {"error": lines[-1] if lines else f"ssh ended with code {process.returncode}"}
-        found: dict[str, Any] = asdict(json_record.parse(line, Answer, f"the answer of {host}"))
+        found: dict[str, Any] = asdict(json_record.parse(line.removeprefix(_ANSWER), Answer, f"the answer of {host}"))
         found.update(_measure(found["addresses"], found["port"]))
         return found
     except (OSError, ValueError) as error:
         return {"error": str(error)}
     finally:
+        timeout.cancel()
         process.kill()
         process.communicate()
 
@@ -301,5 +308,5 @@ def _revision() -> str:
 if __name__ == "__main__":
     with socket.create_server(("", 0)) as server:
         server.settimeout(_START_SECONDS)
-        print(json.dumps(asdict(answer(json.loads(sys.argv[1]), server))), flush=True)
+        print(_ANSWER.decode() + json.dumps(asdict(answer(json.loads(sys.argv[1]), server))), flush=True)
         _serve(server)

@@ -29,9 +29,11 @@ def read_hostfile(path: Path) -> Hosts:
         text = line.split("#")[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        match = re.fullmatch(r"(\S+)\s+slots=([1-9]\d{0,5})", text, re.ASCII)
         if not match or match[1] in hosts:
-            raise UserError(f"{path}: {line!r} is not a hostfile line: write each host once, as 'name slots=8'.")
+            raise UserError(
+                f"{path}: {line!r} is not a hostfile line: write each host once, as 'name slots=8'; to leave one out, begin its line with #."
+            )
         hosts[match[1]] = int(match[2])
     if not hosts:
         raise UserError(f"{path} names no host: write lines as 'name slots=8'.")

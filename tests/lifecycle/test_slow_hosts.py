@@ -60,6 +60,15 @@ def test_a_host_that_says_nothing_is_named_as_is_a_missing_ssh(tmp_path: Path, m
     assert host_check.ask("node1", [], "out") == {"error": "it accepts ssh, and has not answered within 0 s"}
 
 
+def test_what_the_shell_of_a_host_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho Welcome\nfor command; do :; done\nexec sh -c "$command"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(host_check, "_measure", lambda addresses, port: {"gbit_per_second": 8.0})
+    assert host_check.ask("node1", ["/nowhere"], str(tmp_path))["missing"] == ["/nowhere"]
+
+
 def test_what_is_installed_on_no_host_is_missing_on_all() -> None:
     answers = [{**ANSWER, "versions": {"python": "3.12", "deepspeed": "missing"}, "gbit_per_second": 8.0}] * 3
     lines = problems(SLOTS, answers, HostsConfig(hostfile="hosts", run="run.yaml"), "token")

@@ -421,7 +421,12 @@ def test_hosts_are_chosen_for_both_names_of_the_launcher(launcher: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("a", "'a' is not a hostfile line"), ("a slots=1\na slots=2", "each host once"), ("", "names no host")],
+    [
+        ("a", "'a' is not a hostfile line"),
+        ("a slots=1\na slots=2", "each host once"),
+        ("a slots=0", "leave one out"),
+        ("", "names no host"),
+    ],
 )
 def test_hostfiles_that_are_none(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "hosts").write_text(text)
