@@ -33,7 +33,7 @@ _WRONG_PATH = {
     errno.EEXIST: "it exists already. Choose another path",
     errno.ENAMETOOLONG: "the name is too long. Choose a shorter one",
     errno.ELOOP: "its links lead in a circle. Choose another path",
-    errno.EROFS: "the file system is read-only. Choose another folder for the output",
+    errno.EROFS: "the file system is read-only. Choose another folder, or make it writable",
     errno.EFBIG: "the file is larger than the system allows (ulimit -f, or the file system)",
     errno.EMFILE: "too many files are open. Raise the limit: ulimit -n",
     errno.ENFILE: "too many files are open on this machine",

@@ -74,6 +74,11 @@ def test_a_checkpoint_has_the_settings_of_its_objective(
         assert Image.open(sheet).size == size
 
 
+def test_a_sheet_is_named_as_the_png_that_it_is() -> None:
+    with pytest.raises(UserError, match=r"^sheet = x\.jpg must end with \.png\.$"):
+        schema.load(SamplesConfig, None, ["run=r", "step=1", "sheet=x.jpg"])
+
+
 def test_a_run_that_is_not_there_is_called_a_run() -> None:
     with pytest.raises(UserError, match="run = runs/nothing: no such run folder, checkpoint or file of settings"):
         samples.run(schema.load(SamplesConfig, None, ["run=runs/nothing", "step=1"]))

@@ -151,8 +151,8 @@ def test_every_command_tries_its_outputs(place: Path) -> None:
     assert "data.cache" in problem(run.RunConfig, *RUN, f"data.cache={file}/x")
     assert "there is no folder /nowhere" in problem(operate.PlanConfig, *RUN, "json=/nowhere/plan.json")
     for name in ("csv", "sheet"):
-        assert f"{name} = /nowhere/x: there is" in problem(
-            operate.SamplesConfig, "run=r", "step=1", f"{name}=/nowhere/x"
+        assert f"{name} = /nowhere/x.png: there is" in problem(
+            operate.SamplesConfig, "run=r", "step=1", f"{name}=/nowhere/x.png"
         )
     for cls, settings in (
         (data.ShardConfig, ["source=s"]),

@@ -182,7 +182,7 @@ def test_a_forbidden_folder_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
         (errno.EEXIST, "it exists already"),
         (errno.ENAMETOOLONG, "the name is too long"),
         (errno.ELOOP, "its links lead in a circle"),
-        (errno.EROFS, "the file system is read-only"),
+        (errno.EROFS, "the file system is read-only. Choose another folder, or make it writable."),
         (errno.EMFILE, "too many files are open"),
     ],
 )

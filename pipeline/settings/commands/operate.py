@@ -6,6 +6,7 @@ from pipeline.base.errors import UserError
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import REQUIRED, setting
 from pipeline.settings.shared import share
+from pipeline.settings.yaml_reader import as_typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,9 @@ class SamplesConfig:
         dict, "Sets of data.mix that are not where the run's settings say, as {datasets/b: /moved/b}."
     )
     csv: str = setting("", "File for the table; empty prints it.", output="file")
-    sheet: str = setting("", "With step: PNG file of the images, cropped and flipped as for the model.", output="file")
+    sheet: str = setting(
+        "", "With step: file for the images, .png, cropped and flipped as for the model.", output="file"
+    )
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -95,6 +98,8 @@ class SamplesConfig:
             raise UserError(f"rank = {self.rank} must be below ranks = {self.ranks}.")
         if self.sheet and not self.step:
             raise UserError("sheet=... shows the samples of a step: set step=...")
+        if self.sheet and not self.sheet.endswith(".png"):
+            raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png.")
 
 
 @dataclass(frozen=True, kw_only=True)
