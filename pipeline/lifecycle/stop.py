@@ -278,6 +278,8 @@ class Stop:
             said = os.dup(2)
             self.folder.take_stderr()  # torch prints C++ frames when the store is lost.
         try:
+            # Now, because the thread, which answers a roll call, cannot while this rank waits to be told.
+            self._store.set(_key(f"here/{self.folder.rank}"), "")
             speaks = self._store.add(_key("speaker"), 1) == 1
             if speaks:
                 gone = self._roll_call()
