@@ -316,9 +316,7 @@ class Stop:
     def _loss(self, gone: list[int], error: str) -> str:
         """Describe which ranks were lost and how to continue. error: this rank's own error."""
         said = read_failures(self.folder.path)
-        # One that lost others itself may have left before it was asked: 1 of 64 ranks on two cores was then called killed.
-        causes = [rank for rank in gone if not (rank in said and said[rank].lost_others)]
-        gone, lines = causes or gone, []
+        lines = []
         for rank in gone[:_NAMED]:
             failure = said.get(rank)
             own = failure is not None and not failure.lost_others

@@ -126,21 +126,6 @@ def test_a_rank_that_loses_one_which_was_asked_to_leave_leaves_as_asked(tmp_path
     assert (done.returncode, done.stderr) == (RESUME, "")
 
 
-def test_a_rank_that_left_because_it_lost_another_is_not_called_lost(tmp_path: Path) -> None:
-    with stop_of(tmp_path) as stop:
-        stop.folder.path.mkdir()
-        stop._hosts = ["a", "a", "b", "b"]
-        folder = RunFolder(stop.folder.path, 3)
-        folder.ours = True
-        folder.say_failure("gloo: connection closed by peer", lost_others=True)
-        lost = stop._loss([2, 3], "gloo: timed out")
-        assert lost.startswith("rank 2 on b is gone (it, or its host, was killed). The other ranks end, too.")
-        folder.say_failure("bad shard", lost_others=False)
-        assert "rank 2 on b is gone (it, or its host, was killed), rank 3 on b failed (bad shard). The" in stop._loss(
-            [2, 3], ""
-        )
-
-
 @pytest.mark.parametrize(
     "when",
     ["os.kill(os.getpid(), 15); until(lambda: stop.reason)", "join, stop._thread.join = stop._thread.join, after"],

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -303,7 +304,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A launcher ends all ranks when the first has ended: a silent one must not be the first, or nothing would be said."""
     slept: list[float] = []
-    monkeypatch.setattr(command.time, "sleep", slept.append)
+    monkeypatch.setattr(command, "time", SimpleNamespace(sleep=slept.append))
     assert ending(UserError("wrong"), monkeypatch, capsys, rank="0") == "error: wrong\n"
     assert not slept
     assert ending(UserError("wrong"), monkeypatch, capsys, rank="3") == ""
@@ -315,7 +316,7 @@ def test_a_silent_rank_ends_by_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: p
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.time, "sleep", interrupted)
+    monkeypatch.setattr(command, "time", SimpleNamespace(sleep=interrupted))
     assert ending(UserError("wrong"), monkeypatch, capsys, rank="3") == ""
 
 
