@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeline.model import Config, Model, ResNetConfig, VisionTransformer, build
-from pipeline.objectives import across_ranks, on_meta
+from pipeline.objectives import on_meta
 from pipeline.objectives.objective import BACKBONE, TEACHER, Objective
 from pipeline.objectives.on_meta import shallow
 from pipeline.objectives.parameters.freeze import NOTHING, freeze
+from pipeline.objectives.parts import across_ranks
 from pipeline.settings.run import RunConfig
 
 _COUNTED = (8, 16, 32)  # images

@@ -19,8 +19,9 @@ from pipeline.base.errors import UserError
 from pipeline.estimate.activations import of_many, saved_by_loss, saved_bytes
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters
-from pipeline.objectives import kind, on_meta, optimizers
+from pipeline.objectives import kind, on_meta
 from pipeline.objectives.objective import FROZEN_TEACHER, TEACHER, Objective, constants, trained_parameters
+from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.freeze import NOTHING
 from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, kernel_shape, orthogonal_flops
 from pipeline.settings.objective_checks import OF_WHOLE_BATCH

@@ -15,8 +15,9 @@ from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.model import Config, Model, build
-from pipeline.objectives import classification, on_meta, optimizers
+from pipeline.objectives import classification, on_meta
 from pipeline.objectives.objective import Objective
+from pipeline.objectives.parameters import optimizers
 from pipeline.settings import effect
 from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.command import listed

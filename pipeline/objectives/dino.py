@@ -24,8 +24,8 @@ from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig
-from pipeline.objectives.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.objective import Inputs, Objective, embedding_std, mean_among_valid, mean_of_valid
+from pipeline.objectives.parts.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.parts.dino_head import DinoHead
 from pipeline.objectives.parts.ibot import BlockMasks
 from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views, dino_compares_micro_batch

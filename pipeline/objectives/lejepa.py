@@ -23,8 +23,8 @@ from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
-from pipeline.objectives.across_ranks import summed, total
 from pipeline.objectives.objective import Objective, embedding_std, mean_of_valid
+from pipeline.objectives.parts.across_ranks import summed, total
 from pipeline.objectives.parts.step_norm import StepNorm
 from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views
 from pipeline.settings.quantities import MAX_SIDE

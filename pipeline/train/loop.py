@@ -15,7 +15,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing, draw_mixing
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives.objective import Inputs, Objective
-from pipeline.objectives.optimizers import learning_rate
+from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.process.distributed import Ranks
 from pipeline.settings.quantities import ImageSize
 from pipeline.train.training_run import TrainingRun

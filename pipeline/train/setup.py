@@ -35,8 +35,8 @@ from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
-from pipeline.objectives import optimizers
-from pipeline.objectives.optimizers import peak_rate
+from pipeline.objectives.parameters import optimizers
+from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.process import waits
 from pipeline.process.console import Console
 from pipeline.process.distributed import from_environment, use_exact_arithmetic

@@ -43,10 +43,10 @@ from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
 from pipeline.model.convert.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from pipeline.monitor.profile import StepClock
-from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
 from pipeline.objectives.objective import Inputs, Objective
-from pipeline.objectives.optimizers import learning_rate
+from pipeline.objectives.parameters import optimizers
+from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.process.committed import GONE
 from pipeline.process.distributed import Ranks, seed_torch, use_exact_arithmetic
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig

@@ -18,7 +18,8 @@ from pipeline.data.loading.views import Views
 from pipeline.estimate import activations, memory
 from pipeline.estimate.plan import make_plan
 from pipeline.model import Config, build, training_flops_per_image
-from pipeline.objectives import across_ranks, on_meta
+from pipeline.objectives import on_meta
+from pipeline.objectives.parts import across_ranks
 from pipeline.settings import run_sections, schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig

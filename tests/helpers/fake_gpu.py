@@ -131,8 +131,8 @@ def plain_step() -> dict[str, Any]:
     from torch._subclasses import FakeTensorMode
 
     from pipeline.model import build, configure
-    from pipeline.objectives import optimizers
     from pipeline.objectives.classification import Classification
+    from pipeline.objectives.parameters import optimizers
     from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
     from pipeline.settings.quantities import Length
     from pipeline.settings.run import OptimizerConfig
@@ -167,7 +167,7 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     from pipeline.estimate.plan import make_plan
     from pipeline.model import build
     from pipeline.monitor.profile import StepClock
-    from pipeline.objectives import optimizers
+    from pipeline.objectives.parameters import optimizers
     from pipeline.process.distributed import Ranks
     from pipeline.settings import schema
     from pipeline.settings.quantities import ImageSize

@@ -4,7 +4,7 @@ import importlib
 
 import torch
 
-from pipeline.objectives.across_ranks import summed
+from pipeline.objectives.parts.across_ranks import summed
 
 
 def save(argument: tuple[str, str]) -> None:

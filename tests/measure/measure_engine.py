@@ -25,8 +25,8 @@ from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.model.layers import kernel_names
 from pipeline.monitor.profile import Meter, peak_flops, peak_memory
-from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
+from pipeline.objectives.parameters import optimizers
 from pipeline.process.distributed import Ranks, from_environment
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 from pipeline.train.loop import training_step

@@ -19,7 +19,7 @@ from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.model import build
 from pipeline.monitor.profile import StepClock
-from pipeline.objectives import optimizers
+from pipeline.objectives.parameters import optimizers
 from pipeline.process.distributed import Ranks, from_environment
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize

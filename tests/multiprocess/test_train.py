@@ -32,7 +32,7 @@ from pipeline.model.rope import draw
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.objectives import classification
 from pipeline.objectives.masked_patches import Masking
-from pipeline.objectives.optimizers import learning_rate
+from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.process.committed import read_checksums
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema

@@ -10,7 +10,8 @@ from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.estimate import memory
 from pipeline.model import build, configure, training_flops_per_image
-from pipeline.objectives import on_meta, optimizers
+from pipeline.objectives import on_meta
+from pipeline.objectives.parameters import optimizers
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 

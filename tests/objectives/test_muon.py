@@ -9,8 +9,8 @@ from torch import Tensor, distributed
 
 from pipeline.base.errors import UserError
 from pipeline.model import build, configure
-from pipeline.objectives import optimizers
 from pipeline.objectives.classification import Classification
+from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, Muon, orthogonal, orthogonal_flops
 from pipeline.settings.run import OptimizerConfig
 

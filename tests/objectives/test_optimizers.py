@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.objectives import optimizers
-from pipeline.objectives.optimizers import build
+from pipeline.objectives.parameters import optimizers
+from pipeline.objectives.parameters.optimizers import build
 from pipeline.settings.run import OptimizerConfig
 
 

@@ -23,7 +23,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.estimate.plan import make_plan
 from pipeline.model import ViTConfig
-from pipeline.objectives.optimizers import peak_rate
+from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.settings import run as settings
 from pipeline.settings import run_execution, run_sections, schema, yaml_reader
 from pipeline.settings.commands import data as data_settings

@@ -15,7 +15,7 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.loader import Batch
 from pipeline.evaluate import export, predict, report
 from pipeline.explain import explain
-from pipeline.objectives import optimizers
+from pipeline.objectives.parameters import optimizers
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.commands.weights import ExplainConfig, ExportConfig, PredictConfig, ScoreConfig

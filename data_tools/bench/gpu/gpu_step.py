@@ -31,8 +31,9 @@ from pipeline.estimate.plan import Plan
 from pipeline.model.layers import kernel_names
 from pipeline.monitor.metrics_file import read_metrics
 from pipeline.monitor.profile import StepClock, device_memory, peak_memory
-from pipeline.objectives import Objective, optimizers
+from pipeline.objectives import Objective
 from pipeline.objectives.classification import Classification
+from pipeline.objectives.parameters import optimizers
 from pipeline.process.distributed import from_environment, use_exact_arithmetic
 from pipeline.settings import schema
 from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig

@@ -14,7 +14,7 @@ from pipeline.evaluate.loaded_model import LoadedModel
 from pipeline.evaluate.segmentation.crops import Crops
 from pipeline.evaluate.segmentation.masks import NO_CLASS
 from pipeline.model import VisionTransformer, ViTConfig
-from pipeline.objectives.optimizers import learning_rate
+from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.run_sections import ScheduleConfig
 

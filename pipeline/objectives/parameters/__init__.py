@@ -1,4 +1,4 @@
-"""What a run does with the backbone's parameters: which are frozen, how deep each is, LoRA, and how Muon updates matrices.
+"""What a run does with parameters: their groups, optimizers (Muon too) and rates; which are frozen, how deep each is, and LoRA.
 
-Imports checkpoint/ (names), model/ and base/. Used by estimate/, objectives/ and train/.
+Imports what objectives/ may. Used by data_tools/, estimate/, evaluate/, objectives/, train/ and transfer/.
 """

@@ -1,4 +1,4 @@
-"""Parts of objectives, for any of them to use: heads, masks, published teachers, and a BatchNorm whose statistics are of all ranks.
+"""Parts of objectives, for any of them to use: sums and gathers over all ranks, a BatchNorm with their statistics, heads, masks, published teachers.
 
-Imports what objectives/ may. Used by objectives/.
+Imports what objectives/ may. Used by estimate/ and objectives/.
 """

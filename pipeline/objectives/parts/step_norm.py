@@ -6,7 +6,7 @@ Shapes: R rows, W width.
 import torch
 from torch import Tensor, nn
 
-from pipeline.objectives.across_ranks import summed, total
+from pipeline.objectives.parts.across_ranks import summed, total
 
 _EPS = 1e-5  # As torch's.
 

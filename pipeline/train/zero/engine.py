@@ -30,8 +30,8 @@ from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
 from pipeline.model import rope
 from pipeline.monitor.profile import StepClock
-from pipeline.objectives import optimizers
 from pipeline.objectives.objective import Inputs, Objective, constants, stored_name, trained_parameters
+from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.muon import Muon
 from pipeline.process.distributed import Ranks, all_started, seed_torch
 from pipeline.settings.run import EngineConfig, OptimizerConfig
