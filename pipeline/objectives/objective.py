@@ -150,7 +150,7 @@ class Objective(nn.Module):
 
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, Metric]:
-        """What `loss` returns to log, by name, as "train_alignment"."""
+        """What `loss` returns to log, by name, exactly. A plan and a start raise TypeError for another name."""
         return {}
 
     @classmethod
@@ -253,8 +253,14 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns what is measured of each held-out image, (B,) by name; the scores are the means over readable images."""
-        raise NotImplementedError
+        """Returns what is measured of each held-out image, (B,) by name; the scores are the means over readable images.
+
+        Not needed where `metrics` is {}.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} declares metrics and has no measure: define it, or let metrics return {{}}, as for a loss that is a "
+            "property of a batch."
+        )
 
     def forward(
         self,

@@ -5,7 +5,7 @@ Nothing waits for a device and nothing is computed, so `loss` must choose no sha
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial, wraps
@@ -222,6 +222,24 @@ def _flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:
 
     objective = make(cls, config, model, torch.float32)
     read = inputs(objective, config, _IMAGES, torch.float32)
+    begin_step(objective)
     with QuickOperators(), FlopCounterMode(display=False) as counter:
-        loss(objective, read).backward()
+        found, values = objective(*read)
+        found.backward()
+    _check_step(objective, config, values)
     return counter.get_total_flops() // _IMAGES
+
+
+def _check_step(objective: "Objective", config: RunConfig, values: Mapping[str, Tensor]) -> None:
+    """Raise TypeError for a mistake in an objective that training would not show. values: what `loss` returned; backward was called."""
+    name = type(objective).__name__
+    if differ := values.keys() ^ objective.values(config).keys():
+        raise TypeError(
+            f"{name}: only one of loss and values names {', '.join(sorted(differ))}: both must name the same."
+        )
+    ours = {*objective.parameters()}.difference(
+        objective.backbone.parameters()
+    )  # Settings decide what of a backbone is used.
+    unused = [key for key, p in objective.named_parameters() if p in ours and p.requires_grad and p.grad is None]
+    if unused:
+        raise TypeError(f"{name}: the loss does not depend on {', '.join(unused)}. Use it in loss, or leave it out.")

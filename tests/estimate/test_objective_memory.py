@@ -6,19 +6,24 @@ import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from distillation import SETTINGS, plant
+from lejepa_step import tiny_lejepa
 from live_tensors import LiveTensors, operators_of_a_gpu
+from torch import nn
 
 from data_tools.bench.corpus import noise_views
 from pipeline import objectives
+from pipeline.base.metric import Metric
 from pipeline.data.loading.views import Views
 from pipeline.estimate import activations, memory
 from pipeline.estimate.plan import make_plan
 from pipeline.model import Config, build, training_flops_per_image
 from pipeline.objectives import on_meta
+from pipeline.objectives.lejepa import Lejepa
 from pipeline.objectives.parts import across_ranks
 from pipeline.settings import run_sections, schema
 from pipeline.settings.quantities import ImageSize
@@ -172,3 +177,35 @@ def test_what_takes_less_names_no_setting_that_an_objective_does_not_have(monkey
     monkeypatch.setattr(objectives.kind("simclr"), "views", classmethod(lambda cls, config: three))
     said = memory.what_takes_less(config, make_plan(config, 1000, 1), model)
     assert "or fewer than 3 views, or more or larger GPUs" in said
+
+
+class Mistaken(Lejepa):
+    """LeJEPA with a layer that it does not use."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.unused = nn.Linear(2, 2, bias=False)
+
+
+class Undeclared(Lejepa):
+    """LeJEPA that does not say in which unit it logs a value."""
+
+    @classmethod
+    def values(cls, config: RunConfig) -> dict[str, Metric]:
+        return {name: metric for name, metric in super().values(config).items() if name != "sigreg"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Mistaken, r"Mistaken: the loss does not depend on unused\.weight"), (Undeclared, "only one of loss and values names sigreg:")],
+)  # fmt: skip
+def test_a_mistake_in_an_objective_that_training_would_not_show_ends_a_plan(kind: type[Lejepa], message: str) -> None:
+    """The engine trains beside a layer without a gradient, at every ZeRO stage; a value without a declaration has no direction."""
+    config, model = run_of("lejepa", "objective={local_views: 0, hidden: 8, width: 4, directions: 4}")
+    with pytest.raises(TypeError, match=message):
+        on_meta.training_flops(kind, config, model)
+
+
+def test_metrics_without_a_measure_name_both() -> None:
+    with pytest.raises(NotImplementedError, match="Lejepa declares metrics and has no measure: define it, or let"):
+        tiny_lejepa().measure((), {})
