@@ -24,7 +24,14 @@ from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig
-from pipeline.objectives.objective import Inputs, Objective, embedding_std, mean_among_valid, mean_of_valid
+from pipeline.objectives.objective import (
+    Inputs,
+    Objective,
+    embedding_std,
+    mean_among_valid,
+    mean_of_valid,
+    same_features,
+)
 from pipeline.objectives.parts.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.parts.dino_head import DinoHead
 from pipeline.objectives.parts.ibot import BlockMasks
@@ -34,9 +41,9 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 _SINKHORN_STEPS = 3
-# What is called a collapse: embedding_std, and teacher_entropy over its maximum, after this share of the run. In the first steps, in
-# which the running mean is that of a new network, the teacher's outputs are nearly uniform.
-_SAME, _UNIFORM, _SETTLED = 0.05, 0.99, 0.1
+# What is called a collapse: teacher_entropy over its maximum, after this share of the run. In the first steps, in which the running mean
+# is that of a new network, the teacher's outputs are nearly uniform.
+_UNIFORM, _SETTLED = 0.99, 0.1
 # A certain teacher (entropy below this share of the maximum) is a collapse only if the student follows it: KL below this, in nats.
 _CERTAIN, _FOLLOWED = 0.01, 0.01
 _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
@@ -287,11 +294,8 @@ class Dino(Objective):
     def collapse(self, values: Mapping[str, float]) -> str:
         if self.progress < _SETTLED:
             return ""
-        if values["embedding_std"] < _SAME:
-            return (
-                f"the features of all images are nearly the same (embedding_std {values['embedding_std']:.3f}); lower optimizer.lr, or use "
-                "objective.centring=sinkhorn"
-            )
+        if same := same_features(values):
+            return f"{same}; lower optimizer.lr, or use objective.centring=sinkhorn"
         if values["teacher_entropy"] > _UNIFORM * log(self.given.prototypes):
             return (
                 f"the teacher's outputs are uniform (teacher_entropy {values['teacher_entropy']:.3f} of at most "

@@ -23,7 +23,7 @@ from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
-from pipeline.objectives.objective import Objective, embedding_std, mean_of_valid
+from pipeline.objectives.objective import Objective, embedding_std, mean_of_valid, same_features
 from pipeline.objectives.parts.across_ranks import summed, total
 from pipeline.objectives.parts.step_norm import StepNorm
 from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views
@@ -32,8 +32,6 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 _DIRECTIONS = Purpose.named("sigreg_directions")
-# The deviation of embeddings that is called a collapse.
-_SAME = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +138,8 @@ class Lejepa(Objective):
         self.directions.copy_(to_device(drawn, self.directions.device), non_blocking=True)
 
     def collapse(self, values: Mapping[str, float]) -> str:
-        if values["embedding_std"] < _SAME:
-            return (
-                f"the features of all images are nearly the same (embedding_std {values['embedding_std']:.3f}); raise objective.weight, "
-                "or lower optimizer.lr"
-            )
-        return ""
+        same = same_features(values)
+        return f"{same}; raise objective.weight, or lower optimizer.lr" if same else ""
 
 
 class Projector(nn.Module):

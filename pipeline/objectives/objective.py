@@ -40,6 +40,8 @@ from pipeline.settings.schema import build
 BACKBONE, TEACHER = "backbone.", "teacher."
 # Published weights that an objective learns from. In no checkpoint, because they are in a file of their own (`teacher_file`).
 FROZEN_TEACHER = "frozen_teacher."
+# The `embedding_std` that is called a collapse.
+_SAME = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +374,12 @@ def mean_of_valid(losses: Tensor, valid: Tensor) -> Tensor:
 def mean_among_valid(values: Tensor, valid: Tensor) -> Tensor:
     """The mean of the values (B,) of valid samples, to log; 0 without any."""
     return (values * valid).sum() / valid.sum().clamp(min=1)
+
+
+def same_features(values: Mapping[str, float]) -> str:
+    """For `Objective.collapse`: the beginning of its sentence if `embedding_std` among the values of a log line is nearly 0, else ""."""
+    std = values["embedding_std"]
+    return f"the features of all images are nearly the same (embedding_std {std:.3f})" if std < _SAME else ""
 
 
 def embedding_std(features: Tensor, counted: Tensor) -> Tensor:

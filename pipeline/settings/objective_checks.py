@@ -54,9 +54,9 @@ def check_objective(config: "RunConfig") -> None:
         raise UserError(
             f"{compares} compares the images of a micro-batch, and train.micro_batch = 1 has one. Use train.micro_batch=2 or more."
         )
-    if loss == "lejepa" and config.train.global_batch == 1:
+    if loss in OF_WHOLE_BATCH and config.train.global_batch == 1:
         raise UserError(
-            "train.loss = lejepa tests the distribution of a batch: train.global_batch = 1 must be 2 or more."
+            f"train.loss = {loss} compares all samples of a step: train.global_batch = 1 must be 2 or more."
         )
     if loss in ("mae", "dino", "lejepa") and config.model.name:
         given = {name: getattr(config.model, name) for name in OPTIONS} | {"num_classes": 0, "representation": False}

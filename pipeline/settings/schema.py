@@ -422,7 +422,9 @@ def _did_you_mean(cls: type, prefix: str, key: str, rest: tuple[str, ...] = (), 
     # The section spelt right, else the same name in another section: lr=1 is optimizer.lr. A name like it in the section that was typed is as likely.
     elsewhere = [name for name in every if name.split(".")[-1] == [key, *rest][-1]]
     guesses = [*inside] or ([*near, *elsewhere] if prefix else elsewhere or near)
-    return f" Did you mean {' or '.join(guesses[:4])}?" if guesses else f" Known here: {', '.join(known)}."
+    if guesses:
+        return f" Did you mean {' or '.join(guesses[:4])}?"
+    return f" Known here: {', '.join(known)}." if known else " There are none here: leave it out."
 
 
 def _whole(value: Any) -> int | None:

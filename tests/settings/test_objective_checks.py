@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from pipeline import objectives
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
@@ -32,6 +33,33 @@ def test_a_new_model_that_does_not_fit_is_refused_with_the_settings(loss: str, w
     given = ["name=a", "data.path=d", "train.length=1 epochs", "model.name=ViT-B/16", "augment.crop=random_resized"]
     with pytest.raises(UserError, match=message):
         schema.load(RunConfig, None, [*given, f"train.loss={loss}", wrong])
+
+
+def test_a_step_of_one_image_is_refused_where_its_samples_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [
+        "name=a",
+        "data.path=d",
+        "train.length=1 epochs",
+        "model.name=ViT-B/16",
+        "train.loss=masked_pixels",
+        "data.streams=1",
+    ]
+    alone = ["train.global_batch=1", "train.micro_batch=1"]
+    schema.load(RunConfig, None, [*given, *alone])
+    monkeypatch.setattr("pipeline.settings.objective_checks.OF_WHOLE_BATCH", {"masked_pixels"})
+    with pytest.raises(
+        UserError,
+        match=r"train\.loss = masked_pixels compares all samples of a step: train\.global_batch = 1 must be 2",
+    ):
+        schema.load(RunConfig, None, [*given, *alone])
+
+
+def test_a_setting_of_an_objective_without_any_is_refused_with_the_way_out() -> None:
+    """It said: Known here: ."""
+    given = ["name=a", "data.path=d", "train.length=1 epochs", "model.name=ViT-B/16", "objective.width=3"]
+    message = r"train\.loss = sigmoid: unknown setting objective\.width\. There are none here: leave it out\.$"
+    with pytest.raises(UserError, match=message):
+        objectives.check(schema.load(RunConfig, None, given))
 
 
 @pytest.mark.parametrize("field", [{"positions": "relative"}, {"pool": "map"}, {"small_stem": (16,)}])
