@@ -160,20 +160,19 @@ def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, u
 
     eval_crop "center": resize the short side to eval_resize, crop the centre. "resize": resize the whole image. "resize_center":
     resize the whole image to a frame whose short side is eval_resize, crop its centre. Shrinking is by area
-    (resize_filter=linear), antialiased or bilinear; enlarging is bilinear. unit: pixels of `out` for one of the model's, in which the
-    corner of the crop is counted.
+    (resize_filter=linear), antialiased or bilinear; enlarging is bilinear. unit: pixels of `out` for one of the model's, with whose
+    sizes the frame and the crop are computed.
     """
     height, width = out.shape[:2]
     if config.eval_crop != "resize":
-        frame = enlarged((height, width), config.eval_resize or default_eval_resize((height, width)))
+        view = height // unit, width // unit
+        frame = enlarged(view, config.eval_resize or default_eval_resize(view))
         if config.eval_crop == "center":
-            image = _cover(image, frame, config)
+            image = _cover(image, frame, config, unit)
         else:
-            image = resize(image, frame[::-1], resize_method(image, frame, config))
-        top, left = (
-            (round(side / unit) - size // unit) // 2 * unit
-            for side, size in zip(image.shape[:2], (height, width), strict=True)
-        )
+            size = frame[0] * unit, frame[1] * unit
+            image = resize(image, size[::-1], resize_method(image, size, config))
+        top, left = ((side // unit - of_view) // 2 * unit for side, of_view in zip(image.shape, view, strict=False))
         image = image[top : top + height, left : left + width]
     _resize_into(image, out, resize_method(image, (height, width), config))
 
@@ -199,21 +198,21 @@ def resize_method(image: np.ndarray, size: tuple[int, int], config: AugmentConfi
     )
 
 
-def _cover(image: np.ndarray, frame: tuple[int, int], config: AugmentConfig) -> np.ndarray:
-    """Resize to the smallest size that covers (height, width), keeping the aspect; crop the ends of very long images first."""
+def _cover(image: np.ndarray, frame: tuple[int, int], config: AugmentConfig, unit: int = 1) -> np.ndarray:
+    """Resize to `unit` times the smallest size that covers (height, width), keeping the aspect; crop the ends of very long images first."""
     height, width = image.shape[:2]
     longest = MAX_ASPECT * min(height, width)
     top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
     image = image[top : height - top, left : width - left]
     height, width = image.shape[:2]
     scale = max(frame[0] / height, frame[1] / width)
-    new = max(frame[1], round(width * scale)), max(frame[0], round(height * scale))
+    new = max(frame[1], round(width * scale)) * unit, max(frame[0], round(height * scale)) * unit
     if new == (width, height):
         return image
     return resize(
         image,
         new,
-        _SHRINK[config.resize_filter] if scale < 1 or config.resize_filter == "bicubic" else cv2.INTER_LINEAR,
+        _SHRINK[config.resize_filter] if scale * unit < 1 or config.resize_filter == "bicubic" else cv2.INTER_LINEAR,
     )
 
 

@@ -5,7 +5,7 @@ others take theirs from a seed of their own, which is hashed from the seed and t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -106,7 +106,6 @@ def shown_view(config: AugmentConfig, image_size: ImageSize | int) -> ViewWriter
     """The crop of `eval_view` for people to look at: with as many times its pixels as make the long side at least SHOWN_SIDE."""
     size = ImageSize.parse(image_size)
     times = -(-SHOWN_SIDE // max(size))
-    config = replace(config, eval_resize=(config.eval_resize or augment.default_eval_resize(size)) * times)
     shape = (1, size.height * times, size.width * times)
     return ViewWriter(
         (shape,), lambda data, outs, epoch, row: augment.write_eval_view(decode(data), outs[0], config, times)
