@@ -159,5 +159,7 @@ def wait_for_ranks(
             terminated = True
             terminate()
         time.sleep(_POLL_SECONDS)
+    if codes[0] == 2:  # Also where the others were ended by a signal, or left as if they were to be started again.
+        return 2
     # A rank that a signal killed has a negative code; one that did not exit in time has none.
     return max((abs(code) for code in codes if code is not None), default=1)

@@ -41,7 +41,7 @@ _WRONG_PATH = {
 # The shell's exit code of a process that was ended by SIGPIPE.
 _SIGPIPE_CODE = 141
 # How long a rank that leaves an error to rank 0 to say waits, where no launcher ends it.
-SILENT_SECONDS = 10.0
+SILENT_SECONDS = 30.0
 # Variable with settings that the command line, which `ps` shows, has without their passwords. DeepSpeed's launcher passes variables
 # that begin so to other hosts.
 _HIDDEN_SETTINGS = "MLFLOW_HIDDEN_SETTINGS"
