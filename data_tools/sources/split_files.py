@@ -25,7 +25,7 @@ def split_files(
     that are left out: compressed tars, and *.TAR. Raises UserError for a split without files, when one split would take files that look
     like several splits, and for an unfinished data set.
     """
-    packed: list[str] = []
+    packed, named_otherwise = list[str](), list[str]()
     if source.is_file():
         paths = {source.name: source}
         _refuse_packed(source, [source.name])
@@ -36,11 +36,12 @@ def split_files(
             if path.name == PLAN and path.parent.name == PARTS:
                 refuse_unfinished(path.parent.parent)
         paths = {name: path for name, path in found.items() if path.name.endswith(suffix) and path.name[0] != "."}
-        others = sorted(name for name in found.keys() - paths.keys() if name.startswith(tuple(splits.values())))
+        others = sorted(name for name in found.keys() - paths.keys() if found[name].name[0] != ".")
+        if suffix == ".tar" and not paths:
+            _refuse_packed(source, others)
+        others = [name for name in others if name.startswith(tuple(splits.values()))]
         packed = [name for name in others if suffix == ".tar" and _is_packed(name)]
         named_otherwise = [name for name in others if name.lower().endswith(suffix)]
-        if not paths:
-            _refuse_packed(source, packed)
         for names, what, way_out in (
             (packed, "compressed tar", "unpack each to a .tar (gzip -d, ...)"),
             (named_otherwise, "file", f"rename each to *{suffix}"),
@@ -55,6 +56,7 @@ def split_files(
             split = max(fitting, key=lambda split: len(splits[split]))
             files[split].append((split, name, paths[name]))
     some = ", ".join(sorted(paths)[:5]) or "none"
+    some += "".join(f". Rename each like {printable(name)} to *{suffix}" for name in named_otherwise[:1])
     for split, of_split in files.items():
         if not of_split:
             _refuse_packed(source, [name for name in packed if name.startswith(splits[split])])

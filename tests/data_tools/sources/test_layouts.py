@@ -835,6 +835,10 @@ def test_bad_webdataset(tmp_path: Path) -> None:
     assert otherwise_note.endswith(
         f"1 file of {packed.parent} left out, such as c.TAR. To use them, rename each to *.tar"
     )
+    (tmp_path / "other").mkdir()
+    write_tar(SHARD, tmp_path / "other/d.TAR")
+    write_tar(SHARD, tmp_path / "other/._d.tar.gz")
+    assert "There: none. Rename each like d.TAR to *.tar." in refused(tmp_path / "other", layout="webdataset")
     splits = {"train": "b", "val": "a"}
     assert "raw: a.tar.gz is compressed, and only plain tars" in refused(
         packed.parent, layout="webdataset", splits=splits
