@@ -147,26 +147,38 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     except OSError as error:
         return {"error": f"ssh cannot be started here ({error.strerror})"}
     assert process.stdout is not None
-    timeout = threading.Timer(_ANSWER_SECONDS, process.kill)
+    is_late = threading.Event()
+
+    def give_up() -> None:
+        is_late.set()
+        process.kill()
+
+    timeout = threading.Timer(_ANSWER_SECONDS, give_up)
     timeout.start()
     try:
         # Lines before it are of the host's shell, such as a greeting in ~/.bashrc, which disturbs no run either.
-        line = next((line for line in process.stdout if line.startswith(_ANSWER)), b"")
-        if timeout.finished.is_set():
+        line = next((found for line in process.stdout if (found := _answer_in(line))), b"")
+        if is_late.is_set():
             return {"error": f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:.0f} s"}
         timeout.cancel()
         if not line:
             lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
             return {"error": lines[-1] if lines else f"ssh ended with code {process.returncode}"}
-        found: dict[str, Any] = asdict(json_record.parse(line.removeprefix(_ANSWER), Answer, f"the answer of {host}"))
-        found.update(_measure(found["addresses"], found["port"]))
-        return found
+        facts: dict[str, Any] = asdict(json_record.parse(line, Answer, f"the answer of {host}"))
+        facts.update(_measure(facts["addresses"], facts["port"]))
+        return facts
     except (OSError, ValueError) as error:
         return {"error": str(error)}
     finally:
         timeout.cancel()
         process.kill()
         process.communicate()
+
+
+def _answer_in(line: bytes) -> bytes:
+    """The answer in a line of a host, if there is one. A shell may have printed before it without a new line, such as a terminal's title."""
+    # An earlier version of this project begins with the answer; its revision is then named.
+    return line.partition(_ANSWER)[2] or (line if line.startswith(b'{"versions"') else b"")
 
 
 def answer(question: dict[str, Any], listener: socket.socket) -> Answer:
