@@ -146,7 +146,8 @@ def keep_earlier(now: StudyResults, earlier: StudyResults | None) -> StudyResult
             hours=old.hours,
         )
 
-    others = [cell for cell in before.values() if cell.name not in {cell.name for cell in now.cells}]
+    asked = {cell.name for cell in now.cells}
+    others = [cell for cell in before.values() if cell.name not in asked]
     return replace(now, cells=[best(cell) for cell in now.cells], others=others)
 
 

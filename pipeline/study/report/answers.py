@@ -322,9 +322,10 @@ def _corrected(differences: Sequence[ScoreDifference | None]) -> list[float]:
 def _leads(points: Sequence[Point], tolerance: float) -> list[Lead]:
     pairs = []
     for group in _same(points, tolerance):
-        best_first = sorted(group, key=lambda point: -point.mean)
-        # Two lengths of one model may be that near, too.
-        pairs += [(group[0].x, *pair) for pair in combinations(best_first, 2) if pair[0].model != pair[1].model]
+        best: dict[str, Point] = {}  # Two lengths of one model may be that near, too.
+        for point in sorted(group, key=lambda point: -point.mean):
+            best.setdefault(point.model, point)
+        pairs += [(group[0].x, *pair) for pair in combinations(best.values(), 2)]
     differences = [difference(one, other) for _, one, other in pairs]
     leads: dict[float, Lead] = {}
     for (x, one, other), tested, p in zip(pairs, differences, _corrected(differences), strict=True):

@@ -255,10 +255,9 @@ def _cells_of(
         name = "-".join([stem, *([label] if len(lengths) > 1 else []), f"seed{seed}"])
         plan, run, trunk, trunk_steps = make(name, length)
         # With a second length, the names of the first cells would have theirs, too, and they would be trained again.
-        settings = json.loads(json.dumps(settings_of(run)))
-        same = [name for name, of_earlier in earlier.items() if of_earlier == settings]
-        if same and name not in same:
-            plan, run, trunk, trunk_steps = make(same[0], length)
+        for other in (f"{stem}-seed{seed}", f"{stem}-{label}-seed{seed}"):
+            if other != name and _is_same_run(earlier.get(other), run) and not _is_same_run(earlier.get(name), run):
+                plan, run, trunk, trunk_steps = make(other, length)
         finetunes = [_finetune(file, run, folder, seed) for file in config.finetune]
         found.append(
             StudyCell(model, run, seed, len(split), plan.steps, plan.epochs, flops, models.num_parameters(built), trunk, trunk_steps,
@@ -273,6 +272,13 @@ def _earlier_cells(folder: Path) -> dict[str, dict[str, Any]]:
         return json_record.read(folder / STUDY_FILE, StudyIdentity).cells
     except (FileNotFoundError, UserError):
         return {}
+
+
+def _is_same_run(earlier: dict[str, Any] | None, run: ChildRun) -> bool:
+    """Whether a cell of study.json has the settings of a run, as far as its version wrote them."""
+    known = objectives.facts(run.config.train.loss)
+    now = json.loads(json.dumps(settings_of(run)))
+    return earlier is not None and not changes.differences(earlier, now, known, "comparison")
 
 
 def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
