@@ -92,9 +92,9 @@ def run(config: ExportConfig) -> LogitDifference:
         and model.config.pool == "both"
         and not model.config.num_classes
     ):
-        print(
-            "huggingface: its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder, launch/"
-            "features.py among them, are the class token alone"
+        notes.append(
+            "its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder, launch/features.py "
+            "among them, are the class token alone"
         )
     if config.format == "timm" and extra.get("loss") == "sigmoid" and model.config.num_classes:
         notes.append("it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid")
@@ -259,10 +259,16 @@ def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward | N
         return program, None
     try:
         module = importlib.import_module(program)
-        return f"{program} {module.__version__}", build(module, path, config)
     except Exception as error:  # It may raise anything, such as RuntimeError where torchvision does not fit torch.
         raise UserError(
-            f"{program}, which is installed, cannot read {path.name}: {files.one_line(error)}. Repair it, or uninstall it to go on without it."
+            f"{program}, which is installed, cannot be imported: {files.one_line(error)}. Repair it, or uninstall it to go on without it."
+        ) from error
+    name = f"{program} {module.__version__}"
+    try:
+        return name, build(module, path, config)
+    except Exception as error:
+        raise UserError(
+            f"{name} cannot read {path.name}: {files.one_line(error)}. Use another format, such as format=safetensors."
         ) from error
 
 

@@ -47,7 +47,7 @@ from pipeline.objectives.classification import Classification
 from pipeline.objectives.objective import Inputs, Objective
 from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.optimizers import learning_rate
-from pipeline.process.committed import GONE
+from pipeline.process.committed import GONE, NAME
 from pipeline.process.distributed import Ranks, seed_torch, use_exact_arithmetic
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
 from pipeline.settings.quantities import Length
@@ -113,7 +113,10 @@ def run_cell(job: SweepJob) -> dict[str, Any]:
     try:
         sha256 = checksum_of(Path(config.weights), job.sha256)
     except OSError as error:
-        why = GONE if isinstance(error, FileNotFoundError) else f"cannot be read: {on_one_line(error)}"
+        why = f"cannot be read: {on_one_line(error)}"
+        if isinstance(error, FileNotFoundError):
+            is_checkpoint = NAME.fullmatch(Path(config.weights).parent.name)
+            why = GONE if is_checkpoint else "it is missing. Put it on storage that all nodes share"
         raise UserError(f"{config.weights} on this host: {why}.") from error
     if sha256 != job.sha256:
         raise UserError(
