@@ -72,12 +72,20 @@ def _refuse_others_file(config: FeaturesConfig, images: Sequence[str]) -> None:
     sheet = _sheet(config)
     if not sheet.is_file():
         return
-    if any(os.path.exists(path) and sheet.samefile(path) for path in images):
+    own = sheet.stat()
+    if any(_is(own, path) for path in images):
         raise UserError(
             f"{sheet} is one of the images, and the sheet would replace it. Name another file: sheet=....png"
         )
     if not config.sheet and not Path(config.out).exists():
         raise UserError(f"{sheet} exists, and the sheet would replace it. Name another file: sheet=....png")
+
+
+def _is(file: os.stat_result, path: str) -> bool:
+    try:
+        return os.path.samestat(file, os.stat(path))
+    except OSError:  # A URL, or an image that is gone.
+        return False
 
 
 def _open_query(config: FeaturesConfig) -> AdhocSplit:
