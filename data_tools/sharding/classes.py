@@ -165,7 +165,7 @@ def odd_classes(listing: Listing, val_share: float = 0) -> list[str]:
     kinds = [
         ("no image in train", (counts == 0) & (in_val == 0)),
         ("one image only in train", counts == 1),
-        ("all of its images in val", (counts == 0) & (in_val > 0)),
+        ("all images in val", (counts == 0) & (in_val > 0)),
         ("no image in val", (counts > 1) & (in_val == 0) & (val_share > 0)),
     ]
     for what, are in kinds:

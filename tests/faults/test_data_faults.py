@@ -679,7 +679,7 @@ def test_a_class_with_one_image(name: str, source: Path, tmp_path: Path, capsys:
     assert dataset.classes == ["cat", "dog", "elk"]
     held_out = (dataset.split("val").label_values == 2).sum()
     assert (dataset.split("train").label_values == 2).sum() + held_out == 1
-    warning = "1 class with no image in train: elk" if held_out else "1 class with one image only in train: elk"
+    warning = "1 class with all images in val: elk" if held_out else "1 class with one image only in train: elk"
     assert warning in capsys.readouterr().out
     assert held_out == name.startswith("in_val")
     assert check(dataset.path)["is_whole"]

@@ -127,7 +127,7 @@ def test_classes_that_val_share_leaves_out_of_a_split_are_named(zoo: Path) -> No
         "1 class with one image only in train: ant", f"1 class with no image in val: cat{way_out}"
     ]  # fmt: skip
     assert not any("val" in note for note in odd_classes(listing))  # Of a source that has its own val.
-    assert f"2 classes with all of its images in val: ant, bee{way_out}" in odd_classes(ruled(zoo, val_share=0.7), 0.7)
+    assert f"2 classes with all images in val: ant, bee{way_out}" in odd_classes(ruled(zoo, val_share=0.7), 0.7)
 
 
 def test_names_that_look_the_same_are_named(tmp_path: Path) -> None:
