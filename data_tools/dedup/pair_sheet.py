@@ -25,9 +25,8 @@ def captioned(pixels: np.ndarray, caption: str) -> Tile:
     """An image with its caption, reduced to the size in which it is drawn. pixels: (H, W, 3) uint8."""
     image = Image.fromarray(pixels)
     image.thumbnail((_SIDE, _SIDE))
-    folders = shorten(printable(caption), 3 * LINE_CHARACTERS).replace(
-        "/", "/ "
-    )  # Lines end behind a slash where they can.
+    # Lines end behind a slash where they can.
+    folders = shorten(printable(caption), 3 * LINE_CHARACTERS).replace("/", "/ ")
     return Tile(np.asarray(image), [line.replace("/ ", "/") for line in textwrap.wrap(folders, LINE_CHARACTERS)])
 
 

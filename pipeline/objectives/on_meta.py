@@ -237,9 +237,8 @@ def _check_step(objective: "Objective", config: RunConfig, values: Mapping[str, 
         raise TypeError(
             f"{name}: only one of loss and values names {', '.join(sorted(differ))}: both must name the same."
         )
-    ours = {*objective.parameters()}.difference(
-        objective.backbone.parameters()
-    )  # Settings decide what of a backbone is used.
+    # Without the backbone's, because settings decide what of it is used.
+    ours = {*objective.parameters()}.difference(objective.backbone.parameters())
     unused = [key for key, p in objective.named_parameters() if p in ours and p.requires_grad and p.grad is None]
     if unused:
         raise TypeError(f"{name}: the loss does not depend on {', '.join(unused)}. Use it in loss, or leave it out.")

@@ -153,9 +153,8 @@ def wait_for_ranks(
                     say(f"rank {rank}: {line}")
                 say(f"rank {rank} ended with exit code {code}")
             codes[rank] = code
-        if (
-            codes[0] == 2 and not terminated
-        ):  # It has said the mistake that the others have made, too: they wait to be ended.
+        # Rank 0 has said the mistake that the others have made, too: they wait to be ended.
+        if codes[0] == 2 and not terminated:
             terminated = True
             terminate()
         time.sleep(_POLL_SECONDS)
