@@ -1,0 +1,123 @@
+"""What the values of an image mean: `Pixels`. A data set and the models trained on it have one; the default is 8-bit RGB.
+
+An image is an array (H, W, C) of `type`. A model reads, for each channel,
+
+    (clip((value - low) / (high - low), 0, 1) - mean) / std
+
+so that 8-bit RGB becomes value / 127.5 - 1, as in the ViT paper's code.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+
+PixelType = Literal[
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64"
+]
+# The values of types that have limits.
+FULL_RANGE: dict[str, tuple[float, float]] = {"bool": (0, 1)} | {
+    f"{sign}int{bits}": ((0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1))
+    for sign in ("u", "")
+    for bits in (8, 16, 32, 64)
+}
+# Types that are cropped, resized and sent to the device as they are, or in one that OpenCV can resize; all others are scaled
+# to [0, 1] as float32 before that.
+_BATCH_TYPES: dict[str, Literal["uint8", "uint16", "int16"]] = {
+    "bool": "uint8", "uint8": "uint8", "int8": "int16", "uint16": "uint16", "int16": "int16",
+}  # fmt: skip
+RGB_CHANNELS = ("red", "green", "blue")
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Channels, type and range of images. Raises UserError for fields that do not fit together.
+
+    channels: names, in the order of the array's last axis. type: of the decoded values. low, high: per channel, the values
+    that become 0 and 1; values beyond are clipped. mean, std: per channel, of the scaled values in [0, 1]. nodata: the value
+    of missing pixels, which are read as `low`, as NaN is; None if there is none.
+    """
+
+    channels: tuple[str, ...] = RGB_CHANNELS
+    type: PixelType = "uint8"
+    low: tuple[float, ...] = (0.0, 0.0, 0.0)
+    high: tuple[float, ...] = (255.0, 255.0, 255.0)
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    nodata: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high", "mean", "std"):
+            if len(getattr(self, name)) != self.num_channels:
+                raise UserError(
+                    f"pixels: {name} has {counted(len(getattr(self, name)), 'value')} for {counted(self.num_channels, 'channel')}."
+                )
+        if not self.channels or len(set(self.channels)) < self.num_channels:
+            raise UserError(f"pixels: channels = {json_record.quoted(self.channels)} must be distinct names.")
+        for channel, low, high, std in zip(self.channels, self.low, self.high, self.std, strict=True):
+            if not (low < high and std > 0):
+                raise UserError(
+                    f"pixels: channel {channel!r} needs low < high and std > 0, not {low}, {high} and {std}."
+                )
+
+    @property
+    def num_channels(self) -> int:
+        return len(self.channels)
+
+    @property
+    def is_rgb8(self) -> bool:
+        """Whether images are 8-bit RGB: decoded from any 8-bit photograph, gray ones too, with augmentation of colours."""
+        return self.channels == RGB_CHANNELS and self.type == "uint8"
+
+    @property
+    def batch_type(self) -> Literal["uint8", "uint16", "int16", "float32"]:
+        """The type of the values in a batch. float32: scaled to [0, 1] already."""
+        return _BATCH_TYPES.get(self.type, "float32")
+
+    def divisor_and_offset(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(d, e) per channel, with which values of a batch, after clipping, become the model's input: value / d - e."""
+        lows, highs = self.batch_range()
+        spans = [high - low for low, high in zip(lows, highs, strict=True)]
+        d = tuple(span * std for span, std in zip(spans, self.std, strict=True))
+        e = tuple(
+            (low / span + mean) / std for low, span, mean, std in zip(lows, spans, self.mean, self.std, strict=True)
+        )
+        return d, e
+
+    def batch_range(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(low, high) per channel of the values in a batch."""
+        if self.batch_type == "float32":
+            return (0.0,) * self.num_channels, (1.0,) * self.num_channels
+        return self.low, self.high
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether a value of a batch may be out of its range."""
+        return self.batch_type != "float32" and (
+            FULL_RANGE[self.type] != (min(self.low), max(self.high)) or len({*self.low}) + len({*self.high}) > 2
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON and weights files."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def full_range(cls, channels: tuple[str, ...], kind: PixelType, nodata: float | None = None) -> "Pixels":
+        """Pixels whose range is that of their integer type. Raises UserError for floats, which have none."""
+        if kind not in FULL_RANGE:
+            raise UserError(
+                f"values = full: {kind} has no range of its own. Use values=percentiles or values=[low, high]."
+            )
+        low, high = FULL_RANGE[kind]
+        count = len(channels)
+        half = (0.5,) * count
+        return cls(channels, kind, (float(low),) * count, (float(high),) * count, half, half, nodata)
+
+    def describe(self) -> str:
+        """In words, such as "3 channels uint8 (red, green, blue)"."""
+        return f"{counted(self.num_channels, 'channel')} {self.type} ({', '.join(self.channels)})"
+
+
+RGB8 = Pixels()
