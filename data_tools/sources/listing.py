@@ -16,7 +16,7 @@ from data_tools.sources.repeated_keys import repeated, sorted_by_key, way_out, w
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON
+from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, is_utf8, locate, utf8_fault
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
@@ -227,9 +227,7 @@ class Collector:
         if self.archives is not None and (suffix := next(filter(name.lower().endswith, _ARCHIVES), "")):
             self.archives[name] = name[-len(suffix) :]
             return
-        if f".{ext.lower()}" in NOT_DECODED:
-            fault = fault or NOT_DECODED_REASON
-        elif f".{ext.lower()}" not in EXTENSIONS or not dot:
+        if f".{ext.lower()}" not in EXTENSIONS or not dot:
             if name not in self.read:
                 self._no_images.add(f"{name} ({fault})" if fault else name)
             return

@@ -19,7 +19,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.dataset.split import SampleTable, Split
-from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, SYSTEM_FOLDERS
+from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
 
@@ -162,7 +162,7 @@ def _is_image(name: str) -> bool:
     """Whether a file below a folder or in a tar is an image, by its name; one that cannot be decoded is counted as such."""
     parts = [part for part in name.split("/") if part not in (".", "..")]
     is_hidden = any(part.startswith(".") or part in SYSTEM_FOLDERS for part in parts)
-    return Path(name).suffix.lower() in EXTENSIONS | NOT_DECODED and not is_hidden
+    return Path(name).suffix.lower() in EXTENSIONS and not is_hidden
 
 
 def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> list[_Image]:

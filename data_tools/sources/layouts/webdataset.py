@@ -17,7 +17,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.exclusion import names_of_lists
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
-from pipeline.data.loading.decode import EXTENSIONS, NOT_DECODED, NOT_DECODED_REASON
+from pipeline.data.loading.decode import ARRAYS, EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
 from pipeline.settings.commands.data import ShardConfig
 
@@ -204,12 +204,12 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
     for key, group in itertools.groupby(parts, key=lambda part: part[0]):
         image: Member | None = None
         instead: dict[str, Member] = {}  # Reason why there is no image -> the first file that it is said of.
-        labels, fault, has_label_file = [], NO_LABEL, False
+        labels, fault, has_label_file, is_array = [], NO_LABEL, False, False
         for _, ext, member in group:
             if f".{ext}" in EXTENSIONS:
-                image = image or member
-            elif f".{ext}" in NOT_DECODED:
-                instead.setdefault(NOT_DECODED_REASON, member)
+                # Beside a photograph, an array is something else, such as its features.
+                if image is None or (is_array and f".{ext}" not in ARRAYS):
+                    image, is_array = member, f".{ext}" in ARRAYS
             elif f".{ext.rpartition('.')[2]}" in EXTENSIONS:
                 instead.setdefault(_OTHER_NAME, member)
             elif ext in ("cls", "json") and (fault or ext == "cls"):
@@ -228,7 +228,7 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
             fault = image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
             yield TarSample(key, image.name, image.offset, image.size, labels, fault, has_label_file)
         elif instead:
-            fault = next(reason for reason in (NOT_DECODED_REASON, _OTHER_NAME, _NO_IMAGE) if reason in instead)
+            fault = next(reason for reason in (_OTHER_NAME, _NO_IMAGE) if reason in instead)
             member = instead[fault]
             yield TarSample(key, member.name, member.offset, member.size, [], fault, has_label_file)
 

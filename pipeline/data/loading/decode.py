@@ -1,4 +1,5 @@
-"""Decodes image files to RGB pixels: libjpeg-turbo for JPEG, libheif for HEIC, Pillow for all other formats.
+"""Decodes image files to pixels (H, W, C): libjpeg-turbo for JPEG, libheif for HEIC, Pillow for other 8-bit photographs, and
+`pipeline/data/images` for images of other types and channels.
 
 Sharding and training use the same functions, so training can read every image that sharding accepted.
 """
@@ -12,7 +13,18 @@ import numpy as np
 import simplejpeg
 from PIL import Image, ImageFile
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.words import counted
+from pipeline.data.images.stored import (
+    MIRRORED,
+    UPSIDE_DOWN,
+    DecodeError,
+    Page,
+    StoredImage,
+    is_dicom,
+    open_image,
+    upright,
+)
 from pipeline.data.loading import jpeg_region
 from pipeline.data.loading.jpeg_region import Region
 
@@ -22,38 +34,32 @@ warnings.filterwarnings("ignore", module="PIL")
 # Suffixes of files that are treated as images; the format is then determined from the first bytes.
 EXTENSIONS = {
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".hif", ".avif",
-    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".jpx",
+    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".jpx", ".jxl", ".npy", ".npz", ".dcm",
 }  # fmt: skip
-# Suffixes of photographs that are not decoded: they belong to a data set, so each counts as a bad image.
-NOT_DECODED = {".jxl"}
-NOT_DECODED_REASON = "this format is not read; convert it to JPEG or PNG"
+# Of these, files of arrays, which are not always images.
+ARRAYS = {".npy", ".npz"}
 # How a file begins that Git LFS has not fetched yet, as after `git clone` of a data set without git-lfs.
 LFS_POINTER = b"version https://git-lfs"
 LFS_REASON = "a pointer of Git LFS instead of the file; run git lfs pull"
 # Folders that macOS, Synology's NAS, Linux and Windows add to others: thumbnails and rescued or deleted files, which are no samples.
 SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
-# How JPEG XL begins: as a box, or without one. Browsers that save it may call such files .jpg.
-_NOT_DECODED_MAGIC = (b"\0\0\0\x0cJXL \r\n\x87\n", b"\xff\x0a")
 _MAGIC = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG\r\n\x1a\n": "png",
     b"GIF8": "gif",
     b"BM": "bmp",
-    b"II*\0": "tiff",
-    b"MM\0*": "tiff",
+    b"II*\0": "tiff", b"MM\0*": "tiff", b"II+\0": "tiff", b"MM\0+": "tiff",
     b"P1": "pbm", b"P2": "pgm", b"P3": "ppm", b"P4": "pbm", b"P5": "pgm", b"P6": "ppm",
     b"\0\0\0\x0cjP  \r\n\x87\n": "jp2",
     b"\xffO\xffQ": "j2k",
+    b"\0\0\0\x0cJXL \r\n\x87\n": "jxl", b"\xff\x0a": "jxl",
+    b"\x93NUMPY": "npy", b"PK\3\4": "npz",
 }  # fmt: skip
 # Files of boxes (ISO 14496-12) name what reads them: letters with which these brands begin, and brands of images of any codec.
 _BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1", b"msf1")
 # How an unfinished download ends whose space was reserved before.
 _EMPTY_BLOCK = bytes(4096)
 _EXIF_ORIENTATION = 0x0112
-# Tags of a TIFF: bits of a sample; how they are to be read, of which 0 is "white is zero".
-_BITS, _PHOTOMETRIC = 258, 262
-# EXIF orientations whose rows are stored bottom up, and whose columns right to left (5-8: after transposing).
-_UPSIDE_DOWN, _MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
 _EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
 # JPEG: end-of-image marker. PNG: name and checksum of the last chunk.
 _JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
@@ -62,12 +68,13 @@ _EXIF_SEARCH_BYTES = 65536
 # Pillow's limit against decompression bombs, applied to libjpeg-turbo too: a small header can claim 12 GB of pixels.
 _MAX_PIXELS = 2 * 89_478_485
 _STRIP_PIXELS = 2**20
+# Formats that Pillow reads, too, if they have 8 bits; and those that it alone reads, with 8-bit PNG and PNM.
+_ALSO_PILLOWS = ("tiff", "jp2", "j2k")
+_PILLOWS = ("jpg", "gif", "bmp", "webp", "heic", "avif", "png", "pbm", "pgm", "ppm")
+# Modes in which Pillow reads a TIFF of print colours or a palette, which pipeline/data/images does not read.
+_COLOURS_OF_PILLOW = ("P", "PA", "CMYK", "LAB", "YCbCr")
 # libjpeg errors after which pixels are missing. After others (extraneous bytes, unknown markers, CMYK) Pillow decides.
 _SPOILT = ("premature end", "bad huffman code")
-
-
-class DecodeError(ValueError):
-    """The bytes are not an image, or the image cannot be decoded completely."""
 
 
 def decode(
@@ -75,12 +82,13 @@ def decode(
     choose: Callable[[int, int], Region] | None = None,
     factor: Callable[[], int] = lambda: 1,
     by_region: bool = True,
+    pixels: Pixels = RGB8,
 ) -> np.ndarray:
-    """Decode an image of one of the EXTENSIONS to uint8 (H, W, 3) RGB, turned upright by its EXIF tag (HEIC and AVIF: by irot and imir).
+    """Decode an image of one of the EXTENSIONS to (H, W, C) of `pixels.type`, turned upright by its EXIF tag (HEIC and AVIF: by irot and imir).
 
-    Grayscale is repeated to three channels, 10-bit to 16-bit are scaled to 8, alpha is dropped, and the first frame of an animation
-    or the primary image of a HEIC is used. Raises DecodeError for anything that cannot be decoded to its last row, and for
-    floating-point pixels, negative ones and those above 65,535.
+    Values are those of the file. As 8-bit RGB, gray is repeated to three channels; of a photograph, alpha is dropped, and the first frame
+    of an animation or the primary image of a HEIC is used. Raises DecodeError for anything that cannot be decoded to its last row, and for
+    channels or values that `pixels` cannot hold.
 
     choose: (height, width) of the upright image -> the region to return, (top, left, height, width). Its pixels are those of
     the whole image, but most JPEGs are decoded only there (see `jpeg_region`), so damage below the region may go unnoticed.
@@ -89,7 +97,7 @@ def decode(
     """
     is_jpeg = _format(data) == "jpg"
     orientation = exif_orientation(data) if is_jpeg else 1
-    if is_jpeg:
+    if is_jpeg and pixels.is_rgb8:
 
         def stored(height: int, width: int) -> Region:
             return _stored_region(choose, height, width, orientation) if choose else (0, 0, height, width)
@@ -99,20 +107,71 @@ def decode(
             part = _decode_jpeg(data, stored, factor)
         if part is not None:
             return upright(part, orientation)
-    pixels, orientation = with_pillow(data, _to_rgb)
-    pixels = upright(pixels, orientation)
+    values, _ = _whole(data) if pixels.is_rgb8 else (stored_image(data).values(pixels), 1)
     if choose is None:
-        return pixels
-    top, left, height, width = choose(*pixels.shape[:2])
-    return pixels[top : top + height, left : left + width]
+        return values
+    top, left, height, width = choose(*values.shape[:2])
+    return values[top : top + height, left : left + width]
 
 
 def decode_with_orientation(data: bytes) -> tuple[np.ndarray, int]:
     """(what `decode` returns of all of the image, the EXIF orientation by which it was turned: see `upright`). Raises DecodeError."""
     if _format(data) == "jpg":
         return decode(data), exif_orientation(data)
-    pixels, orientation = with_pillow(data, _to_rgb)
-    return upright(pixels, orientation), orientation
+    return _whole(data)
+
+
+def _whole(data: bytes) -> tuple[np.ndarray, int]:
+    """(uint8 (H, W, 3) upright, EXIF orientation by which it was turned) of any 8-bit image. Raises DecodeError for others."""
+    stored = _stored(data)
+    if stored is None or (stored.ext in _ALSO_PILLOWS and _is_8_bit(stored)):
+        try:
+            values, orientation = with_pillow(data, _to_rgb)
+            return upright(values, orientation), orientation
+        except DecodeError:
+            if stored is None:
+                raise
+    if not _is_8_bit(stored):
+        raise DecodeError(f"{stored.describe()}, where 8-bit gray or RGB is needed")
+    values, _ = stored.page(0)
+    values = values * np.uint8(255) if stored.type == "bool" else values
+    return np.repeat(values, 3, axis=2) if stored.channels == 1 else values, 1
+
+
+def _is_8_bit(stored: StoredImage) -> bool:
+    return stored.type in ("uint8", "bool") and stored.channels in (1, 3)
+
+
+def _stored(data: bytes) -> StoredImage | None:
+    """The header of an image of one of the formats in pipeline/data/images; None for others, and TIFFs of colours that only Pillow reads."""
+    try:
+        return open_image(data)
+    except DecodeError:
+        if _format(data) == "tiff" and with_pillow(data, lambda image: image.mode) in _COLOURS_OF_PILLOW:
+            return None
+        raise
+
+
+def stored_image(data: bytes) -> StoredImage:
+    """What an image holds, of any kind, by its header. Raises DecodeError."""
+    ext = _format(data)
+    if ext != "jpg" and (stored := _stored(data)):
+        return stored
+    channels, alpha, pages, size, orientation = with_pillow(data, _photograph)
+    height, width = size[::-1] if orientation >= 5 else size
+
+    def read(number: int) -> Page:
+        return decode(data)[..., :channels], None
+
+    return StoredImage(ext, height, width, channels, "uint8", read, pages, alpha=alpha)
+
+
+def _photograph(image: Image.Image) -> tuple[int, bool, int, tuple[int, int], int]:
+    """(channels without alpha, whether there is alpha, frames, (height, width) as stored, EXIF orientation) by a header."""
+    channels = 1 if image.mode in ("1", "L", "LA") else 3
+    alpha = image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info
+    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    return channels, alpha, frames, (image.height, image.width), _orientation(image)
 
 
 def exif_orientation(jpeg: bytes) -> int:
@@ -120,17 +179,19 @@ def exif_orientation(jpeg: bytes) -> int:
     return with_pillow(jpeg, _orientation) if _may_have_exif(jpeg) else 1
 
 
-def inspect(data: bytes, decode_all: bool) -> tuple[str, int, int]:
+def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> tuple[str, int, int]:
     """(file extension by content, width, height) of an image as stored, before EXIF rotation (HEIC: after its own). Raises DecodeError.
 
     decode_all: decode the whole image, to detect truncated and damaged files; else only the header is read (see `check_end`).
     """
     ext = _format(data)
     size = _jpeg_size(data) if ext == "jpg" else None
-    height, width = size or with_pillow(data, lambda image: (image.height, image.width))
+    if size is None:
+        stored = None if ext in _PILLOWS else _stored(data)
+        size = (stored.height, stored.width) if stored else with_pillow(data, lambda image: (image.height, image.width))
     if decode_all:
-        decode(data)
-    return ext, width, height
+        decode(data, pixels=pixels)
+    return ext, size[1], size[0]
 
 
 def check_end(data: bytes, ext: str) -> None:
@@ -172,6 +233,8 @@ def _check_boxes(data: bytes) -> None:
 
 
 def _format(data: bytes) -> str:
+    if is_dicom(data):  # First: its preamble may look like a TIFF.
+        return "dcm"
     for magic, ext in _MAGIC.items():
         if data.startswith(magic):
             return ext
@@ -179,8 +242,6 @@ def _format(data: bytes) -> str:
         return "webp"
     if data[4:8] == b"ftyp" and (ext := _brand(data)):
         return ext
-    if data.startswith(_NOT_DECODED_MAGIC):
-        raise DecodeError(NOT_DECODED_REASON)
     if data.startswith(LFS_POINTER):
         raise DecodeError(LFS_REASON)
     raise DecodeError(f"no image: begins with {data[:12]!r}" if data else "empty file")
@@ -319,19 +380,15 @@ def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
     # Pillow rotates a TIFF on loading and drops the tag, so read the orientation after loading.
     image.load()
     orientation = _orientation(image)
-    if image.mode == "F":
-        raise DecodeError("floating-point pixels, whose range is unknown")
-    is_wide = image.mode.startswith("I")
-    scale = _wide_scale(image) if is_wide else 1
-    # Pillow inverts such pixels of 8 bits itself.
-    is_negative = is_wide and _tiff_tag(image, _PHOTOMETRIC) == 0
+    if image.format == "HEIF" and image.mode.startswith("I"):
+        # Gray of more bits; of colours, libheif gives 8.
+        gray = np.round(np.asarray(image, np.float64) / 257).astype(np.uint8)
+        return np.repeat(gray[..., None], 3, axis=2), orientation
+    if image.mode == "F" or image.mode.startswith("I"):
+        raise DecodeError(f"{image.format} with more than 8 bits a value, where 8-bit gray or RGB is needed")
 
     def convert(strip: Image.Image) -> np.ndarray:
-        if not is_wide:
-            return np.array(strip.convert("RGB"))  # A copy, because torch warns about read-only arrays.
-        values = np.asarray(strip, dtype=np.float64) / scale
-        values = np.clip(np.round(values), 0, 255).astype(np.uint8)
-        return np.repeat((255 - values if is_negative else values)[..., None], 3, axis=2)
+        return np.array(strip.convert("RGB"))  # A copy, because torch warns about read-only arrays.
 
     if image.width * image.height <= _STRIP_PIXELS:
         return convert(image), orientation
@@ -348,40 +405,6 @@ def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
         yield top, image.crop((0, top, image.width, min(top + height, image.height)))
 
 
-def _wide_scale(image: Image.Image) -> float:
-    """By what the values of an image of more than 8 bits are divided, so that white is 255. Raises DecodeError for an unknown range."""
-    if image.mode.startswith("I;16"):
-        # Pillow leaves 12-bit values as they are, in 16 bits.
-        return 4095 / 255 if _tiff_tag(image, _BITS) == 12 else 257
-    if image.format == "PPM":
-        return 257  # Pillow scales these to 16 bits.
-    # For 32-bit types only the values show whether they are 8-bit or 16-bit.
-    extremes = np.array([strip.getextrema() for _, strip in _strips(image)])
-    low, high = int(extremes.min()), int(extremes.max())
-    if low < 0 or high > 65535:
-        raise DecodeError(f"pixels from {low:,} to {high:,}, whose range is unknown")
-    return 257 if high > 255 else 1
-
-
-def _tiff_tag(image: Image.Image, tag: int) -> int | None:
-    """A number of the header of a TIFF, the first of several; None for other formats, and if it is missing."""
-    value = getattr(image, "tag_v2", {}).get(tag)
-    return value[0] if isinstance(value, tuple) else value
-
-
-def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Apply an EXIF orientation to (H, W, 3) or (H, W): 2-4 mirror or rotate by 180 degrees, 5-8 also transpose."""
-    if orientation == 1:
-        return pixels
-    if orientation >= 5:
-        pixels = pixels.swapaxes(0, 1)
-    if orientation in _UPSIDE_DOWN:
-        pixels = pixels[::-1]
-    if orientation in _MIRRORED:
-        pixels = pixels[:, ::-1]
-    return np.ascontiguousarray(pixels)
-
-
 def _stored_region(choose: Callable[[int, int], Region], height: int, width: int, orientation: int) -> Region:
     """Map the region chosen in the upright image to the stored image: the inverse of `upright`."""
     _refuse_bomb(height, width)
@@ -389,9 +412,9 @@ def _stored_region(choose: Callable[[int, int], Region], height: int, width: int
     if is_transposed:
         height, width = width, height
     top, left, part_height, part_width = choose(height, width)
-    if orientation in _MIRRORED:
+    if orientation in MIRRORED:
         left = width - left - part_width
-    if orientation in _UPSIDE_DOWN:
+    if orientation in UPSIDE_DOWN:
         top = height - top - part_height
     return (left, top, part_width, part_height) if is_transposed else (top, left, part_height, part_width)
 

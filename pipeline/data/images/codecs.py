@@ -1,0 +1,108 @@
+"""Opens 16-bit PNG and PGM, JPEG 2000 and JPEG XL."""
+
+import re
+
+import imagecodecs
+import numpy as np
+from PIL import Image
+
+from pipeline.data.images.stored import DecodeError, StoredImage, upright, without_alpha
+
+_PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # Colour type -> samples of a pixel; 4 and 6 have alpha.
+_ORIENTATION = 0x0112
+_CODESTREAM = b"\xffO\xffQ"  # Where a JPEG 2000 codestream begins: SOC, then SIZ.
+# Width, height and largest value of a PGM or PPM; comments stand between them.
+_PNM = re.compile(rb"P([56])(?:\s+|#[^\n]*\n)+(\d+)(?:\s+|#[^\n]*\n)+(\d+)(?:\s+|#[^\n]*\n)+(\d+)\s")
+
+
+def open_png(data: bytes) -> StoredImage | None:
+    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    bits, colour = data[24], data[25]
+    if bits != 16 or colour not in _PNG_CHANNELS:
+        return None
+    samples = _PNG_CHANNELS[colour]
+    alpha = (samples - 1,) if colour >= 4 else ()
+    orientation = _exif_orientation(data)
+
+    def read(number: int) -> tuple[np.ndarray, None]:
+        values = imagecodecs.png_decode(data).reshape(height, width, -1)[..., :samples]
+        return upright(without_alpha(values, alpha), orientation), None
+
+    sides = (width, height) if orientation >= 5 else (height, width)
+    return StoredImage("png", *sides, samples - len(alpha), "uint16", read, alpha=bool(alpha))
+
+
+def _exif_orientation(png: bytes) -> int:
+    """1 to 8, from the chunk eXIf; 1 without it."""
+    at = png.find(b"eXIf")
+    if at < 0:
+        return 1
+    exif = Image.Exif()
+    exif.load(png[at + 4 : at + 4 + int.from_bytes(png[at - 4 : at], "big")])
+    return exif.get(_ORIENTATION, 1)
+
+
+def open_pnm(data: bytes) -> StoredImage | None:
+    """PGM and PPM of more than 8 bits: big-endian, of two bytes a value."""
+    found = _PNM.match(data)
+    if not found or int(found[4]) < 256:
+        return None
+    channels, width, height = 1 if found[1] == b"5" else 3, int(found[2]), int(found[3])
+
+    def read(number: int) -> tuple[np.ndarray, None]:
+        count = height * width * channels
+        if len(data) - found.end() < 2 * count:
+            raise DecodeError("cut off: it has fewer values than its header names")
+        values = np.frombuffer(data, ">u2", count, found.end())
+        return values.astype(np.uint16).reshape(height, width, channels), None
+
+    return StoredImage("pgm" if channels == 1 else "ppm", height, width, channels, "uint16", read)
+
+
+def open_jpeg2000(data: bytes) -> StoredImage:
+    at = data.find(_CODESTREAM)
+    if at < 0:
+        raise DecodeError("JPEG 2000 without a codestream")
+    siz = data[at + 2 :]
+    x1, y1, x0, y0 = (int.from_bytes(siz[place : place + 4], "big") for place in (6, 10, 14, 18))
+    samples = int.from_bytes(siz[38:40], "big")
+    depths = {siz[40 + 3 * number] for number in range(samples)}
+    if len(depths) != 1:
+        raise DecodeError(f"JPEG 2000 with {samples} channels of different types")
+    depth = depths.pop()
+    bits, is_signed = (depth & 127) + 1, depth > 127
+    kind = f"{'' if is_signed else 'u'}int{8 if bits <= 8 else 16 if bits <= 16 else 32}"
+    # The box `cdef` says which channel is opacity: number, kind (1 or 2), the channels that it belongs to.
+    box = data[data.find(b"cdef") + 6 :] if 0 < data.find(b"cdef") < at else b""
+    entries = [box[6 * n : 6 * n + 6] for n in range(samples)] if box else []
+    alpha = tuple(int.from_bytes(entry[:2], "big") for entry in entries if entry[2:4] in (b"\0\1", b"\0\2"))
+
+    def read(number: int) -> tuple[np.ndarray, None]:
+        values = imagecodecs.jpeg2k_decode(data)
+        return without_alpha(values.reshape(*values.shape[:2], -1), alpha), None
+
+    ext = "j2k" if at == 0 else "jp2"
+    return StoredImage(ext, y1 - y0, x1 - x0, samples - len(alpha), kind, read, alpha=bool(alpha))
+
+
+def open_jpeg_xl(data: bytes) -> StoredImage:
+    """Decodes it, since no library here reads its header alone. A second or fourth channel is alpha, as JPEG XL numbers it."""
+    values = imagecodecs.jpegxl_decode(data)
+    if values.ndim > 3:
+        raise DecodeError(f"JPEG XL with {len(values)} frames")
+    values = values.reshape(*values.shape[:2], -1)
+    samples = values.shape[2]
+    alpha = (samples - 1,) if samples in (2, 4) else ()
+    values = without_alpha(values, alpha)
+    height, width, channels = values.shape
+    return StoredImage(
+        "jxl", height, width, channels, values.dtype.name, lambda number: (values, None), alpha=bool(alpha)
+    )
+
+
+OPENERS = {
+    (b"\x89PNG\r\n\x1a\n",): open_png,
+    (b"P5", b"P6"): open_pnm,
+    (b"\0\0\0\x0cjP  \r\n\x87\n", _CODESTREAM): open_jpeg2000,
+    (b"\0\0\0\x0cJXL \r\n\x87\n", b"\xff\x0a"): open_jpeg_xl,
+}

@@ -1,0 +1,173 @@
+"""What an image file stores: `open_image` reads its header, `StoredImage` its pages in their own type.
+
+Values are never scaled. Alpha is left out, as the only thing; a page is one of several images of a file: a channel, a slice, a frame.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.architecture.pixels import Pixels, PixelType
+from pipeline.base.words import counted
+
+# Values of one page, (H, W, C), and which of them are missing, bool (H, W), or None.
+Page = tuple[np.ndarray, np.ndarray | None]
+MAX_PIXELS = 2 * 89_478_485  # Pillow's limit: a small header can claim 12 GB.
+# EXIF orientations whose rows are stored bottom up, and whose columns right to left (5-8: after transposing).
+UPSIDE_DOWN, MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
+_TYPES = set(PixelType.__args__)  # type: ignore[attr-defined]
+
+
+class DecodeError(ValueError):
+    """The bytes are not an image, or the image cannot be decoded completely."""
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image file, of which the header was read.
+
+    ext: file extension by content. channels: of a page, without alpha. type: numpy's name. pages: number of images of this size and
+    type in the file. axes: what the pages are, as OME names it, such as "C"; "" if the file does not say. nodata: value of missing
+    pixels by the header. alpha: whether an alpha channel is left out. read: page number -> `Page`; raises any error.
+    """
+
+    ext: str
+    height: int
+    width: int
+    channels: int
+    type: str
+    read: Callable[[int], Page]
+    pages: int = 1
+    axes: str = ""
+    nodata: float | None = None
+    alpha: bool = False
+
+    def __post_init__(self) -> None:
+        if self.type not in _TYPES:
+            raise DecodeError(f"{self.describe()}: values of this type are not read")
+        if not (self.height and self.width and self.channels and self.pages):
+            raise DecodeError(f"{self.describe()}: it is empty")
+        if self.height * self.width * self.channels > MAX_PIXELS:
+            raise DecodeError(f"{self.describe()}: more than {MAX_PIXELS:,} values")
+
+    def describe(self) -> str:
+        """In words, such as "TIFF, 225 x 225, 5 channels float64"."""
+        pages = f", {self.pages} pages" if self.pages > 1 else ""
+        return (
+            f"{self.ext.upper()}, {self.width} x {self.height}, {counted(self.channels, 'channel')} {self.type}{pages}"
+        )
+
+    def page(self, number: int) -> Page:
+        """A page in the file's type. Raises DecodeError."""
+        try:
+            values, missing = self.read(number)
+        except (DecodeError, MemoryError):
+            raise
+        except Exception as error:  # Each library raises errors of its own, and of any type where files are damaged.
+            raise DecodeError(f"{self.describe()}: {reason(error)}") from None
+        if values.shape != (self.height, self.width, self.channels) or values.dtype.name != self.type:
+            raise DecodeError(f"{self.describe()}, but decoding gives {values.shape} {values.dtype.name}")
+        return values, missing
+
+    def values(self, pixels: Pixels) -> np.ndarray:
+        """(H, W, C) for a data set of these pixels, of its type. Missing pixels become `nodata`, or `low` where there is none.
+
+        The channels are those of the first page, or of all pages if only these together have as many. Raises DecodeError for an image of
+        other channels, or with values that the type does not hold.
+        """
+        if self.channels == pixels.num_channels:
+            pages = [self.page(0)]
+        elif self.channels * self.pages == pixels.num_channels:
+            pages = [self.page(number) for number in range(self.pages)]
+        else:
+            raise DecodeError(f"{self.describe()}, where the data set has {pixels.describe()}")
+        values = pages[0][0] if len(pages) == 1 else np.concatenate([values for values, _ in pages], axis=2)
+        values = self._as_type(values, pixels)
+        if any(missing is not None for _, missing in pages):
+            values = values.copy()
+            fill = pixels.low if pixels.nodata is None else (pixels.nodata,) * pixels.num_channels
+            for number, (_, missing) in enumerate(pages):
+                channels = slice(number * self.channels, (number + 1) * self.channels)
+                if missing is not None:
+                    values[missing, channels] = np.array(fill[channels]).astype(values.dtype)
+        return values
+
+    def _as_type(self, values: np.ndarray, pixels: Pixels) -> np.ndarray:
+        """The values in the type of the data set, if it holds each of them exactly."""
+        wanted = np.dtype(pixels.type)
+        if values.dtype == wanted:
+            return values
+        if not np.can_cast(values.dtype, wanted):
+            converted = values.astype(wanted)
+            if (
+                not np.array_equal(converted.astype(values.dtype), values)
+                or (converted < 0).any() != (values < 0).any()
+            ):
+                raise DecodeError(
+                    f"{self.describe()}, values from {values.min()} to {values.max()}, where the data set has {pixels.describe()}"
+                )
+        return values.astype(wanted)
+
+
+def open_image(data: bytes) -> StoredImage | None:
+    """Read the header of an image that may have any channels and type; None for bytes of another kind. Raises DecodeError.
+
+    8-bit PNG and PGM are read by Pillow: None for these, too.
+    """
+    opener = _opener(data)
+    if opener is None:
+        return None
+    try:
+        return opener(data)
+    except (DecodeError, MemoryError):
+        raise
+    except Exception as error:  # As in `StoredImage.page`.
+        raise DecodeError(reason(error)) from None
+
+
+def _opener(data: bytes) -> Callable[[bytes], StoredImage | None] | None:
+    """Imports the library of a kind of files when its first file is read."""
+    if is_dicom(data):
+        from pipeline.data.images.dicom import open_dicom
+
+        return open_dicom
+    if data.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")):
+        from pipeline.data.images.tiff import open_tiff
+
+        return open_tiff
+    if data.startswith((b"\x93NUMPY", b"PK\3\4")):
+        from pipeline.data.images.arrays import open_arrays
+
+        return open_arrays
+    from pipeline.data.images import codecs
+
+    return next((opener for magics, opener in codecs.OPENERS.items() if data.startswith(magics)), None)
+
+
+def is_dicom(data: bytes) -> bool:
+    """Whether it is a DICOM file. Its preamble of 128 bytes may look like a TIFF; old files have none, and begin with group 8."""
+    return data[128:132] == b"DICM" or (data[:3] in (b"\x08\0\x05", b"\x08\0\x08", b"\0\x08\0") and data[4:6].isupper())
+
+
+def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """Apply an EXIF orientation to (H, W, C) or (H, W): 2-4 mirror or rotate by 180 degrees, 5-8 also transpose."""
+    if orientation == 1:
+        return pixels
+    if orientation >= 5:
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in UPSIDE_DOWN:
+        pixels = pixels[::-1]
+    if orientation in MIRRORED:
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)
+
+
+def without_alpha(values: np.ndarray, alpha: Sequence[int]) -> np.ndarray:
+    """(H, W, S) without these channels."""
+    return np.delete(values, alpha, axis=2) if alpha else values
+
+
+def reason(error: Exception) -> str:
+    """The error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -1,0 +1,81 @@
+"""Opens TIFF of every kind (BigTIFF, OME-TIFF, GeoTIFF, ImageJ), by tifffile and imagecodecs. Of a pyramid, the largest level is read."""
+
+import io
+import logging
+from functools import cache
+from math import prod
+
+import numpy as np
+import tifffile
+
+from pipeline.data.images.stored import DecodeError, StoredImage, upright, without_alpha
+
+# Its warnings about odd tags would name no file; what matters raises.
+logging.getLogger("tifffile").setLevel(logging.CRITICAL)
+_ORIENTATION, _GDAL_NODATA = 274, 42113
+_WHITE_IS_ZERO, _PALETTE, _CMYK = 0, 3, 5
+_READ = (_WHITE_IS_ZERO, 1, 2, 6)  # Also black is zero, RGB, and YCbCr, which becomes RGB.
+_ALPHA = (1, 2)  # ExtraSamples: premultiplied or not; 0 is another band.
+_UNNAMED = "QI"  # Axes of pages of which the file does not say what they are.
+
+
+def open_tiff(data: bytes) -> StoredImage:
+    """Raises DecodeError for colours of a palette or of print, and for images of several sizes or types."""
+    file = tifffile.TiffFile(io.BytesIO(data))
+    series = [one for one in file.series if not one.keyframe.is_reduced]
+    if len(series) != 1:
+        shown = "; ".join(f"{one.axes} {one.shape} {one.dtype}" for one in series[:4])
+        raise DecodeError(f"a TIFF of {len(series)} images of different size or type ({shown})")
+    (found,) = series
+    first, axes = found.keyframe, found.axes
+    if found.dtype is None or first.photometric not in _READ:
+        what = {_PALETTE: "colours of a palette", _CMYK: "colours of print (CMYK)"}.get(first.photometric)
+        raise DecodeError(f"a TIFF with {what or f'pixels of kind {first.photometric!r}'}, which is not read")
+    end = max(map(sum, zip(first.dataoffsets, first.databytecounts, strict=True)), default=0)
+    if end > len(data):
+        raise DecodeError(f"cut off: a TIFF of {len(data):,} bytes, of which a strip or tile ends at {end:,}")
+    sizes = dict(zip(axes, found.shape, strict=True))
+    others = [axis for axis in axes if axis not in "YXS"]
+    num_pages, samples = prod(sizes[axis] for axis in others), sizes.get("S", 1)
+    alpha = tuple(samples - len(first.extrasamples) + n for n, kind in enumerate(first.extrasamples) if kind in _ALPHA)
+    orientation = int(first.tags.valueof(_ORIENTATION) or 1)
+    height, width = (sizes["X"], sizes["Y"]) if orientation >= 5 else (sizes["Y"], sizes["X"])
+
+    @cache
+    def all_pages() -> np.ndarray:
+        """(pages, H, W, S), of a file whose one header describes all pages, as ImageJ's."""
+        order = [axes.index(axis) for axis in [*others, "Y", "X", *("S" * ("S" in sizes))]]
+        return found.asarray().transpose(order).reshape(num_pages, sizes["Y"], sizes["X"], samples)
+
+    def read(number: int) -> tuple[np.ndarray, None]:
+        if len(found.pages) == num_pages:
+            values = found.pages[number].asarray()
+            values = np.moveaxis(values, 0, 2) if first.axes == "SYX" else values
+        else:
+            values = all_pages()[number]
+        values = without_alpha(values.reshape(sizes["Y"], sizes["X"], samples), alpha)
+        if first.photometric == _WHITE_IS_ZERO:
+            values = _inverted(values, first.bitspersample)
+        return np.ascontiguousarray(upright(values, orientation)), None
+
+    return StoredImage(
+        "tiff", height, width, samples - len(alpha), found.dtype.name, read, pages=num_pages,
+        axes="".join(axis for axis in others if axis not in _UNNAMED), nodata=_nodata(first), alpha=bool(alpha),
+    )  # fmt: skip
+
+
+def _inverted(values: np.ndarray, bits: int) -> np.ndarray:
+    """Values of which 0 is white, so that 0 is black."""
+    if values.dtype.kind == "b":
+        return ~values
+    if values.dtype.kind != "u":
+        raise DecodeError("a TIFF whose white is zero, of signed or floating-point values, which is not read")
+    return values.dtype.type(2**bits - 1) - values
+
+
+def _nodata(page: tifffile.TiffPage) -> float | None:
+    """The value of missing pixels, which GDAL writes as text."""
+    try:
+        return float(str(page.tags.valueof(_GDAL_NODATA)).strip("\0 "))
+    except ValueError:
+        return None
