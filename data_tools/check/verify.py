@@ -122,10 +122,9 @@ def _read_tables(dataset: Dataset) -> _Tables:
             add_finding(f"{name} is missing")
         elif manifest.file_sha256(path) != sha256:
             add_finding(f"{name} is not the file that {INFO} was written with")
-    if manifest.fingerprint(shards, dataset.classes) != dataset.fingerprint:
-        add_finding(
-            f"shards and classes have fingerprint {manifest.fingerprint(shards, dataset.classes)}, not that of {INFO}"
-        )
+    found = manifest.fingerprint(shards, dataset.classes, dataset.pixels)
+    if found != dataset.fingerprint:
+        add_finding(f"shards and classes have fingerprint {found}, not that of {INFO}")
     samples: pq.ParquetFile | None = None
     counts = np.zeros(len(shards), np.int64)
     try:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, did_you_mean
 from pipeline.base.words import counted
@@ -251,4 +252,5 @@ def _as_split(images: list[_Image], note: str) -> Split:
         excluded_rows=np.empty(0, np.int64),
         excluded_by={},
         table=SampleTable(table, range(table.num_row_groups)),
+        pixels=RGB8,
     )

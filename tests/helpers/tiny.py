@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.data.dataset.manifest import ROWS, Shard, write_dataset
 from pipeline.data.storage.content import content_hash
 
@@ -18,9 +19,13 @@ NUM_CLASSES = 4
 
 def make_dataset(
     path: Path, splits: dict[str, int], per_shard: int = 40, size: int = 16, seed: int = 0, labelled: bool = True,
-    order: Sequence[int] = range(NUM_CLASSES),
+    order: Sequence[int] = range(NUM_CLASSES), pixels: Pixels = RGB8,
 ) -> Path:  # fmt: skip
-    """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples. order: of the classes."""
+    """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples. order: of the classes.
+
+    pixels: other than 8-bit RGB are .npy files, whose channels have the values of red, green and blue in turn, stretched to their range.
+    """
+    ext = "png" if pixels.is_rgb8 else "npy"
     path.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     colours = np.array([[200, 40, 40], [40, 200, 40], [40, 40, 200], [180, 180, 40]])
@@ -32,21 +37,26 @@ def make_dataset(
                 for i in range(first, min(first + per_shard, count)):
                     colour = int(rng.integers(NUM_CLASSES))
                     label = order.index(colour)
-                    pixels = np.clip(colours[colour] + rng.normal(0, 40, (size, size, 3)), 0, 255).astype(np.uint8)
+                    picture = np.clip(colours[colour] + rng.normal(0, 40, (size, size, 3)), 0, 255).astype(np.uint8)
                     buffer = io.BytesIO()
-                    Image.fromarray(pixels).save(buffer, "PNG")
+                    if pixels.is_rgb8:
+                        Image.fromarray(picture).save(buffer, "PNG")
+                    else:
+                        low, high = np.array(pixels.low), np.array(pixels.high)
+                        share = picture[..., np.arange(pixels.num_channels) % 3] / 255
+                        np.save(buffer, (low + share * (high - low)).astype(pixels.type))
                     data = buffer.getvalue()
-                    for ext, content in (("png", data), ("cls", str(label).encode()))[: 2 if labelled else 1]:
-                        member = tarfile.TarInfo(f"{split}{i:05d}.{ext}")
+                    for suffix, content in ((ext, data), ("cls", str(label).encode()))[: 2 if labelled else 1]:
+                        member = tarfile.TarInfo(f"{split}{i:05d}.{suffix}")
                         member.size = len(content)
-                        if ext == "png":
+                        if suffix == ext:
                             offset = tar.offset + 512
                         tar.addfile(member, io.BytesIO(content))
-                    rows.append({"key": f"{split}{i:05d}", "offset": offset, "size": len(data), "ext": "png", "labels": [label] * labelled,
+                    rows.append({"key": f"{split}{i:05d}", "offset": offset, "size": len(data), "ext": ext, "labels": [label] * labelled,
                                  "width": size, "height": size, "xxh128": content_hash(data)})  # fmt: skip
             content = (path / name).read_bytes()
             shards.append(Shard(name, split, len(rows), len(content), hashlib.sha256(content).hexdigest()))
             tables.append(pa.Table.from_pylist(rows, ROWS))
     classes = [f"class{c}" for c in order] if labelled else []
-    write_dataset(path, shards, tables, classes, {"made by": "tests"}, {})
+    write_dataset(path, shards, tables, classes, {"made by": "tests"}, {}, pixels=pixels)
     return path

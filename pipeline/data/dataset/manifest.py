@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import did_you_mean
 from pipeline.base.words import counted
@@ -109,6 +110,7 @@ class Dataset(ManifestTables):
             excluded_rows=excluded,
             excluded_by=excluded_by,
             table=table,
+            pixels=self.pixels,
         )
 
     def refuse_without_labels(self, setting: str, way_out: str) -> None:
@@ -176,12 +178,13 @@ def write_dataset(
     source: dict[str, Any],
     settings: dict[str, Any],
     class_names: Sequence[str] | None = None,
+    pixels: Pixels = RGB8,
 ) -> Dataset:
     """Write the manifest of shards that are already in the folder; dataset.json, which makes it a data set, comes last.
 
     shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS, and
     GROUP if they have groups), in the same order; they are read one by one, since together they may not fit in memory. class_names: readable names of
-    classes, where they have others. Raises UserError for a label out of range; then an old manifest stays as it was.
+    classes, where they have others. pixels: what the values of images mean. Raises UserError for a label out of range; then an old manifest stays as it was.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
     assert [s.split for s in shards] == sorted((s.split for s in shards), key=splits.index), "splits are interleaved"
@@ -191,7 +194,7 @@ def write_dataset(
         pq.write_table(pa.Table.from_pylist([asdict(shard) for shard in shards], SHARDS), file)
     info = {
         "format": FORMAT,
-        "fingerprint": fingerprint(shards, classes),
+        "fingerprint": fingerprint(shards, classes, pixels),
         "samples": {split: sum(s.samples for s in shards if s.split == split) for split in splits},
         "shards": {split: sum(s.split == split for s in shards) for split in splits},
         "files": {name: file_sha256(path / name) for name in (SAMPLES_FILE, SHARDS_FILE)},
@@ -200,6 +203,8 @@ def write_dataset(
         "settings": settings,
         "classes": list(classes),
     }
+    if pixels != RGB8:
+        info["pixels"] = pixels.to_dict()
     if class_names is not None:
         info["class_names"] = list(class_names)
     info[CHECKSUM] = info_checksum(info)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.groups import GROUP
@@ -81,7 +82,7 @@ class Split:
     shard_paths: S file names or URLs. shard_sizes: (S,) int64, samples of each. shard_starts: (S + 1,) int64, cumulative.
     shard_bytes: (S,) int64, of each tar. shard_sha256: (S,) hex. storage: how they are read.
     index, table: of all samples in the manifest, excluded or not. excluded_rows: int64, ascending, rows in the manifest.
-    excluded_by: name of a list -> how many samples it excludes.
+    excluded_by: name of a list -> how many samples it excludes. pixels: what the values of its images mean.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Split:
     excluded_rows: np.ndarray
     excluded_by: dict[str, int]
     table: SampleTable
+    pixels: Pixels
 
     def __len__(self) -> int:
         return int(self.shard_starts[-1])

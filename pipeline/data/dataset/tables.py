@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.words import counted, on_one_line
@@ -75,7 +76,8 @@ class Shard:
 class _ManifestInfo:
     """The fields of dataset.json that are used here, with their types. Older data sets lack those with a default.
 
-    files: SHA-256 (hex) of the two tables. checksum: of all other fields (`info_checksum`).
+    files: SHA-256 (hex) of the two tables. pixels: what the values of images mean, if they are not 8-bit RGB. checksum: of all other
+    fields (`info_checksum`).
     """
 
     format: str
@@ -88,6 +90,7 @@ class _ManifestInfo:
     class_names: list[str] | None = None
     source: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    pixels: Pixels | None = None
     checksum: str | None = None
 
 
@@ -116,6 +119,12 @@ class ManifestTables:
     @property
     def num_classes(self) -> int:
         return len(self.info["classes"])
+
+    @property
+    def pixels(self) -> Pixels:
+        """Channels, type and range of its images."""
+        saved = self.info.get("pixels")
+        return RGB8 if saved is None else json_record.convert(saved, Pixels, f"{self.path / INFO}")
 
     @property
     def fingerprint(self) -> str:
@@ -233,10 +242,12 @@ def info_checksum(info: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
-    """16 hex characters that identify these shards (names and bytes) and classes."""
+def fingerprint(shards: Sequence[Shard], classes: Sequence[str], pixels: Pixels = RGB8) -> str:
+    """16 hex characters that identify these shards (names and bytes), classes, and what values mean if not 8-bit RGB."""
     # The last part of the name: the location of tars that were indexed in place does not count.
-    content = [sorted((locate(Path(), shard.name).name, shard.sha256) for shard in shards), list(classes)]
+    content: list[Any] = [sorted((locate(Path(), shard.name).name, shard.sha256) for shard in shards), list(classes)]
+    if pixels != RGB8:
+        content.append(pixels.to_dict())
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 

@@ -103,6 +103,7 @@ def open_run_data(
         datasets.append(other)
         splits.append(part)
     _refuse_same(mixture.sets, datasets)
+    _refuse_other_pixels(mixture.sets, datasets)
     for entry in mixture.sets[1:]:
         _refuse_needless(entry, labels)
     try:
@@ -303,6 +304,17 @@ def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:
             raise UserError(
                 f"data.mix: {entry.path} and {other.path} are the same data set ({dataset.fingerprint}), both with split "
                 f"{entry.split!r}. Leave one of them out, and give the other the weight of both{WAY_OUT}"
+            )
+
+
+def _refuse_other_pixels(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:
+    """Raise UserError for images of other channels, types or ranges than those of the first set."""
+    own = datasets[0].pixels
+    for entry, dataset in zip(sets, datasets, strict=True):
+        if dataset.pixels != own:
+            raise UserError(
+                f"data.mix: {entry.path} has {dataset.pixels.describe()}, and {datasets[0].path} has {own.describe()}: mix sets of the "
+                "same channels, type and values (low, high, mean, std, nodata in dataset.json)."
             )
 
 

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset import manifest
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, location_and_split, open_dataset, write_dataset
@@ -31,7 +33,7 @@ def rows(first: int, labels: list[list[int]]) -> pa.Table:
     return pa.Table.from_pydict(columns, ROWS)
 
 
-def write(path: Path, name: str = "train") -> Dataset:
+def write(path: Path, name: str = "train", pixels: Pixels = RGB8) -> Dataset:
     path.mkdir(exist_ok=True)
     sizes = {f"{name}-000000.tar": 3, f"{name}-000001.tar": 2, "val-000000.tar": 1}
     shards = []
@@ -39,7 +41,7 @@ def write(path: Path, name: str = "train") -> Dataset:
         (path / shard).write_bytes(b"x" * 1000)
         shards.append(Shard(shard, shard.split("-")[0], samples, 1000, "ab" * 32))
     tables = [rows(0, [[0], [1, 2], []]), rows(3, [[2], [1]]), rows(5, [[0, 1, 2]])]
-    return write_dataset(path, shards, tables, ["a", "b", "c"], {"path": "/raw"}, {"seed": 0})
+    return write_dataset(path, shards, tables, ["a", "b", "c"], {"path": "/raw"}, {"seed": 0}, pixels=pixels)
 
 
 def test_arrays_of_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +72,22 @@ def test_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
     assert first.fingerprint == second.fingerprint
     assert len(first.fingerprint) == 16
     assert write(tmp_path / "c", name="other").fingerprint != first.fingerprint
+
+
+def test_what_values_mean_is_kept_and_8_bit_rgb_adds_nothing(tmp_path: Path) -> None:
+    ct = Pixels(("ct",), "int16", (-1024.0,), (3071.0,), (0.3,), (0.2,), nodata=-2000.0)
+    rgb = write(tmp_path / "rgb")
+    found = [
+        write(tmp_path / f"{number}", pixels=pixels) for number, pixels in enumerate((ct, replace(ct, mean=(0.4,))))
+    ]
+    assert open_dataset(found[0].path).pixels == open_dataset(found[0].path).split("train").pixels == ct
+    assert open_dataset(rgb.path).pixels == RGB8
+    assert "pixels" not in rgb.info
+    assert len({rgb.fingerprint, *(one.fingerprint for one in found)}) == 3
+    info = json.loads((found[0].path / "dataset.json").read_text())
+    (found[0].path / "dataset.json").write_text(json.dumps({**info, "pixels": {**info["pixels"], "low": [4000.0]}}))
+    with pytest.raises(UserError):
+        open_dataset(found[0].path)
 
 
 @pytest.mark.parametrize(

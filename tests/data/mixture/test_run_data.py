@@ -11,6 +11,7 @@ import pytest
 from tiny import make_dataset
 
 from pipeline import objectives
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shard, open_dataset, write_dataset
@@ -220,6 +221,12 @@ def test_a_mixture_that_cannot_be_used_is_refused(sets: Path, mix: str, reason: 
     with pytest.raises(UserError, match=reason) as refused:
         opened(sets, mix)
     assert "\n" not in str(refused.value)
+
+
+def test_sets_of_other_channels_or_types_are_refused(sets: Path) -> None:
+    make_dataset(sets / "bands", {"train": 30}, pixels=Pixels.full_range(("red", "green", "blue", "nir"), "uint16"))
+    with pytest.raises(UserError, match=r"bands.*nir"):
+        opened(sets, "{path: bands, weight: 1}")
 
 
 @pytest.mark.parametrize(("num_images", "has"), [(0, "no images"), (10, "images, but no labels")])
