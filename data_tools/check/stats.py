@@ -12,7 +12,9 @@ from data_tools.check.contact_sheet import draw_sheet
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts, count
 from data_tools.check.histograms import draw_histograms
 from data_tools.progress import data_size
+from data_tools.sharding.values import measure_values
 from pipeline import ray_tasks
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
 from pipeline.base.progress import duration
@@ -41,6 +43,8 @@ def run(config: StatsConfig) -> dict[str, Any]:
             f"mlflow=... keeps its record beside the report, but that is in a bucket ({out}). Add out=FOLDER."
         )
     dataset = open_dataset(data)
+    if config.values:
+        dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
     if isinstance(out, Path):
         try_output("out", out)
     counts, mixes = count(dataset)
@@ -49,6 +53,7 @@ def run(config: StatsConfig) -> dict[str, Any]:
         "data": str(dataset.path),
         "fingerprint": dataset.fingerprint,
         "num_classes": dataset.num_classes,
+        "pixels": dataset.pixels.to_dict(),
         "splits": {split: _summary(of_split, dataset) for split, of_split in counts.items()},
     }
     shards = dataset.shards()
@@ -160,6 +165,12 @@ def metrics(stats: dict[str, Any]) -> dict[str, float]:
 def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
     classes_or_none = counted(stats["num_classes"], "class") if stats["num_classes"] else "images without labels"
     print(f"{stats['data']}: {classes_or_none}, fingerprint {stats['fingerprint']}")
+    pixels = stats["pixels"]
+    if pixels["channels"] != list(RGB8.channels) or pixels["type"] != RGB8.type:
+        ranges = zip(pixels["channels"], pixels["low"], pixels["high"], strict=False)
+        print(
+            f"  values of {pixels['type']}: " + ", ".join(f"{name} {low:g} to {high:g}" for name, low, high in ranges)
+        )
     for name, of in stats["splits"].items():
         classes, shards = of["classes"], of["shards"]
         formats = ", ".join(f"{n:,} {ext}" for ext, n in of["formats"].items())

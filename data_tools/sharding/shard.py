@@ -8,8 +8,9 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from data_tools.progress import data_size
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained, renamed
 from data_tools.sharding.copies import Copies, merge_copies
 from data_tools.sharding.holdout import add_groups, describe_groups, groups_of, hash_keys, hold_out, with_groups
+from data_tools.sharding.kinds import describe_left_out, join_channels, source_pixels, split_pages
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
+from data_tools.sharding.values import measure_values
 from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
@@ -29,6 +32,7 @@ from data_tools.sources.listing import Skipped, reasons
 from data_tools.sources.split_files import PARTS, PLAN
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv, did_you_mean
@@ -49,7 +53,19 @@ STAGING, SKIPPED, FILLED, COPIES, HASHES = ".staging", "skipped.csv", "filled.cs
 # Settings that determine the bytes; a folder made with other values is refused.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
 # The same, recorded only if set. (Class lists and maps are part of the listing's digest.)
-_DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies", "resize_filter", "group_column", "group_pattern")
+_DECISIVE_IF_SET = (
+    "holdout_per_class",
+    "min_images",
+    "merge_copies",
+    "resize_filter",
+    "group_column",
+    "group_pattern",
+    "channels",
+    "channel_pattern",
+    "pages",
+    "to_rgb8",
+    "nodata",
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +116,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     try:
         remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
-        listing = with_groups(listing, config.group_pattern)
+        listing = split_pages(join_channels(with_groups(listing, config.group_pattern), config), config)
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
@@ -115,6 +131,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         for note in [*describe_groups(groups_of(split)), *odd]:
             print(note)
 
+        pixels = source_pixels(listing, config)
+        _refuse_reductions(config, pixels)
         finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
         write_files(out / PARTS, {PLAN: json.dumps(identity)})
@@ -132,11 +150,13 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
                 if note not in odd:
                     print(f"without the copies: {note}")
         plan = make_plan(listing, config)
-        results = _run_jobs(listing, plan, config, out, known)
+        results = _run_jobs(listing, plan, config, out, known, pixels)
         if known:
             dataset = _check_remade(out, results, known)
         else:
-            dataset = _finish(out, results, listing, plan, names, copies, identity)
+            dataset = _finish(out, results, listing, plan, names, copies, identity, pixels)
+        if not dataset.pixels.is_measured:
+            dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
         remove_tree(out / PARTS)
         remove_tree(out / STAGING)
         remove_leftovers(out)
@@ -149,6 +169,14 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         raise
     _print_done(dataset, results, listing, plan, time.monotonic() - started, verified=bool(known))
     return dataset
+
+
+def _refuse_reductions(config: ShardConfig, pixels: Pixels) -> None:
+    """Raise UserError for settings that would store 8-bit JPEGs in place of other images."""
+    if config.resize_short and not pixels.is_rgb8:
+        raise UserError(
+            f"resize_short = {config.resize_short} stores JPEGs, which cannot hold {pixels.describe()}. Leave it out."
+        )
 
 
 def make_plan(listing: Listing, config: ShardConfig) -> ShardPlan:
@@ -170,9 +198,9 @@ def make_plan(listing: Listing, config: ShardConfig) -> ShardPlan:
 
 
 def make_jobs(
-    listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
+    listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard], pixels: Pixels = RGB8
 ) -> Iterator[ShardingJob]:
-    """Yields a job for each shard of the plan. known: shards of a finished data set in `out`, by name."""
+    """Yields a job for each shard of the plan. known: shards of a finished data set in `out`, by name. pixels: of its images."""
     for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
         yield ShardingJob(
             source=str(listing.source),
@@ -184,17 +212,18 @@ def make_jobs(
             known=known.get(name),
             convert=listing.convert,
             has_labels=listing.is_labelled,
+            pixels=pixels,
         )
 
 
 def _run_jobs(
-    listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
+    listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard], pixels: Pixels
 ) -> list[Done]:
     """Returns every shard's result, in plan order. Raises UserError when too many images are bad."""
     results: dict[int, Done] = {}
     skipped = list(listing.skipped)
     _check_budget(skipped, listing, config, 0)
-    jobs, num_shards = make_jobs(listing, plan, config, out, known), len(plan.names)
+    jobs, num_shards = make_jobs(listing, plan, config, out, known, pixels), len(plan.names)
     shown = (len(listing), num_shards, out, "sharded")
     with tasks_on_cluster(write_shard, jobs, config.num_tasks, *shown) as (tasks, progress):
         for number, done in tasks:
@@ -236,6 +265,7 @@ def _finish(
     names: list[str] | None,
     copies: Copies | None,
     identity: dict[str, Any],
+    pixels: Pixels,
 ) -> Dataset:
     """Merge the part files into the manifest."""
     kept = [done.shard for done in results if done.shard.samples]
@@ -256,13 +286,18 @@ def _finish(
             f"note: {counted(len(filled), 'image')} of the source cannot be read completely, such as {filled[0][1]}; the rest is grey (see "
             f"{FILLED}). If your copies are damaged, and not the originals: replace them, remove {out}, and run again."
         )
+    unread = Counter[str]()
+    for done in results:
+        unread.update(done.left_out)
+    for note in describe_left_out(unread):
+        print(note)
     source = identity["source"]
     if copies is not None:
         write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)
         source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
     rows = {name: plan.order[first:last] for name, (first, last) in zip(plan.names, plan.bounds, strict=True)}
     tables = (add_groups(read_rows(part_path(out, shard.name)), listing, rows[shard.name]) for shard in kept)
-    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names)
+    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names, pixels)
 
 
 def _skipped_before(out: AnyPath) -> set[str]:
@@ -353,8 +388,16 @@ def _forget(out: AnyPath) -> None:
     remove_tree(out / PARTS)  # Last: without the plan, the other files would be foreign to a command that finds them.
 
 
+def _default(name: str) -> Any:
+    """Default of a setting; None for one that does not exist."""
+    field = ShardConfig.__dataclass_fields__.get(name)
+    if field is None:
+        return None
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
 def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
-    is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name) != getattr(ShardConfig, name)]
+    is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name) != _default(name)]
     return {
         "settings": {name: getattr(config, name) for name in (*_DECISIVE, *is_set)},
         "source": {
@@ -373,7 +416,7 @@ def _other_settings(config: ShardConfig, existing: _DatasetRecord | None) -> lis
         return []
     others = []
     for name in {**dict.fromkeys(_DECISIVE_IF_SET), **existing.settings}:
-        old, new = existing.settings.get(name, getattr(ShardConfig, name, None)), getattr(config, name, None)
+        old, new = existing.settings.get(name, _default(name)), getattr(config, name, None)
         if old != new:
             values = (quoted(value) if value == "" else value for value in (old, new))
             others.append("{} = {}, not {}".format(name, *values))

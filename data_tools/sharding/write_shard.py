@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,10 +14,12 @@ import cv2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_tools.sharding.kinds import encoded, joined, left_out
 from data_tools.sources import Reader
 from data_tools.sources.images import shrink
 from data_tools.sources.reader import raise_if_lost
 from data_tools.sources.split_files import PARTS
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard, file_sha256
@@ -32,8 +35,8 @@ from pipeline.settings.commands.data import ShardConfig
 _PIECE, _WRITEBACK, _PAGE = 2**19, 2**23, 2**12
 # Parts per write after which no further sample is added to it: the kernel accepts 1,024, and a sample and the end have five.
 _MAX_PARTS = 1000
-# Arguments of `Reader.read`.
-_PLACE = ("path", "offset", "size", "packed")
+# Where the bytes of a sample are: columns of `Listing.rows`.
+_PLACE = ("path", "offset", "size", "packed", "page", "parts")
 _CHECKSUM = b"part_xxh128"
 
 
@@ -48,6 +51,7 @@ T = TypeVar("T", bound=_OfShard)
 @dataclass(frozen=True)
 class ShardingJob:
     """One shard to write. rows: of `Listing.rows`, in tar order. config: how images are stored and checked. convert: see `Listing`.
+    pixels: what images must be.
 
     known: the shard's row in the manifest of a finished data set, if there is one. has_labels: whether each image is followed by
     its labels.
@@ -62,6 +66,7 @@ class ShardingJob:
     known: Shard | None
     convert: Callable[[bytes], bytes] | None = None
     has_labels: bool = True
+    pixels: Pixels = RGB8
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Done:
     etag: str = ""
     rows: str = ""
     filled: list[tuple[str, str]] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
 
 
 def write_shard(job: ShardingJob) -> Done:
@@ -109,14 +115,16 @@ def write_shard(job: ShardingJob) -> Done:
 
     with replacing(out / job.name) as file:
         tar = _Tar(file)
-        columns, skipped, filled = _write_samples(tar, job)
+        columns, skipped, filled, unread = _write_samples(tar, job)
         tar.finish()
     shard = Shard(job.name, job.split, len(columns["key"]), tar.size, tar.sha256.hexdigest())
     table = pa.Table.from_pydict(columns, ROWS)
     etag = _etag(out / job.name)
-    about = json.dumps({"shard": asdict(shard), "skipped": skipped, "etag": etag, "rows": rows, "filled": filled})
+    about = json.dumps(
+        {"shard": asdict(shard), "skipped": skipped, "etag": etag, "rows": rows, "filled": filled, "left_out": unread}
+    )
     write_part(part, table, about)
-    return Done(shard, skipped, made=True, etag=etag, rows=rows, filled=filled)
+    return Done(shard, skipped, made=True, etag=etag, rows=rows, filled=filled, left_out=unread)
 
 
 def part_path(out: AnyPath, shard_name: str) -> AnyPath:
@@ -235,10 +243,10 @@ class _Tar:
 
 def _write_samples(
     tar: _Tar, job: ShardingJob
-) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], list[tuple[str, str]]]:
-    """Returns (columns of ROWS, skipped, filled); see `Done`."""
+) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], list[tuple[str, str]], dict[str, int]]:
+    """Returns (columns of ROWS, skipped, filled, left_out); see `Done`."""
     rows: list[tuple[Any, ...]] = []
-    skipped, filled = [], []
+    skipped, filled, unread = [], [], Counter[str]()
     with Reader() as reader:
         for key, labels, name, *place in _samples(job, "key", "labels", "name", *_PLACE):
             image = _read_image(reader, place, job)
@@ -248,6 +256,7 @@ def _write_samples(
             data, ext, width, height, is_filled = image
             if is_filled:
                 filled.append((key, name))
+            unread.update(left_out(data, job.pixels))
             if not job.has_labels:
                 begin = tar.add(f"{key}.{ext}", data)
             elif len(labels) == 1:
@@ -256,7 +265,7 @@ def _write_samples(
                 begin = tar.add(f"{key}.{ext}", data, f"{key}.json", json.dumps({"labels": labels}).encode())
             rows.append((key, begin, len(data), ext, labels, width, height, content_hash(data)))
     columns = zip(*rows, strict=True) if rows else ([] for _ in ROWS.names)
-    return dict(zip(ROWS.names, map(list, columns), strict=True)), skipped, filled
+    return dict(zip(ROWS.names, map(list, columns), strict=True)), skipped, filled, dict(unread)
 
 
 def _samples(job: ShardingJob, *columns: str) -> Iterator[tuple[Any, ...]]:
@@ -274,9 +283,12 @@ def _can_read_any(skipped: list[tuple[str, str, str]], job: ShardingJob) -> bool
 
 
 def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> tuple[bytes, str, int, int, bool] | str:
-    """Returns `_image` of the file at `place` (path, offset, size, packed), or what is wrong with it. Raises LostError."""
+    """Returns `_image` of the file at `place` (columns _PLACE), or what is wrong with it. Raises LostError."""
+    *of_file, page, parts = place
     try:
-        return _image(reader.read(*place), job)
+        if parts:
+            return *joined([reader.read(*part) for part in parts], job.pixels), False
+        return _image(reader.read(*of_file), page, job)
     except UserError:  # For example, the object store cannot be reached.
         raise
     except (OSError, ValueError) as error:
@@ -284,22 +296,24 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> tuple[byt
         return str(error)
 
 
-def _image(data: bytes, job: ShardingJob) -> tuple[bytes, str, int, int, bool]:
+def _image(data: bytes, page: int, job: ShardingJob) -> tuple[bytes, str, int, int, bool]:
     """Returns (file, extension, width, height, is_filled) for the shard from a source file. Raises ValueError for a bad image.
 
-    is_filled: whether a conversion has filled what could not be read.
+    page: of the file, or -1. is_filled: whether a conversion has filled what could not be read.
     """
-    is_filled = False
+    is_filled, config = False, job.config
     if job.convert:
         converted = job.convert(data)
         is_filled = converted is not data and _is_spoilt_jpeg(data)
         data = converted
+    if found := encoded(data, page, job.pixels, config):
+        return *found, False
     ext, width, height = inspect(data, decode_all=False)
-    if 0 < job.config.resize_short < min(width, height):
-        data, width, height = shrink(data, job.config.resize_short, job.config.resize_filter, job.config.jpeg_quality)
+    if 0 < config.resize_short < min(width, height):
+        data, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
         return data, "jpg", width, height, is_filled
-    if job.config.inspect == "decode":
-        decode(data)
+    if config.inspect == "decode":
+        decode(data, pixels=job.pixels)
     else:
         check_end(data, ext)
     return data, ext, width, height, is_filled

@@ -36,6 +36,8 @@ TABLE = pa.schema(
         ("group", pa.large_string()),
     ]
 )
+# Columns of TABLE that say where the bytes of an image are in their file.
+_BYTES = ("offset", "size", "packed")
 # The operation, for `ProgressMeter`.
 LISTED = "listed"
 # (key, where, reason) of a skipped item, the columns of skipped.csv.
@@ -57,7 +59,8 @@ class Listing:
     written; a module-level function, so that it can be pickled for tasks. None copies the bytes. about: further entries for
     `source` in dataset.json. extra_tables: further tables for the data set's folder, by file name. class_names: readable names of
     classes, if the source has them. is_labelled: whether its shards have labels; False for a source of images alone.
-    needs_all: whether one bad image is an error, whatever max_bad_share allows.
+    needs_all: whether one bad image is an error, whatever max_bad_share allows. channels: with a file for each channel, their names;
+    then `table` has the column parts, rows of `separate` (schema TABLE). A table may have the column page, of a file that is several samples.
     """
 
     source: AnyPath
@@ -74,6 +77,8 @@ class Listing:
     class_names: dict[str, str] = field(default_factory=dict)
     is_labelled: bool = True
     needs_all: bool = False
+    channels: list[str] = field(default_factory=list)
+    separate: pa.Table | None = None
 
     def __len__(self) -> int:
         return len(self.table)
@@ -109,17 +114,26 @@ class Listing:
         return digest.hexdigest()
 
     def rows(self, numbers: np.ndarray) -> dict[str, list[Any]]:
-        """What a task needs of the given rows: columns key, labels, name, offset, size, packed of TABLE, and path.
+        """What a task needs of the given rows: columns key, labels, name, offset, size, packed of TABLE, path, page, and parts.
 
-        path is the file to open: the container, or the image itself.
+        path is the file to open: the container, or the image itself. page: of the file, -1 if it is one sample. parts: (path, offset, size,
+        packed) of the files of its channels, [] if it is one file.
         """
-        rows = self.table.take(pa.array(numbers)).to_pydict()
-        paths = [
+        table = self.table.take(pa.array(numbers))
+        rows = table.to_pydict()
+        parts = rows.get("parts", [[]] * len(numbers))
+        if self.separate is not None:
+            of_files = self.separate.take(pa.array(np.concatenate(parts).astype(np.int64)))
+            places = iter(zip(self._paths(of_files), *(of_files[name].to_pylist() for name in _BYTES), strict=True))
+            parts = [[next(places) for _ in rows_of_parts] for rows_of_parts in parts]
+        kept = {column: rows[column] for column in ("key", "labels", "name", *_BYTES)}
+        return {"path": self._paths(table), **kept, "page": rows.get("page", [-1] * len(numbers)), "parts": parts}
+
+    def _paths(self, table: pa.Table) -> list[str]:
+        return [
             self._file(name) if container < 0 else self.containers[container]
-            for name, container in zip(rows["name"], rows["container"], strict=True)
+            for name, container in zip(table["name"].to_pylist(), table["container"].to_pylist(), strict=True)
         ]
-        kept = ("key", "labels", "name", "offset", "size", "packed")
-        return {"path": paths, **{column: rows[column] for column in kept}}
 
     def _file(self, name: str) -> str:
         """Same as `locate`; ten times as fast for ordinary names."""

@@ -36,8 +36,8 @@ class Pixels:
     """Channels, type and range of images. Raises UserError for fields that do not fit together.
 
     channels: names, in the order of the array's last axis. type: of the decoded values. low, high: per channel, the values
-    that become 0 and 1; values beyond are clipped. mean, std: per channel, of the scaled values in [0, 1]. nodata: the value
-    of missing pixels, which are read as `low`, as NaN is; None if there is none.
+    that become 0 and 1; values beyond are clipped. mean, std: per channel, of the scaled values in [0, 1]. These four are empty
+    until they are measured. nodata: the value of missing pixels, which are read as `low`, as NaN is; None if there is none.
     """
 
     channels: tuple[str, ...] = RGB_CHANNELS
@@ -50,13 +50,13 @@ class Pixels:
 
     def __post_init__(self) -> None:
         for name in ("low", "high", "mean", "std"):
-            if len(getattr(self, name)) != self.num_channels:
+            if len(getattr(self, name)) != self.num_channels * bool(self.low):
                 raise UserError(
                     f"pixels: {name} has {counted(len(getattr(self, name)), 'value')} for {counted(self.num_channels, 'channel')}."
                 )
         if not self.channels or len(set(self.channels)) < self.num_channels:
             raise UserError(f"pixels: channels = {json_record.quoted(self.channels)} must be distinct names.")
-        for channel, low, high, std in zip(self.channels, self.low, self.high, self.std, strict=True):
+        for channel, low, high, std in zip(self.channels, self.low, self.high, self.std, strict=False):
             if not (low < high and std > 0):
                 raise UserError(
                     f"pixels: channel {channel!r} needs low < high and std > 0, not {low}, {high} and {std}."
@@ -65,6 +65,11 @@ class Pixels:
     @property
     def num_channels(self) -> int:
         return len(self.channels)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the range of its values is known, as training needs."""
+        return bool(self.low)
 
     @property
     def is_rgb8(self) -> bool:

@@ -32,12 +32,12 @@ def pictures() -> dict[str, bytes]:
     files = {
         f"{name}/{i:02d}.jpg": jpeg(100 * c + i) for c, name in enumerate(("cat", "dog", "elk")) for i in range(12)
     }
-    grey16 = Image.fromarray(np.arange(320, dtype=np.uint16).reshape(16, 20) * 200)
+    bits = Image.fromarray(np.arange(320).reshape(16, 20) % 3 == 0)
     files |= {
         "cat/grey.JPEG": encoded(noise(1, mode="L"), "JPEG"),
         "cat/cmyk.jpg": encoded(noise(2, mode="CMYK"), "JPEG"),
         "cat/one_pixel.jpg": jpeg(3, width=1, height=1),
-        "dog/grey16.png": encoded(grey16, "PNG"),
+        "dog/bits.png": encoded(bits, "PNG"),
         "dog/animated.gif": encoded(noise(4), "GIF", save_all=True, append_images=[noise(5), noise(6)]),
         "dog/photo.webp": encoded(noise(7), "WEBP"),
         "elk/really_a.png.jpg": encoded(noise(8), "PNG"),

@@ -56,7 +56,7 @@ from pipeline.settings.quantities import Limit
 
 __all__ = [
     "FORMAT", "INFO", "ROWS", "SAMPLES", "SAMPLES_FILE", "SHARDS", "SHARDS_FILE", "Dataset", "Shard", "Split", "file_sha256",
-    "fingerprint", "location_and_split", "open_dataset", "write_dataset",
+    "fingerprint", "location_and_split", "open_dataset", "record_pixels", "write_dataset",
 ]  # fmt: skip
 
 WHOLE = Limit.parse("100%")
@@ -215,6 +215,16 @@ def write_dataset(
     with replacing(path / INFO) as file:
         file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
     return dataset
+
+
+def record_pixels(dataset: Dataset, pixels: Pixels) -> Dataset:
+    """Write into dataset.json what the values of the images mean, which changes the fingerprint. Returns the changed data set."""
+    info = {**dataset.info, "fingerprint": fingerprint(dataset.shards(), dataset.classes, pixels)}
+    info["pixels"] = pixels.to_dict()
+    info[CHECKSUM] = info_checksum(info)
+    with replacing(dataset.path / INFO) as file:
+        file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
+    return Dataset(dataset.path, info, dataset.storage)
 
 
 def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.Table], num_classes: int) -> None:

@@ -73,6 +73,19 @@ class StoredImage:
     def values(self, pixels: Pixels) -> np.ndarray:
         """(H, W, C) for a data set of these pixels, of its type. Missing pixels become `nodata`, or `low` where there is none.
 
+        Raises DecodeError as `values_and_missing`.
+        """
+        values, missing = self.values_and_missing(pixels)
+        if missing is not None and missing.any():
+            values = values.copy()
+            fill = pixels.low if pixels.nodata is None else (pixels.nodata,) * pixels.num_channels
+            for channel, value in enumerate(fill):
+                values[..., channel][missing[..., channel]] = value
+        return values
+
+    def values_and_missing(self, pixels: Pixels) -> tuple[np.ndarray, np.ndarray | None]:
+        """((H, W, C) of the data set's type, which of them the file calls missing, bool (H, W, C), or None).
+
         The channels are those of the first page, or of all pages if only these together have as many. Raises DecodeError for an image of
         other channels, or with values that the type does not hold.
         """
@@ -83,15 +96,12 @@ class StoredImage:
         else:
             raise DecodeError(f"{self.describe()}, where the data set has {pixels.describe()}")
         values = pages[0][0] if len(pages) == 1 else np.concatenate([values for values, _ in pages], axis=2)
-        values = self._as_type(values, pixels)
-        if any(missing is not None for _, missing in pages):
-            values = values.copy()
-            fill = pixels.low if pixels.nodata is None else (pixels.nodata,) * pixels.num_channels
-            for number, (_, missing) in enumerate(pages):
-                channels = slice(number * self.channels, (number + 1) * self.channels)
-                if missing is not None:
-                    values[missing, channels] = np.array(fill[channels]).astype(values.dtype)
-        return values
+        of_pages = [np.False_ if missing is None else missing[..., None] for _, missing in pages]
+        shape = (self.height, self.width, self.channels)
+        are_missing = any(missing is not None for _, missing in pages)
+        return self._as_type(values, pixels), (
+            np.concatenate([np.broadcast_to(one, shape) for one in of_pages], axis=2) if are_missing else None
+        )
 
     def _as_type(self, values: np.ndarray, pixels: Pixels) -> np.ndarray:
         """The values in the type of the data set, if it holds each of them exactly."""

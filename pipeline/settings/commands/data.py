@@ -19,6 +19,32 @@ def _num_tasks(items: str) -> int:
     return setting(0, f"{items} at the same time; 0 is one per CPU of the cluster.", min=0, max=MAX_TASKS)
 
 
+def _values(doc: str = "Which values become 0 and 1 in training, for images that are not 8-bit RGB: ") -> list[str]:
+    return setting(
+        list,
+        doc
+        + "full (the range of the type), percentiles (0.1 and 99.9 of the training split, per channel), or [low,high] for all channels, "
+        "[low,high,low,high,...] for each. Default: full for 8 bits, else percentiles.",
+    )
+
+
+def _values_images() -> int:
+    return setting(10000, "Training images whose values are counted for it, evenly from all shards; 0 is all.", min=0)
+
+
+def check_values(values: list[str]) -> None:
+    """Raises UserError for what is neither a word nor pairs of numbers."""
+    if values in ([], ["full"], ["percentiles"]):
+        return
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        numbers = []
+    pairs = list(zip(numbers[::2], numbers[1::2], strict=False))
+    if not pairs or len(numbers) % 2 or any(not low < high for low, high in pairs):
+        raise UserError(f"values = {','.join(values)} must be full, percentiles, or [low,high] with low < high.")
+
+
 def _check_split_names(splits: dict[str, str]) -> None:
     if not splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in splits):
         raise UserError(f"splits = {quoted(splits)} must name at least one split, in lower-case letters, digits and _.")
@@ -116,11 +142,43 @@ class ShardConfig:
         95, "With resize_short: JPEG quality of re-encoded images.", min=1, max=100, needs="resize_short"
     )
     inspect: Inspect = setting("decode", _INSPECT)
+    channels: list[str] = setting(
+        list,
+        "Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else c0, c1, ... Gray "
+        "photographs are RGB, and one channel with channels=gray.",
+        distinct=True,
+    )
+    channel_pattern: str = setting(
+        "",
+        "One file per channel: a regular expression in the key with the groups sample and channel, as "
+        "(?P<sample>.*)-ch(?P<channel>[0-9]+).*; each sample becomes one image.",
+    )
+    pages: Literal["", "first", "middle", "channels", "samples"] = setting(
+        "",
+        "What the pages of a TIFF, or the frames of a DICOM, are: channels of one image, samples, or all but the first or the middle one "
+        "are not used.",
+    )
+    to_rgb8: bool = setting(
+        False,
+        "Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0 to 255.",
+    )
+    nodata: float | None = setting(None, "Value of missing pixels. Default: what GeoTIFFs say.")
+    values: list[str] = _values()
+    values_images: int = _values_images()
     max_bad_share: float = share(0.001, "Share of unreadable images above which the job stops.")
     num_tasks: int = _num_tasks("Number of shards written")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
+        check_values(self.values)
+        if any("," in name for name in self.channels):
+            raise UserError(
+                f"channels = {','.join(self.channels)} must be a list: channels=[{','.join(self.channels)}]"
+            )
+        if self.channel_pattern:
+            groups = re.compile(self.channel_pattern).groupindex
+            if {"sample", "channel"} - groups.keys():
+                raise UserError("channel_pattern must have the groups (?P<sample>...) and (?P<channel>...).")
         if self.group_column and self.group_pattern:
             raise UserError("group_column and group_pattern both name the group of an image: use one of them.")
         if self.holdout_per_class and (self.group_column or self.group_pattern):
@@ -235,8 +293,15 @@ class StatsConfig:
         holds="statistics",
     )
     sheet: int = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.", min=0, max=1000)
+    values: list[str] = _values("Measure the range of the values again, and record it in the data set: ")
+    values_images: int = _values_images()
+    num_tasks: int = _num_tasks("With values, number of shards read")
     mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
+
+    def check(self) -> None:
+        """Raises UserError for values that are no range."""
+        check_values(self.values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ def test_extension_and_size_come_from_the_bytes(dataset: Dataset) -> None:
     assert rows["elk/really_a_png"]["ext"] == "png"
     assert rows["cat/grey"]["ext"] == rows["cat/cmyk"]["ext"] == "jpg"
     assert (rows["cat/one_pixel"]["width"], rows["cat/one_pixel"]["height"]) == (1, 1)
-    assert (rows["dog/grey16"]["width"], rows["dog/grey16"]["height"]) == (20, 16)
+    assert (rows["dog/bits"]["width"], rows["dog/bits"]["height"]) == (20, 16)
 
 
 def test_samples_are_mixed_across_classes(dataset: Dataset) -> None:

@@ -1,0 +1,336 @@
+"""Decides what the images of a source are: 8-bit photographs, or arrays of other channels or types; and encodes those that are made of several.
+
+Nothing is guessed: a source whose images differ, or whose files have several pages, is refused with the settings that say what is meant.
+"""
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import tifffile
+from tqdm import tqdm
+
+from data_tools.sources import Listing, Reader
+from data_tools.sources.images import png
+from data_tools.sources.reader import raise_if_lost
+from data_tools.sources.repeated_keys import sorted_by_key
+from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.data.images.stored import DecodeError, StoredImage
+from pipeline.data.loading.decode import stored_image
+from pipeline.settings.commands.data import ShardConfig
+
+# Images whose headers are read before the first shard is written, evenly over the source.
+_NUM_PROBED = 48
+# The share of images that must be alike; the others are bad images.
+_MOST = 0.8
+# Names that are looked at for a hint.
+_MOST_NAMES = 20_000
+# Formats of photographs: their pages are frames of an animation, of which the first is used.
+_ANIMATIONS = ("gif", "webp", "png", "avif", "heic")
+
+
+# How names of files say which channel of a sample they are.
+_CHANNEL_NAMES = (
+    r"(?i)(?P<sample>.*?)-ch(?P<channel>[0-9]+).*",
+    r"(?i)(?P<sample>.*)[_-](?:ch|c|b|band|channel)?_?(?P<channel>[0-9]+)",
+    r"(?P<sample>.*)[_-](?P<channel>[A-Za-z]+[0-9]*)",
+    r"(?i)(?P<sample>.*)/(?:[a-z]*_?)?(?P<channel>[A-Za-z0-9]+)",
+)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    channels: int
+    type: str
+    pages: int
+    axes: str
+
+    @property
+    def is_photograph(self) -> bool:
+        return self.type in ("uint8", "bool") and self.channels in (1, 3) and self.pages == 1
+
+
+def source_pixels(listing: Listing, config: ShardConfig) -> Pixels:
+    """What the values of the images of a source mean, by the settings and the headers of some images; not measured yet.
+
+    Prints what the images are, unless they are photographs of 8 bits. Raises UserError where images differ, or have several pages
+    and no setting says what these are.
+    """
+    if listing.convert or config.to_rgb8:
+        return RGB8
+    kinds, examples, nodata = Counter[_Kind](), dict[_Kind, str](), set[float | None]()
+    for name, stored in _probed(listing):
+        has_pages = stored.pages > 1 and stored.ext not in _ANIMATIONS and "page" not in listing.table.column_names
+        kind = _Kind(stored.channels, stored.type, stored.pages if has_pages else 1, stored.axes)
+        kinds[kind] += 1
+        examples.setdefault(kind, f"{name}: {stored.describe()}")
+        nodata.add(stored.nodata)
+    if not listing.channels and all(kind.channels == kind.pages == 1 for kind in kinds):
+        print(channel_hint(listing), end="")
+    if not listing.channels:
+        num_photographs = sum(count for kind, count in kinds.items() if kind.is_photograph)
+        if num_photographs >= _MOST * kinds.total() and not config.channels:
+            return RGB8  # Others are bad images, as are all if none could be read.
+        kinds = Counter({kind: count for kind, count in kinds.items() if not kind.is_photograph or config.channels})
+    num_channels = _num_channels(kinds, examples, config) * max(len(listing.channels), 1)
+    names = tuple(config.channels) or tuple(listing.channels) or _default_names(num_channels)
+    if len(names) != num_channels:
+        raise UserError(
+            f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have {counted(num_channels, 'channel')}: "
+            f"{next(iter(examples.values()))}."
+        )
+    types = Counter[str]()
+    for kind, count in kinds.items():
+        types[kind.type] += count
+    common = types.most_common(1)[0][0]
+    if len(types) > 1:
+        print(
+            f"note: images have values of {', '.join(f'{kind} ({count} of {types.total()} tried)' for kind, count in types.items())}: all are "
+            f"read as {common}, and an image with a value that this does not hold is a bad one"
+        )
+    value = config.nodata if config.nodata is not None else nodata.pop() if len(nodata) == 1 else None
+    pixels = Pixels(names, common, (), (), (), (), value)  # type: ignore[arg-type]
+    print(f"images are {pixels.describe()}" + (f"; {value:g} is no value" if value is not None else ""))
+    return pixels
+
+
+def _num_channels(kinds: Counter[_Kind], examples: dict[_Kind, str], config: ShardConfig) -> int:
+    """Channels of a sample. Raises UserError if images differ, or pages have no meaning."""
+    if several := [kind for kind in kinds if kind.pages > 1]:
+        pages = config.pages or ("channels" if all(kind.axes == "C" for kind in several) else "")
+        if not pages:
+            kind = several[0]
+            raise UserError(
+                f"images have several pages, such as {examples[kind]}. Say what they are: pages=channels (one image of "
+                f"{counted(kind.pages * kind.channels, 'channel')}), pages=samples ({kind.pages} images), pages=first or pages=middle (one "
+                "of them, the others are not used)."
+            )
+    else:
+        pages = ""
+    counts = Counter[int]()
+    for kind, count in kinds.items():
+        counts[kind.channels * (kind.pages if pages == "channels" else 1)] += count
+    num_channels, count = counts.most_common(1)[0]
+    if count < _MOST * counts.total():
+        raise UserError(
+            f"images differ in their channels: {'; '.join(sorted(examples.values())[:4])}. Put those of one kind into a folder of their own, "
+            "or reduce all to 8-bit RGB: to_rgb8=true"
+        )
+    return num_channels
+
+
+def _default_names(count: int) -> tuple[str, ...]:
+    return RGB_CHANNELS if count == 3 else ("gray",) if count == 1 else tuple(f"c{number}" for number in range(count))
+
+
+def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
+    """(name, header) of some images, evenly over the listing; those that cannot be read are left to the job."""
+    rows = np.unique(np.linspace(0, len(listing) - 1, _NUM_PROBED).astype(np.int64))
+    found = listing.rows(rows)
+    with Reader() as reader:
+        for name, *place, parts in zip(
+            *(found[column] for column in ("name", "path", "offset", "size", "packed", "parts")), strict=True
+        ):
+            try:
+                yield name, stored_image(reader.read(*(parts[0] if parts else place)))
+            except (OSError, ValueError) as error:
+                raise_if_lost(error, place[0])
+
+
+def join_channels(listing: Listing, config: ShardConfig) -> Listing:
+    """One sample of all files that are its channels, by `channel_pattern`; the listing itself without one.
+
+    A sample without a file for each channel is skipped. Raises UserError for keys that the pattern does not match, two files of one
+    channel, and labels that differ within a sample.
+    """
+    if not config.channel_pattern:
+        return listing
+    pattern = re.compile(config.channel_pattern)
+    keys = listing.table["key"].to_pylist()
+    matches = [pattern.fullmatch(key) for key in keys]
+    if unmatched := [key for key, match in zip(keys, matches, strict=True) if match is None]:
+        raise UserError(
+            f"channel_pattern = {config.channel_pattern} does not match {counted(len(unmatched), 'key')} of {len(keys):,}, such as {unmatched[0]!r}."
+        )
+    of_files = [(match["sample"], match["channel"]) for match in matches if match]
+    channels = config.channels or sorted({channel for _, channel in of_files})
+    files: dict[str, dict[str, int]] = {}
+    for row, (sample, channel) in enumerate(of_files):
+        if channel in files.setdefault(sample, {}):
+            raise UserError(
+                f"channel_pattern = {config.channel_pattern}: {keys[row]!r} and {keys[files[sample][channel]]!r} are both channel {channel!r} of "
+                f"{sample!r}. Let the group sample match more of the name."
+            )
+        files[sample][channel] = row
+    labels, sizes = listing.table["labels"].to_pylist(), listing.table["size"].to_numpy()
+    skipped, parts = list(listing.skipped), dict[str, list[int]]()
+    for sample, rows in files.items():
+        if lacking := [channel for channel in channels if channel not in rows]:
+            skipped.append((sample, keys[next(iter(rows.values()))], f"no file for channel {', '.join(lacking)}"))
+        elif len({tuple(labels[row]) for row in rows.values()}) > 1:
+            raise UserError(
+                f"the files of {sample!r} have different labels: {keys[next(iter(rows.values()))]!r} and others."
+            )
+        else:
+            parts[sample] = [rows[channel] for channel in channels]
+    if not parts:
+        raise UserError(
+            f"channel_pattern = {config.channel_pattern}: no sample has all channels {', '.join(channels)}: {skipped[-1][2]}."
+        )
+    table = listing.table.take(pa.array([rows[0] for rows in parts.values()]))
+    for name, column in (
+        ("key", pa.array(list(parts), pa.large_string())),
+        ("size", pa.array([int(sizes[rows].sum()) for rows in parts.values()], pa.int64())),
+    ):
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    table = table.append_column("parts", pa.array(list(parts.values()), pa.list_(pa.int32())))
+    print(
+        f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}: {', '.join(channels)}"
+    )
+    return replace(
+        listing,
+        table=sorted_by_key(table).combine_chunks(),
+        skipped=skipped,
+        channels=list(channels),
+        separate=listing.table,
+    )
+
+
+def channel_hint(listing: Listing) -> str:
+    """A line to print if names look like one file per channel, with the setting to paste; else ""."""
+    keys = listing.table["key"].to_pylist()
+    for text in _CHANNEL_NAMES:
+        pattern = re.compile(text)
+        found = [pattern.fullmatch(key) for key in keys[:_MOST_NAMES]]
+        pairs = {(match["sample"], match["channel"]) for match in found if match}
+        channels, samples = {channel for _, channel in pairs}, {sample for sample, _ in pairs}
+        # Nearly all files, nearly all channels of nearly all samples.
+        if (
+            len(pairs) == len(found)
+            and 2 <= len(channels) <= 32
+            and len(pairs) > 0.9 * len(channels) * len(samples)
+            and len(samples) > 1
+        ):
+            return (
+                f"note: names look like one file per channel: if so, channel_pattern='{text}' makes {len(samples):,} samples of "
+                f"{len(channels)} channels ({', '.join(sorted(channels)[:8])}) of {counted(len(found), 'file')}\n"
+            )
+    return ""
+
+
+def split_pages(listing: Listing, config: ShardConfig) -> Listing:
+    """A sample for each page of each file with pages=samples, whose key ends in @0, @1, ...; the listing itself without it.
+
+    Reads the headers of all files. A file that cannot be read stays one sample, which the job finds bad.
+    """
+    if config.pages != "samples":
+        return listing
+    found = listing.rows(np.arange(len(listing)))
+    counts = []
+    with Reader() as reader:
+        for path, *place in tqdm(
+            list(zip(*(found[column] for column in ("path", "offset", "size", "packed")), strict=True)), "pages"
+        ):
+            try:
+                counts.append(stored_image(reader.read(path, *place)).pages)
+            except (OSError, ValueError) as error:
+                raise_if_lost(error, path)
+                counts.append(1)
+    rows = np.repeat(np.arange(len(listing)), counts)
+    pages = np.concatenate([np.arange(count) for count in counts])
+    table = listing.table.take(pa.array(rows))
+    keys = [f"{key}@{page}" for key, page in zip(table["key"].to_pylist(), pages.tolist(), strict=True)]
+    if not listing.has_groups:
+        table = table.set_column(table.schema.get_field_index("group"), "group", table["key"])
+    table = table.set_column(table.schema.get_field_index("key"), "key", pa.array(keys, pa.large_string()))
+    table = table.append_column("page", pa.array(pages, pa.int32()))
+    print(f"{len(listing):,} files have {len(rows):,} pages, each a sample; a file is their group")
+    return replace(listing, table=sorted_by_key(table).combine_chunks())
+
+
+def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> tuple[bytes, str, int, int] | None:
+    """(file, extension, width, height) of an image that is not stored as it is: a page, or 8-bit RGB of other values. None for others.
+
+    page: the one that is the sample, or -1. Raises DecodeError.
+    """
+    if page < 0 and not (config.to_rgb8 or config.pages == "middle"):
+        return None
+    stored = stored_image(data)
+    is_photograph = stored.type == "uint8" and stored.channels in (1, 3)
+    if (stored.ext in (*_ANIMATIONS, "jpg") and is_photograph) or (
+        stored.pages == 1 and (is_photograph or not config.to_rgb8)
+    ):
+        return None
+    values, missing = stored.page(page if page >= 0 else stored.pages // 2 if config.pages == "middle" else 0)
+    if config.to_rgb8:
+        return png(_to_rgb8(values, stored)), "png", stored.width, stored.height
+    return to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height
+
+
+def joined(files: list[bytes], pixels: Pixels) -> tuple[bytes, str, int, int]:
+    """(file, extension, width, height) of an image whose channels are these files, of one size and type. Raises DecodeError."""
+    pages = []
+    for data in files:
+        stored = stored_image(data)
+        values, missing = stored.page(0)
+        pages.append(_with_nodata(values, missing, pixels))
+    if len({(page.shape, page.dtype) for page in pages}) > 1:
+        shown = ", ".join(f"{page.shape[1]} x {page.shape[0]} {page.dtype}" for page in pages)
+        raise DecodeError(f"its channels differ in size or type: {shown}")
+    return to_tiff(np.concatenate(pages, axis=2)), "tiff", pages[0].shape[1], pages[0].shape[0]
+
+
+def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:
+    """The values with nodata where they are missing. Raises DecodeError if there is no such value."""
+    if missing is None or not missing.any():
+        return values
+    if pixels.nodata is None:
+        raise DecodeError("it has missing pixels (padding), and the data set no value for them: set nodata=...")
+    return np.where(missing[..., None], np.array(pixels.nodata, values.dtype), values)
+
+
+def to_tiff(values: np.ndarray) -> bytes:
+    """A TIFF of (H, W, C), compressed without loss (zstd, differences of neighbours), channels interleaved."""
+    file = io.BytesIO()
+    array = values[..., 0] if values.shape[2] == 1 else values
+    predictor = values.dtype.kind in "ui" and values.dtype.itemsize <= 4
+    tifffile.imwrite(
+        file, array, compression="zstd", compressionargs={"level": 3}, predictor=predictor, photometric="minisblack",
+        planarconfig="contig" if array.ndim == 3 else None, metadata=None, software=False,
+    )  # fmt: skip
+    return file.getvalue()
+
+
+def _to_rgb8(values: np.ndarray, stored: StoredImage) -> np.ndarray:
+    """uint8 (H, W) or (H, W, 3): the range of the type becomes 0 to 255, of more channels the first three are kept. Raises DecodeError."""
+    if values.dtype.name not in FULL_RANGE:
+        raise DecodeError(f"{stored.describe()}: floating-point values have no range that could become 0 to 255")
+    if stored.channels == 2:
+        raise DecodeError(f"{stored.describe()}: two channels are no gray and no RGB")
+    low, high = FULL_RANGE[values.dtype.name]
+    scaled = np.rint((values.astype(np.float64) - low) * (255 / (high - low))).astype(np.uint8)
+    return scaled[..., 0] if stored.channels == 1 else np.ascontiguousarray(scaled[..., :3])
+
+
+def left_out(data: bytes, pixels: Pixels) -> list[str]:
+    """What training does not read of a file: "alpha", "pages" (all but the first). Raises DecodeError."""
+    if data.startswith(b"\xff\xd8"):
+        return []
+    stored = stored_image(data)
+    uses_pages = stored.channels * stored.pages == pixels.num_channels
+    return ["alpha"] * stored.alpha + ["pages"] * (stored.pages > 1 and not uses_pages)
+
+
+def describe_left_out(counts: Counter[str]) -> list[str]:
+    """Lines to print about what training does not read."""
+    words = {"alpha": "an alpha channel", "pages": "pages beside the one that is used"}
+    return [
+        f"note: {counted(count, 'image')} with {words[what]}, which training does not read"
+        for what, count in counts.items()
+    ]
