@@ -60,6 +60,7 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             refuse_without_effect(detected, f"source = {source} has layout = {name}: ")
             collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
             collector.advice = _list_advice(source, config)
+            collector.unpacked[plain] = source
             layout.walk(plain, config, staging, collector)
         return collector.finish()
 

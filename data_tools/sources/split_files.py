@@ -31,7 +31,7 @@ def split_files(
         _refuse_packed(source, [source.name])
         refuse_unfinished(source.parent)
     else:
-        found = {name: path for path, _ in walk_files(source) if (name := name_inside(path, source))}
+        found = {name: path for path, *_ in walk_files(source) if (name := name_inside(path, source))}
         for path in found.values():
             if path.name == PLAN and path.parent.name == PARTS:
                 refuse_unfinished(path.parent.parent)

@@ -54,6 +54,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             if config.group_column:
                 check_groups(schema.field(config.group_column), str(path))
             images, sizes = _unpack(path, file, config.image_column, staging)
+            collector.unpacked[images] = path
             container, offset = collector.add_container(images), 0
             for row, (value, group) in enumerate(_values(file, (column, config.group_column), len(sizes))):
                 where = f"{name}, row {row}"

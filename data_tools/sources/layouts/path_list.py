@@ -39,7 +39,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     given = read_names(config.label_names, "label_names") if config.label_names else []
     labels: LabelColumn | None = None
     column: str | None = None
-    listed: dict[BucketPath, dict[str, int]] = {}
+    listed: dict[BucketPath, dict[str, tuple[int, int]]] = {}
     lists = {split: source / name if name else source for split, name in collector.splits.items()}
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
@@ -85,7 +85,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     file = locate(folder, name)
                 except UserError as error:  # A URL of another kind than a bucket's.
                     raise UserError(f"{path}, row {row}: {error}") from None
-                collector.sample(split, _key(name), names, place, -1, 0, _size(file, listed), group=of_group)
+                size, mtime = _look_at(file, listed)
+                collector.sample(split, _key(name), names, place, -1, 0, size, group=of_group, mtime=mtime)
     collector.classes = labels.classes() if labels else []
 
 
@@ -177,16 +178,17 @@ def _are_numbers(labels: pa.ChunkedArray, separator: str, collector: Collector, 
     return not is_padded or len(pc.unique(pc.utf8_length(parts))) > 1
 
 
-def _size(path: AnyPath, listed: dict[BucketPath, dict[str, int]]) -> int:
-    """Bytes of a file, 0 for a missing one. listed: in an object store, each folder is listed once; its listing is put here."""
+def _look_at(path: AnyPath, listed: dict[BucketPath, dict[str, tuple[int, int]]]) -> tuple[int, int]:
+    """(bytes, mtime) of a file, zeros for a missing one. listed: in an object store, each folder is listed once; its listing is put here."""
     if isinstance(path, BucketPath):
         if path.parent not in listed:
-            listed[path.parent] = path.parent.sizes()
-        return listed[path.parent].get(path.name, 0)
+            listed[path.parent] = {file.name: (*found,) for file, *found in path.parent.walk(recursive=False)}
+        return listed[path.parent].get(path.name, (0, 0))
     try:
-        return path.stat().st_size
+        found = path.stat()
     except OSError:
-        return 0  # The job reports it as an unreadable image.
+        return 0, 0  # The job reports it as an unreadable image.
+    return found.st_size, found.st_mtime_ns
 
 
 def _key(name: str) -> str:

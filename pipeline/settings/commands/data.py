@@ -104,6 +104,10 @@ class ShardConfig:
         "", "File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt).", path=True
     )
     merge_copies: bool = setting(False, "Merge samples of equal bytes and their labels; reads all of source twice.")
+    compare: Literal["mtime", "content"] = setting(
+        "mtime",
+        "Which images the next start compares with finished shards, byte by byte. mtime: those with another time of change; content: all.",
+    )
     seed: int = setting(0, "Seed of the order of samples.", min=0, max=MAX_SEED)
     samples_per_shard: int = setting(4096, "Samples per tar, except a split's last.", min=1)
     resize_short: int = pixels(0, "Resize larger images to this short side; 0 copies the bytes.")
