@@ -19,8 +19,13 @@ def _num_tasks(items: str) -> int:
     return setting(0, f"{items} at the same time; 0 is one per CPU of the cluster.", min=0, max=MAX_TASKS)
 
 
+def is_split_name(name: str) -> bool:
+    """Whether a split can be called so."""
+    return re.fullmatch(r"[a-z0-9_]+", name) is not None
+
+
 def _check_split_names(splits: dict[str, str]) -> None:
-    if not splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in splits):
+    if not splits or not all(map(is_split_name, splits)):
         raise UserError(f"splits = {quoted(splits)} must name at least one split, in lower-case letters, digits and _.")
 
 
@@ -47,7 +52,7 @@ class ShardConfig:
     splits: dict[str, str] = setting(
         {"train": ""},
         "Mapping from split name to its part of source ('' is all): the folder that contains its class folders or images; the tar "
-        "(imagenet1k); the list (list); the prefix of its file names (parquet, webdataset).",
+        "(imagenet1k); the list, or a value of its split_column (list); the prefix of its file names (parquet, webdataset).",
     )
     val_share: float = setting(
         0.0,
@@ -94,6 +99,11 @@ class ShardConfig:
         "parquet, list: column of the group of an image, such as a patient, a video or a place: images that are alike although nobody "
         "copied them. val_share and data.dev_share hold out whole groups, and intervals of scores are over groups.",
         needs="layout=auto,parquet,list",
+    )
+    split_column: str = setting(
+        "split",
+        "list: column of the split of an image, if the list has it: splits chooses among its values, and renames them; empty is none.",
+        needs="layout=auto,list",
     )
     group_pattern: str = group_pattern()
     label_names: str = setting("", "File of class names, one per line, for labels that are numbers from 0.", path=True)

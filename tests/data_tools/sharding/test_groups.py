@@ -120,8 +120,9 @@ def test_parquet_of_images_names_the_group_of_each(tmp_path: Path) -> None:
     assert not set.intersection(*of_splits(listing).values())
     pq.write_table(pa.table(table | {"of": [[key] for key in keys]}), tmp_path / "a.parquet")
     assert "column 'of' (group_column) holds list<" in refused(tmp_path, group_column="of")
-    pq.write_table(pa.table(table | {"of": [None, *map(patient, keys[1:])]}), tmp_path / "a.parquet")
-    assert "a.parquet, row 0: its group is missing" in refused(tmp_path, group_column="of")
+    for missing in (None, "nan"):
+        pq.write_table(pa.table(table | {"of": [missing, *map(patient, keys[1:])]}), tmp_path / "a.parquet")
+        assert "a.parquet, row 0: its group is missing" in refused(tmp_path, group_column="of")
 
 
 def test_what_is_no_group_is_refused(photos: Path, tmp_path: Path) -> None:
