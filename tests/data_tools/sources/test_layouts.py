@@ -826,6 +826,24 @@ def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> Non
     assert "0.jpg is in it twice, 'twice/0'. Keys are tar/name up to its first dot" in refused(tmp_path / "raw")
 
 
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        ([f"train-{i:06d}" for i in range(10) if i not in (3, 7)], ": 3, 7."),
+        (["00000-of-00004", "00001-of-00004", "00002-of-00004"], ": 3."),
+        (["00001-of-00003", "00002-of-00003", "00003-of-00003"], ""),
+        (["20190131", "20190228", "20200331"], ""),
+        (["a/0", "a/1", "b/3", "b/4", "cars"], ""),
+    ],
+)
+def test_a_gap_in_the_numbers_of_shards_is_named(there: list[str], missing: str, tmp_path: Path) -> None:
+    for number, name in enumerate(there):
+        (tmp_path / f"raw/{name}").parent.mkdir(parents=True, exist_ok=True)
+        write_tar({f"{number}.jpg": jpeg(number), f"{number}.cls": b"0"}, tmp_path / f"raw/{name}.tar")
+    notes = [note for note in listed(tmp_path / "raw", layout="webdataset").notes if "missing" in note]
+    assert [missing in note for note in notes] == [True] * bool(missing)
+
+
 def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
     """Label 0 of two data sets is one class only if both say so; a tar alone has the classes of the data set beside it, too."""
     for name, classes in (("cars", ["audi", "bmw"]), ("pets", ["cat", "dog"]), ("more_pets", ["cat", "dog"])):

@@ -506,6 +506,9 @@ NO_IMAGES = {
         "no image beside it; the files of a sample",
     ),
     "a label of a file that is no image": (["2.npy", "2.json"], "2.json", "no image beside it; the files of a sample"),
+    "an image twice": (["2.jpg", "2.jpg", "2.cls"], "2.jpg", "a second file of this name"),
+    "an image twice, once in capitals": (["2.jpg", "2.cls", "2.JPG"], "2.JPG", "a second file of this name"),
+    "a label twice": (["2.jpg", "2.cls", "2.cls"], "2.cls", "a second file of this name"),
 }
 
 
