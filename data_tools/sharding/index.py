@@ -34,7 +34,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.groups import group_finder
+from pipeline.data.dataset.groups import group_finder, refuse_one_group
 from pipeline.data.dataset.manifest import (
     INFO,
     ROWS,
@@ -270,13 +270,16 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
     If any has, a sample without labels is a bad one.
     """
     results: dict[int, _IndexedTar] = {}
-    find = group_finder(config.group_pattern) if config.group_pattern else None
+    find, groups, num_grouped = group_finder(config.group_pattern) if config.group_pattern else None, set[str](), 0
     with tasks_on_cluster(index_tar, jobs, config.num_tasks, None, len(jobs), out, "indexed") as (tasks, progress):
         for number, done in tasks:
             results[number] = done
             if find:  # Now, so that a wrong pattern is not found out after hours.
-                find(_read_rows(to_path(jobs[number].part), with_unlabelled=False)["key"].to_pylist())
+                found = find(_read_rows(to_path(jobs[number].part), with_unlabelled=False)["key"].to_pylist())
+                num_grouped += len(found)
+                groups.update(found if len(groups) < 2 else ())
             progress.add(done.shard.samples, done.shard.bytes)
+    refuse_one_group(config.group_pattern, groups, num_grouped)
     ordered = [results[number] for number in range(len(jobs))]
     is_labelled = any(done.has_labels for done in ordered)
     if is_labelled:

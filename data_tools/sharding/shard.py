@@ -20,7 +20,15 @@ from data_tools.driver import only_driver, remove_leftovers
 from data_tools.progress import data_size
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained, renamed
 from data_tools.sharding.copies import Copies, merge_copies
-from data_tools.sharding.holdout import add_groups, describe_groups, groups_of, hash_keys, hold_out, with_groups
+from data_tools.sharding.holdout import (
+    add_groups,
+    describe_classes_of_groups,
+    describe_groups,
+    groups_of,
+    hash_keys,
+    hold_out,
+    with_groups,
+)
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
 from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
 from data_tools.sources import Listing, list_source
@@ -117,7 +125,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             print(f"since the last start, {to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
-        for note in [*describe_groups(groups_of(split)), *odd]:
+        of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing, config.group_pattern)]
+        for note in [*of_groups, *odd]:
             print(note)
 
         finished = open_dataset(out) if (out / INFO).exists() else None
