@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Listing, Reader
 from data_tools.sources.listing import TABLE, label_lists
 from data_tools.sources.reader import raise_if_lost
@@ -105,7 +106,8 @@ def _hash_all(
             of_job = listing.rows(rows[start : start + _SAMPLES_PER_TASK])
             # Named by the samples: the same source, packed again, may have them in another order.
             name = hashlib.sha256(json.dumps(of_job).encode()).hexdigest()[:16]
-            yield HashJob(str(folder / f"{name}.hashes"), of_job, not doubtful.isdisjoint(of_job["key"]))
+            again = COMPARE in of_job["mtime"] or not doubtful.isdisjoint(of_job["key"])
+            yield HashJob(str(folder / f"{name}.hashes"), of_job, again)
 
     hashes = np.zeros((len(rows), 2), np.uint64)
     sizes = listing.table["size"].to_numpy()

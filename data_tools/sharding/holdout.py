@@ -1,7 +1,10 @@
 """Moves held-out samples from 'train' to 'val', whole groups if there are some; hashes of keys for random choices."""
 
+import contextlib
 import hashlib
 import itertools
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,23 +16,62 @@ from data_tools.sources import Listing
 from data_tools.sources.listing import TABLE
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.dataset.groups import GROUP, group_finder
+from pipeline.data.dataset.groups import GROUP, group_finder, refuse_one_group
 from pipeline.settings.commands.data import ShardConfig
 
 _BATCH = 2**18
 
 
 def with_groups(listing: Listing, pattern: str) -> Listing:
-    """The listing with the groups that `pattern` (group_pattern) finds in the keys; itself without one. Raises UserError as `group_finder`."""
+    """The listing with the groups that `pattern` (group_pattern) finds in the keys; itself without one.
+
+    Raises UserError as `group_finder` and `refuse_one_group`.
+    """
     if not pattern:
         return listing
-    find, groups = group_finder(pattern), listing.table["group"]
-    parts = [
-        pa.array(find(listing.table["key"].slice(start, _BATCH).to_pylist()), groups.type)
-        for start in range(0, len(listing), _BATCH)
-    ]
-    table = listing.table.set_column(TABLE.get_field_index("group"), "group", pa.chunked_array(parts, groups.type))
+    groups = _find(listing, pattern)
+    refuse_one_group(pattern, pc.unique(groups)[:2].to_pylist(), len(listing))
+    table = listing.table.set_column(TABLE.get_field_index("group"), "group", groups)
     return replace(listing, table=table.combine_chunks())
+
+
+def _find(listing: Listing, pattern: str) -> pa.ChunkedArray:
+    find = group_finder(pattern)
+    keys = (listing.table["key"].slice(start, _BATCH).to_pylist() for start in range(0, len(listing), _BATCH))
+    return pa.chunked_array([pa.array(find(some), pa.large_string()) for some in keys], pa.large_string())
+
+
+def describe_classes_of_groups(listing: Listing, pattern: str) -> list[str]:
+    """A line to print about groups that have images of several classes, with a pattern of which none has, if one is derived."""
+    images, labels = listing.label_pairs()
+    if not listing.has_groups or (np.diff(images) == 0).any():
+        return []
+    groups = listing.table["group"].combine_chunks().dictionary_encode()
+    pairs = groups.indices.to_numpy().astype(np.int64)[images] * len(listing.classes) + labels
+    distinct, pairs = np.unique(pairs, return_inverse=True)
+    of_pairs, counts = np.unique(distinct // len(listing.classes), return_counts=True)
+    if not (several := of_pairs[counts > 1]).size:
+        return []
+    group = groups.dictionary[int(several[0])].as_py()
+    line = (
+        f"note: {len(several):,} of {counted(len(of_pairs), 'group')} have images of several classes, such as {printable(group)!r}. That is right for "
+        "a patient, but not where names begin anew in each class"
+    )
+    for candidate in _with_folder(pattern) if pattern else ():
+        with contextlib.suppress(UserError, re.error):
+            found = _find(listing, candidate).combine_chunks().dictionary_encode().indices.to_numpy()[images]
+            if len(np.unique(pairs * len(images) + found)) == len(distinct) == len(np.unique(found)):
+                return [f"{line}: then use group_pattern={shlex.quote(candidate)}"]
+    return [f"{line}: then let the group begin with the class"]
+
+
+def _with_folder(pattern: str) -> list[str]:
+    """Patterns that may find the class folder and the group that `pattern` finds."""
+    inner = pattern.removeprefix("^")
+    after_folder = [
+        f"^([^/]+/{inner.removeprefix(start)}" for start in ("[^/]+/(", "[^/]*/(", ".*/(") if inner.startswith(start)
+    ]
+    return [*after_folder, f"^([^/]+/(?:{inner}))", f"^([^/]+/.*?(?:{inner}))"]
 
 
 def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
@@ -55,6 +97,8 @@ def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[st
         if size:
             parts.append(f"{split} {len(of):,} (the largest, {printable(largest)!r}, has {counted(size, 'image')})")
     lines = [f"groups: {', '.join(parts)}"] if parts else []
+    if parts and len(set().union(*counts.values())) == sum(sum(of.values()) for of in counts.values()):
+        lines.append("warning: each image is a group of its own, as without groups")
     for one, other in itertools.combinations(counts, 2):
         if both := sorted(counts[one].keys() & counts[other].keys()):
             lines.append(

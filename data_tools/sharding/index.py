@@ -9,7 +9,7 @@ import json
 import os
 import posixpath
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +34,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.groups import group_finder
+from pipeline.data.dataset.groups import group_finder, refuse_one_group
 from pipeline.data.dataset.manifest import (
     INFO,
     ROWS,
@@ -82,24 +82,29 @@ class IndexJob:
 
 @dataclass(frozen=True)
 class _IndexPartMetadata:
-    """The metadata of a part file. seen: the job, and size and version of the tar.
+    """The metadata of a part file. seen: the job, and size and version of the tar. has_labels: whether any sample has some, also a bad one.
 
-    unlabelled: row in the part file, key, where and reason of each sample without labels. Earlier versions skipped them.
+    unlabelled: row in the part file, key, where and reason of each sample without labels.
     """
 
     seen: dict[str, Any]
     shard: Shard
     skipped: list[tuple[str, str, str]]
-    unlabelled: list[tuple[int, str, str, str]] = field(default_factory=list)
+    unlabelled: list[tuple[int, str, str, str]]
+    has_labels: bool
 
 
 @dataclass(frozen=True)
 class _IndexedTar:
-    """The result of a job. num_unlabelled: samples in the part file without a label. skipped: (key, where, reason) of bad samples."""
+    """The result of a job. num_unlabelled: samples in the part file without a label. skipped: (key, where, reason) of bad samples.
+
+    has_labels: see `_IndexPartMetadata`.
+    """
 
     shard: Shard
     skipped: list[tuple[str, str, str]]
-    num_unlabelled: int = 0
+    num_unlabelled: int
+    has_labels: bool
 
 
 def run(config: IndexConfig) -> Dataset:
@@ -191,27 +196,31 @@ def index_tar(job: IndexJob) -> _IndexedTar:
         raise UserError(f"A worker cannot access {path}: the tars must be on storage shared by all nodes.") from None
     # A complete part file of a tar that has not changed.
     if part.exists() and (found := load_part(part, _IndexPartMetadata)) and found.seen == seen:
-        return _IndexedTar(found.shard, found.skipped, len(found.unlabelled))
+        return _IndexedTar(found.shard, found.skipped, len(found.unlabelled), found.has_labels)
     cv2.setNumThreads(1)
     with lost_if_unreadable(job.path):
-        columns, skipped, unlabelled, sha256 = _scan(job, path)
+        columns, skipped, unlabelled, has_labels, sha256 = _scan(job, path)
     shard = Shard(job.name, job.split, len(columns["key"]), num_bytes, sha256)
-    about = json.dumps({"seen": seen, "shard": asdict(shard), "skipped": skipped, "unlabelled": unlabelled})
-    write_part(part, pa.Table.from_pydict(columns, ROWS), about)
-    return _IndexedTar(shard, skipped, len(unlabelled))
+    about = asdict(_IndexPartMetadata(seen, shard, skipped, unlabelled, has_labels))
+    write_part(part, pa.Table.from_pydict(columns, ROWS), json.dumps(about))
+    return _IndexedTar(shard, skipped, len(unlabelled), has_labels)
 
 
 def _scan(
     job: IndexJob, path: AnyPath
-) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], list[tuple[int, str, str, str]], str]:
-    """Returns (columns of the manifest, bad samples, samples without labels, hex sha256 of the tar), reading the tar once."""
+) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], list[tuple[int, str, str, str]], bool, str]:
+    """Returns (columns of the manifest, bad samples, samples without labels, whether any has labels, hex sha256 of the tar).
+
+    Reads the tar once.
+    """
     columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
-    skipped, unlabelled = [], []
+    skipped, unlabelled, has_labels = [], [], False
     numbers = ClassNumbers([str(number) for number in range(job.num_classes)])
     digest = hashlib.sha256()
     with fetched(path) as file:
         hashed = 0
         for sample in complete_samples(file, path):
+            has_labels = has_labels or sample.has_label_file
             where = (printable(sample.key), printable(f"{job.name}: {sample.name}"))
             try:
                 if sample.fault and not sample.is_unlabelled:
@@ -244,7 +253,7 @@ def _scan(
             for column, value in row.items():
                 columns[column].append(value)
         _hash(file, hashed, os.fstat(file.fileno()).st_size, digest)
-    return columns, skipped, unlabelled, digest.hexdigest()
+    return columns, skipped, unlabelled, has_labels, digest.hexdigest()
 
 
 def _hash(file: BinaryIO, start: int, end: int, digest: "hashlib._Hash") -> None:
@@ -261,15 +270,18 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
     If any has, a sample without labels is a bad one.
     """
     results: dict[int, _IndexedTar] = {}
-    find = group_finder(config.group_pattern) if config.group_pattern else None
+    find, groups, num_grouped = group_finder(config.group_pattern) if config.group_pattern else None, set[str](), 0
     with tasks_on_cluster(index_tar, jobs, config.num_tasks, None, len(jobs), out, "indexed") as (tasks, progress):
         for number, done in tasks:
             results[number] = done
             if find:  # Now, so that a wrong pattern is not found out after hours.
-                find(_read_rows(to_path(jobs[number].part), with_unlabelled=False)["key"].to_pylist())
+                found = find(_read_rows(to_path(jobs[number].part), with_unlabelled=False)["key"].to_pylist())
+                num_grouped += len(found)
+                groups.update(found if len(groups) < 2 else ())
             progress.add(done.shard.samples, done.shard.bytes)
+    refuse_one_group(config.group_pattern, groups, num_grouped)
     ordered = [results[number] for number in range(len(jobs))]
-    is_labelled = any(done.shard.samples > done.num_unlabelled for done in ordered)
+    is_labelled = any(done.has_labels for done in ordered)
     if is_labelled:
         ordered = [_without_unlabelled(done, job) for done, job in zip(ordered, jobs, strict=True)]
     skipped = [row for done in ordered for row in done.skipped]
@@ -288,7 +300,7 @@ def _without_unlabelled(done: _IndexedTar, job: IndexJob) -> _IndexedTar:
     about = load_part(to_path(job.part), _IndexPartMetadata)
     assert about is not None, "the part file was written or read by this job"
     shard = replace(done.shard, samples=done.shard.samples - done.num_unlabelled)
-    return _IndexedTar(shard, [*done.skipped, *(sample[1:] for sample in about.unlabelled)])
+    return _IndexedTar(shard, [*done.skipped, *(sample[1:] for sample in about.unlabelled)], 0, True)
 
 
 def _read_rows(part: AnyPath, with_unlabelled: bool) -> pa.Table:

@@ -168,7 +168,8 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
                 f"{sample!r}. Let the group sample match more of the name."
             )
         files[sample][channel] = row
-    labels, sizes = listing.table["labels"].to_pylist(), listing.table["size"].to_numpy()
+    labels = listing.table["labels"].to_pylist()
+    sizes, mtimes = listing.table["size"].to_numpy(), listing.table["mtime"].to_numpy()
     skipped, parts = list(listing.skipped), dict[str, list[int]]()
     for sample, rows in files.items():
         if lacking := [channel for channel in channels if channel not in rows]:
@@ -187,6 +188,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     for name, column in (
         ("key", pa.array(list(parts), pa.large_string())),
         ("size", pa.array([int(sizes[rows].sum()) for rows in parts.values()], pa.int64())),
+        ("mtime", pa.array([int(mtimes[rows].max()) for rows in parts.values()], pa.int64())),
     ):
         table = table.set_column(table.schema.get_field_index(name), name, column)
     table = table.append_column("parts", pa.array(list(parts.values()), pa.list_(pa.int32())))

@@ -21,9 +21,17 @@ from data_tools.driver import only_driver, remove_leftovers
 from data_tools.progress import data_size
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained, renamed
 from data_tools.sharding.copies import Copies, merge_copies
-from data_tools.sharding.holdout import add_groups, describe_groups, groups_of, hash_keys, hold_out, with_groups
+from data_tools.sharding.holdout import (
+    add_groups,
+    describe_classes_of_groups,
+    describe_groups,
+    groups_of,
+    hash_keys,
+    hold_out,
+    with_groups,
+)
 from data_tools.sharding.kinds import describe_left_out, join_channels, source_pixels, split_pages
-from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
+from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
 from data_tools.sharding.values import measure_values
 from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
 from data_tools.sources import Listing, list_source
@@ -126,9 +134,15 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         _refuse_other_source(out, identity, existing, listing)
         _refuse_other_names(out, names, bool(config.synset_names))
         _print_listing(listing, time.monotonic() - started)
+        as_listed, to_compare = listing, ""
+        if existing:
+            listing, to_compare = mark_changed(listing, out / SOURCE_TABLE, config.compare == "content")
+        if to_compare:
+            print(f"since the last start, {to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
-        for note in [*describe_groups(groups_of(split)), *odd]:
+        of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing, config.group_pattern)]
+        for note in [*of_groups, *odd]:
             print(note)
 
         pixels = source_pixels(listing, config)
@@ -136,8 +150,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
         write_files(out / PARTS, {PLAN: json.dumps(identity)})
-        if not (out / SOURCE_TABLE).exists():
-            save(listing, out / SOURCE_TABLE)
+        if to_compare or not (out / SOURCE_TABLE).exists():
+            save(listing, out / SOURCE_TABLE)  # What is to be compared stays so until all of it has been.
         for name, table in listing.extra_tables.items():
             with replacing(out / name) as file:
                 pq.write_table(table, file, compression="zstd")
@@ -157,6 +171,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             dataset = _finish(out, results, listing, plan, names, copies, identity, pixels)
         if not dataset.pixels.is_measured:
             dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
+        if to_compare:
+            save(as_listed, out / SOURCE_TABLE)
         remove_tree(out / PARTS)
         remove_tree(out / STAGING)
         remove_leftovers(out)
@@ -317,6 +333,10 @@ def read_rows(part: AnyPath) -> pa.Table:
 
 def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) -> Dataset:
     """Returns the finished data set. Raises UserError if a rewritten shard differs from the manifest."""
+    if changed := _changed(results):
+        raise UserError(
+            f"{out} is finished, and of its images {changed} in the source since. Shard into a new folder (out=...), or put them back."
+        )
     for done in results:
         name = done.shard.name
         if not done.shard.samples:
@@ -327,6 +347,12 @@ def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) ->
                 "names and sizes have not. Shard into a new folder (out=...)."
             )
     return open_dataset(out)
+
+
+def _changed(results: list[Done]) -> str:
+    """Counts and names the images that shards had otherwise than the source; empty for none."""
+    keys = sorted(key for done in results for key in done.changed)
+    return few("changed", len(keys), keys)
 
 
 def resolve(setting: str, value: str) -> AnyPath:
@@ -480,6 +506,8 @@ def _print_done(
         print(f"checked {counted(len(results), 'shard')}: {f'made {len(made)} again' if made else 'nothing to do'}")
     elif num_complete:
         print(f"already complete: {num_complete} of {counted(len(results), 'shard')}")
+    if changed := _changed(results):
+        print(f"since the last start, {changed}: their shards were written again")
     num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())

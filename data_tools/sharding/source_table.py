@@ -1,27 +1,49 @@
-"""Saves the samples of a source beside the data set, to report what changed when the source differs later."""
+"""Saves the samples of a source beside the data set, to find and report what changed when the source differs later."""
+
+import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
+from data_tools.sources.listing import TABLE
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 
 SOURCE_TABLE = "source.parquet"
+# Instead of the time of change of an image that has to be compared with its shard.
+COMPARE = -1
 _NAMED = 3
 _BATCH = 2**16
 
 
 def save(listing: Listing, path: AnyPath) -> None:
-    """Write split, key and size in bytes of every sample, in the listing's order."""
+    """Write split, key, size in bytes and time of change of every sample, in the listing's order."""
     split = pa.DictionaryArray.from_arrays(listing.table["split"].combine_chunks(), listing.splits)
-    table = pa.table({"split": split, "key": listing.table["key"], "size": listing.table["size"]})
+    table = pa.table({"split": split, **{name: listing.table[name] for name in ("key", "size", "mtime")}})
     # Sorted keys share long prefixes: a few bytes per sample.
-    encoding = {"key": "DELTA_BYTE_ARRAY", "size": "DELTA_BINARY_PACKED"}
+    encoding = {"key": "DELTA_BYTE_ARRAY", "size": "DELTA_BINARY_PACKED", "mtime": "DELTA_BINARY_PACKED"}
     with replacing(path) as file:
         pq.write_table(table, file, compression="zstd", use_dictionary=["split"], column_encoding=encoding)
+
+
+def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Listing, str]:
+    """(the listing with the mtime COMPARE where path, which `save` wrote of the same samples, has another; text that counts and names these).
+
+    In all rows if compare_all, or if path cannot be read.
+    """
+    mtimes, column = listing.table["mtime"].to_numpy(), TABLE.get_field_index("mtime")
+    is_same = np.zeros(len(listing), bool)
+    if not compare_all:
+        with contextlib.suppress(OSError, pa.ArrowInvalid):
+            is_same = mtimes == open_parquet(path).read(columns=["mtime"])["mtime"].to_numpy()
+    marked = pa.array(np.where(is_same, mtimes, COMPARE))
+    what = "to compare" if compare_all else "with another time of change"
+    text = _named(what, listing.table["key"], np.flatnonzero(~is_same))
+    return replace(listing, table=listing.table.set_column(column, "mtime", marked)), text
 
 
 def difference(path: AnyPath, listing: Listing) -> str:
@@ -58,7 +80,9 @@ def _ids(splits: pa.ChunkedArray, keys: pa.ChunkedArray) -> np.ndarray:
 
 
 def _named(what: str, keys: pa.ChunkedArray, rows: np.ndarray) -> str:
-    if not len(rows):
-        return ""
-    names = ", ".join(keys.take(pa.array(rows[:_NAMED])).to_pylist())
-    return f"{len(rows):,} {what} ({names}{', ...' if len(rows) > _NAMED else ''})"
+    return few(what, len(rows), keys.take(pa.array(rows[:_NAMED])).to_pylist())
+
+
+def few(what: str, count: int, keys: list[str]) -> str:
+    """Counts and names, as in `3 changed (a, b, c)`; empty for none."""
+    return f"{count:,} {what} ({', '.join(keys[:_NAMED])}{', ...' * (count > _NAMED)})" if count else ""

@@ -6,7 +6,7 @@ import os
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
@@ -15,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.sharding.kinds import encoded, joined, left_out
+from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Reader
 from data_tools.sources.images import shrink
+from data_tools.sources.layouts.webdataset import complete_samples
 from data_tools.sources.reader import raise_if_lost
 from data_tools.sources.split_files import PARTS
 from pipeline.architecture.pixels import RGB8, Pixels
@@ -74,8 +76,8 @@ class Done:
     """The result of a job. skipped: (key, where, reason) of each bad image. made: False for an existing shard.
 
     etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels. filled: (key, where) of
-    each image that a conversion could not read completely. All but `made` is the metadata of its part file, of which earlier
-    versions have no etag, rows or filled.
+    each image that a conversion could not read completely. changed: keys of images that an existing shard has otherwise than the
+    source. All but `made` and `changed` is the metadata of its part file.
     """
 
     shard: Shard
@@ -85,23 +87,26 @@ class Done:
     rows: str = ""
     filled: list[tuple[str, str]] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
 
 
 def write_shard(job: ShardingJob) -> Done:
     """Write a shard and its part file (its rows of the manifest), unless both exist and are complete.
 
-    A shard of an unfinished data set is rewritten if one of its skipped images can be read now. Raises UserError when this
-    node cannot access the folders, LostError when reading fails because of the node or its storage, OSError when it cannot
-    write.
+    A shard of an unfinished data set is rewritten if one of its skipped images can be read now, or if one whose mtime is COMPARE
+    has other bytes than in the shard. Raises UserError when this node cannot access the folders, LostError when reading fails
+    because of the node or its storage, OSError when it cannot write.
     """
     out, source = to_path(job.out), to_path(job.source)
     for folder in (out, source):
         if isinstance(folder, Path) and not folder.exists():
             raise UserError(f"A worker cannot access {folder}: source and out must be on storage shared by all nodes.")
     part = part_path(out, job.name)
-    if job.known and _is_complete(out, job.known):
-        return Done(job.known, [], made=False)
     cv2.setNumThreads(1)
+    to_compare = {key for key, mtime in _samples(job, "key", "mtime") if mtime == COMPARE}
+    if job.known and _is_complete(out, job.known):
+        return Done(job.known, [], changed=_changed(job, to_compare))
+    changed: list[str] = []
     rows = hashlib.sha256(json.dumps([job.rows["key"], job.rows["labels"]]).encode()).hexdigest()
     if (
         part.exists()
@@ -109,9 +114,10 @@ def write_shard(job: ShardingJob) -> Done:
         and found.rows == rows
         and (found.shard.name, found.shard.split) == (job.name, job.split)
         and _is_complete(out, found.shard, found.etag)
-        and not _can_read_any(found.skipped, job)
     ):
-        return found
+        changed = _changed(job, to_compare)
+        if not changed and not _changed(job, {key for key, *_ in found.skipped}):
+            return found
 
     with replacing(out / job.name) as file:
         tar = _Tar(file)
@@ -124,7 +130,7 @@ def write_shard(job: ShardingJob) -> Done:
         {"shard": asdict(shard), "skipped": skipped, "etag": etag, "rows": rows, "filled": filled, "left_out": unread}
     )
     write_part(part, table, about)
-    return Done(shard, skipped, made=True, etag=etag, rows=rows, filled=filled, left_out=unread)
+    return Done(shard, skipped, made=True, etag=etag, rows=rows, filled=filled, left_out=unread, changed=changed)
 
 
 def part_path(out: AnyPath, shard_name: str) -> AnyPath:
@@ -272,14 +278,26 @@ def _samples(job: ShardingJob, *columns: str) -> Iterator[tuple[Any, ...]]:
     return zip(*(job.rows[column] for column in columns), strict=True)
 
 
-def _can_read_any(skipped: list[tuple[str, str, str]], job: ShardingJob) -> bool:
-    """Whether any skipped image can be read now."""
-    keys = {key for key, *_ in skipped}
-    with Reader() as reader:
-        return any(
-            key in keys and not isinstance(_read_image(reader, place, job), str)
-            for key, *place in _samples(job, "key", *_PLACE)
-        )
+def _changed(job: ShardingJob, keys: set[str]) -> list[str]:
+    """Those of the keys whose image the existing shard has otherwise than the source: with other bytes, or only one of them has it."""
+    if not keys:
+        return []
+    path = to_path(job.out) / job.name
+    with path.open("rb") as file:
+        stored = {
+            sample.key: (sample.offset, sample.size) for sample in complete_samples(file, path) if sample.key in keys
+        }
+    # What is in the shard has been decoded before.
+    header = replace(job, config=replace(job.config, inspect="header"))
+    found = []
+    with Reader() as reader, Reader() as of_shard:
+        for key, *place in _samples(job, "key", *_PLACE):
+            if key in keys:
+                image = _read_image(reader, place, header if key in stored else job)
+                before = of_shard.read(str(path), *stored[key], packed=0) if key in stored else None
+                if before != (None if isinstance(image, str) else image[0]):
+                    found.append(key)
+    return found
 
 
 def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> tuple[bytes, str, int, int, bool] | str:

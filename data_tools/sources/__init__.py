@@ -54,12 +54,15 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
                     f"label_names = {config.label_names} names labels that are numbers, but in layout = {name} folders name "
                     "the classes. Leave it out: class_list=FILE chooses classes, class_map=FILE renames them."
                 )
-            splits = layout.splits if layout.splits and config.splits == _ONE_SPLIT else config.splits
+            splits = config.splits
+            if splits == _ONE_SPLIT:
+                splits = (layout.find_splits(plain, config) if layout.find_splits else layout.splits) or splits
             detected = replace(config, layout=name, splits=splits)  # type: ignore[arg-type]
             detected.check()  # Held-out images go to 'val', which the layout may have itself.
             refuse_without_effect(detected, f"source = {source} has layout = {name}: ")
             collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
             collector.advice = _list_advice(source, config)
+            collector.unpacked[plain] = source
             layout.walk(plain, config, staging, collector)
         return collector.finish()
 

@@ -57,17 +57,24 @@ def refuse_other_names(where: str, names: list[str], first: str, of_first: list[
 
 
 def read_lines(path: str, setting: str) -> list[str]:
-    """The stripped, non-empty lines of a text file. setting: its name, for errors. Raises UserError if unreadable or empty."""
+    """The stripped, non-empty lines of a text file. setting: its name, for errors.
+
+    Raises UserError if it is unreadable or empty, and for an empty line between others in a file of names by number.
+    """
     try:
         content = read_bytes(shipped(Path(path)))
-        lines = content.decode("utf-8-sig").splitlines()  # Editors on Windows write a byte order mark.
+        text = content.decode("utf-8-sig")  # Editors on Windows write a byte order mark.
     except (OSError, UnicodeDecodeError) as error:
         reason = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise UserError(f"{setting} = {path} cannot be read ({reason}).") from None
-    lines = [line.strip() for line in lines if line.strip()]
-    if not lines:
+    lines = [line.strip() for line in text.rstrip().splitlines()]
+    if setting == "label_names" and "" in lines:
+        raise UserError(
+            f"{setting} = {path}: line {lines.index('') + 1} is empty, and would be the name of label {lines.index('')}. Name it, or remove the line."
+        )
+    if not any(lines):
         raise UserError(f"{setting} = {path} is empty.")
-    return lines
+    return [line for line in lines if line]
 
 
 def names_of_synsets(lines: list[str], where: str) -> dict[str, str]:

@@ -3,9 +3,11 @@
 import itertools
 import re
 import shlex
+from collections import Counter
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv as pacsv
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import ClassNumbers
@@ -16,19 +18,22 @@ from pipeline.settings.commands.data import ShardConfig
 
 # A label in text, such as 7 or 7.0.
 WHOLE_NUMBER = r"-?[0-9]{1,18}(\.0+)?"
+# What programs write where a value is missing: the list of Arrow (and pandas), and what Python and pandas write in addition.
+MISSING = frozenset([*pacsv.ConvertOptions().null_values, "None", "<NA>"])
 
 
 class LabelColumn:
     """Maps the values of a column to class names. names: class names in order; if given, text values are parsed as numbers.
 
-    separator: between several labels in one text; if empty, a text is one label. Raises UserError for a column type that
-    cannot hold labels.
+    separator: between several labels in one text; if empty, a text is one label. missing: counts the texts that were read as a
+    missing label, without empty ones. Raises UserError for a column type that cannot hold labels.
     """
 
     def __init__(self, field: pa.Field, where: str, names: list[str], separator: str = "") -> None:
         self._are_numbers, self._first = _are_numbers(field, where), where
         self._numbers = ClassNumbers(names) if names or self._are_numbers else None
         self._separator = separator
+        self.missing = Counter[str]()
 
     def check(self, field: pa.Field, where: str) -> None:
         """Raise UserError if the column of another file holds numbers where that of the first holds text, or the reverse."""
@@ -49,7 +54,9 @@ class LabelColumn:
             value = value.split(self._separator)
         labels = [value] if isinstance(value, str | int) else value or []
         labels = [label.strip() if isinstance(label, str) else label for label in labels]
-        labels = [label for label in labels if label != ""]
+        if missing := [label for label in labels if label in MISSING]:
+            self.missing.update(filter(None, missing))
+            labels = [label for label in labels if label not in MISSING]
         if self._numbers is None:
             return [str(label) for label in labels]
         if not all(isinstance(label, int) or re.fullmatch(WHOLE_NUMBER, label) for label in labels):
@@ -57,9 +64,14 @@ class LabelColumn:
         numbers = (label if isinstance(label, int) else int(label.partition(".")[0]) for label in labels)
         return [self._numbers.name(number, where) for number in numbers]
 
-    def classes(self) -> list[str]:
-        """All class names in order if labels are numbers, else empty."""
-        return self._numbers.classes() if self._numbers else []
+    def report(self, collector: Collector) -> None:
+        """Gives the collector all class names in order, if labels are numbers, and a note about missing labels."""
+        collector.classes = self._numbers.classes() if self._numbers else []
+        if self.missing:
+            some = ", ".join(f"{text!r} ({count:,})" for text, count in self.missing.most_common())
+            collector.notes.append(
+                f"read as missing labels: {some}. If one is a class, give it another name in the table"
+            )
 
 
 def label_column(there: list[str], config: ShardConfig, where: str, collector: Collector, before: str | None) -> str:
@@ -103,18 +115,18 @@ def value_type(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if types.is_dictionary(kind) else kind
 
 
-def check_groups(field: pa.Field, where: str) -> None:
-    """Raises UserError for a column type that cannot hold groups."""
+def check_names(field: pa.Field, where: str, setting: str) -> None:
+    """Raises UserError for a column type that cannot hold names of groups or splits."""
     if not (types.is_integer(value_type(field.type)) or is_text(field.type)):
         raise UserError(
-            f"{where}: column {field.name!r} (group_column) holds {shortened(str(field.type))}, but groups are text or whole numbers."
+            f"{where}: column {field.name!r} ({setting}) holds {shortened(str(field.type))}, but it has to hold text or whole numbers."
         )
 
 
 def group_name(value: Any, where: str) -> str:
     """The group of one row. where: place of the row, for errors. Raises UserError for a row without one."""
-    name = str(value).strip() if value is not None else ""
-    if not name:
+    name = str(value).strip()
+    if name in MISSING:
         raise UserError(
             f"{where}: its group is missing (group_column). An image that is like no other is a group of its own."
         )

@@ -17,11 +17,12 @@ from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.loading.decode import EXTENSIONS
-from pipeline.data.storage.bucket import AnyPath, is_utf8, locate, utf8_fault
+from pipeline.data.storage.bucket import AnyPath, changed_at, is_utf8, locate, utf8_fault
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
 # source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the container.
 # packed: 0; reader.PIXELS; or for a zip member its compressed size (offset is then that of the member's header). group: "" without.
+# mtime: time of the last change of the file, or of its container, in ns; 0 if unknown.
 # Large strings, because 14 million keys exceed 2 GiB.
 TABLE = pa.schema(
     [
@@ -34,6 +35,7 @@ TABLE = pa.schema(
         ("size", pa.int64()),
         ("packed", pa.int64()),
         ("group", pa.large_string()),
+        ("mtime", pa.int64()),
     ]
 )
 # Columns of TABLE that say where the bytes of an image are in their file.
@@ -114,7 +116,7 @@ class Listing:
         return digest.hexdigest()
 
     def rows(self, numbers: np.ndarray) -> dict[str, list[Any]]:
-        """What a task needs of the given rows: columns key, labels, name, offset, size, packed of TABLE, path, page, and parts.
+        """What a task needs of the given rows: columns key, labels, name, offset, size, packed, mtime of TABLE, path, page, and parts.
 
         path is the file to open: the container, or the image itself. page: of the file, -1 if it is one sample. parts: (path, offset, size,
         packed) of the files of its channels, [] if it is one file.
@@ -126,7 +128,7 @@ class Listing:
             of_files = self.separate.take(pa.array(np.concatenate(parts).astype(np.int64)))
             places = iter(zip(self._paths(of_files), *(of_files[name].to_pylist() for name in _BYTES), strict=True))
             parts = [[next(places) for _ in rows_of_parts] for rows_of_parts in parts]
-        kept = {column: rows[column] for column in ("key", "labels", "name", *_BYTES)}
+        kept = {column: rows[column] for column in ("key", "labels", "name", *_BYTES, "mtime")}
         return {"path": self._paths(table), **kept, "page": rows.get("page", [-1] * len(numbers)), "parts": parts}
 
     def _paths(self, table: pa.Table) -> list[str]:
@@ -171,6 +173,7 @@ class Collector:
     is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes. inside: put before
     each name of a file.
     advice: what to do about a source without class folders, for errors. progress: closed by `finish`.
+    unpacked: container that was unpacked from a file of the source -> this file, whose time of change counts.
     """
 
     source: AnyPath
@@ -190,6 +193,8 @@ class Collector:
     archives: dict[str, str] | None = None
     inside: str = ""
     skipped: list[Skipped] = field(default_factory=list)
+    unpacked: dict[AnyPath, AnyPath] = field(default_factory=dict)
+    _mtimes: list[int] = field(default_factory=list)  # Of the containers.
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
     # Class numbers of all samples of _rows, concatenated, and the end of each sample's.
@@ -212,9 +217,10 @@ class Collector:
         self._folders = sorted(folders, key=lambda pair: -len(pair[1]))
         self._numbers = {split: number for number, split in enumerate(self.splits)}
 
-    def add_container(self, path: AnyPath) -> int:
-        """Register an archive. Returns its number, for `file` and `sample`."""
+    def add_container(self, path: AnyPath, mtime: int | None = None) -> int:
+        """Register an archive. Returns its number, for `file` and `sample`. mtime: of the archive; None looks it up."""
         self.containers.append(str(path))
+        self._mtimes.append(changed_at(self.unpacked.get(path, path)) if mtime is None else mtime)
         return len(self.containers) - 1
 
     def folder(self, name: str) -> None:
@@ -228,8 +234,10 @@ class Collector:
                 assert split is not None
                 self._counts.setdefault((split, inner), 0)
 
-    def file(self, name: str, container: int, offset: int, size: int, packed: int = 0, fault: str = "") -> None:
-        """Report a file. container, offset, size, packed: see TABLE.
+    def file(
+        self, name: str, container: int, offset: int, size: int, packed: int = 0, fault: str = "", mtime: int = 0
+    ) -> None:
+        """Report a file. container, offset, size, packed, mtime: see TABLE.
 
         fault: why it cannot be used, else ""; an image with a fault is skipped.
         """
@@ -266,7 +274,7 @@ class Collector:
         if fault:
             self.skip(name, fault)
         else:
-            self.sample(split, inner, classes, name, container, offset, size, packed)
+            self.sample(split, inner, classes, name, container, offset, size, packed, mtime=mtime)
 
     def skip(self, where: str, reason: str) -> None:
         """Report an item that belongs to the data set but cannot be used. It counts as a bad image."""
@@ -274,9 +282,9 @@ class Collector:
 
     def sample(
         self, split: str, key: str, classes: Iterable[str], name: str, container: int, offset: int, size: int, packed: int = 0,
-        group: str = "",
+        group: str = "", mtime: int = 0,
     ) -> None:  # fmt: skip
-        """Report a sample; see TABLE. key: may have dots. classes: names of all its classes.
+        """Report a sample; see TABLE. key: may have dots. classes: names of all its classes. mtime: without a container.
 
         A sample whose name is not allowed in a tar is skipped; a leading slash of the key is removed, as by tar.
         """
@@ -294,13 +302,17 @@ class Collector:
         for class_name in classes:
             self._labels.append(self._classes.setdefault(class_name, len(self._classes)))
         self._ends.append(len(self._labels))
-        self._rows.append((self._numbers[split], key, name, container, offset, size, packed, group))
+        if container >= 0:
+            mtime = self._mtimes[container]
+        self._rows.append((self._numbers[split], key, name, container, offset, size, packed, group, mtime))
         if len(self._rows) == _BATCH:
             self._flush()
 
     def restart(self) -> None:
         """Forget all samples, containers and skipped items reported so far."""
-        for reported in (self._parts, self._rows, self._labels, self.containers, self.prefixes, self.skipped):
+        for reported in (
+            self._parts, self._rows, self._labels, self.containers, self._mtimes, self.prefixes, self.skipped
+        ):  # fmt: skip
             reported.clear()
         self._ends, self._absolute = [0], Few()
 
@@ -324,6 +336,10 @@ class Collector:
                 )
         self._parts = []
         classes = self.classes or sorted(self._classes)
+        if not all(map(str.strip, classes)):
+            raise UserError(
+                f"{self.source}: a class has an empty name (number {[*map(str.strip, classes)].index('')}). Give it one."
+            )
         numbers = {name: number for number, name in enumerate(classes)}
         ranks = np.array([numbers[name] for name in self._classes], np.int32)
         listing = Listing(

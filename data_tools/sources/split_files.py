@@ -1,5 +1,8 @@
 """Assigns the files of a source (tars, Parquet) to splits by the prefix of their names."""
 
+import re
+from collections.abc import Iterator
+
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.tables import INFO
@@ -12,6 +15,8 @@ LIKE_SPLITS = {
 }  # fmt: skip
 _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.zstd")
 _BEGINNINGS = ("train", "val", "test", "dev")
+# Of shards: what is before its number, the number, perhaps that of all shards, the suffix.
+_NUMBERED = re.compile(r"(.*?)(\d+)(?:-of-(\d+))?(\.\w+)")
 # In the folder of a data set while launch/shard.py makes it, and after a kill.
 PARTS, PLAN = ".parts", "plan.json"
 
@@ -22,7 +27,7 @@ def split_files(
     """Returns (split, name inside source, path) of every file `*<suffix>` below source, sorted by split and name.
 
     splits: split name -> prefix of its file names; the longest matching prefix counts. notes: gets warnings about files of these splits
-    that are left out: compressed tars, and *.TAR. Raises UserError for a split without files, when one split would take files that look
+    that are left out (compressed tars, and *.TAR) or missing. Raises UserError for a split without files, when one split would take files that look
     like several splits, and for an unfinished data set.
     """
     packed, named_otherwise = list[str](), list[str]()
@@ -31,7 +36,7 @@ def split_files(
         _refuse_packed(source, [source.name])
         refuse_unfinished(source.parent)
     else:
-        found = {name: path for path, _ in walk_files(source) if (name := name_inside(path, source))}
+        found = {name: path for path, *_ in walk_files(source) if (name := name_inside(path, source))}
         for path in found.values():
             if path.name == PLAN and path.parent.name == PARTS:
                 refuse_unfinished(path.parent.parent)
@@ -65,7 +70,29 @@ def split_files(
             )
     if list(splits.values()) == [""]:
         _refuse_mixture(source, list(paths))
-    return [file for of_split in files.values() for file in of_split]
+    found_files = [file for of_split in files.values() for file in of_split]
+    notes += _gaps([name for _, name, _ in found_files])
+    return found_files
+
+
+def _gaps(names: list[str]) -> Iterator[str]:
+    """Warnings of numbers that are missing among those of the shards, if fewer are missing than there."""
+    of_series: dict[tuple[str, str, int], set[int]] = {}
+    for name in names:
+        if found := _NUMBERED.fullmatch(name):
+            before, number, total, suffix = found.groups()
+            of_series.setdefault((before, f"-of-{total}{suffix}" if total else suffix, int(total or 0)), set()).add(
+                int(number)
+            )
+    for (before, after, total), numbers in of_series.items():
+        first, last = min(numbers), max(numbers)
+        if total and last <= total:  # Numbered from 0, or from 1.
+            first, last = last // total, last // total + total - 1
+        count = last + 1 - first - len(numbers)
+        if 0 < count < len(numbers):
+            missing = sorted(set(range(first, last + 1)) - numbers)
+            some = ", ".join(map(str, missing[:5])) + ", ..." * (count > 5)
+            yield f"warning: {counted(count, 'number')} missing in {printable(before)}*{after}, {first} to {last}: {some}. Is the source complete?"
 
 
 def _is_packed(name: str) -> bool:

@@ -138,7 +138,7 @@ def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, 
             for row in rows.tolist():
                 place = places[name][row]
                 if place.archive not in containers:
-                    containers[place.archive] = collector.add_container(to_path(place.archive))
+                    containers[place.archive] = collector.add_container(to_path(place.archive), 0)
                 label = int(pool.labels[row])
                 if not 0 <= label < len(original.classes):
                     raise UserError(

@@ -141,7 +141,7 @@ def _expand(place: str, broken: list[Path], setting: str) -> Iterator[Path]:
         raise UserError(f"{setting} = {place} is a data set: give it alone, or give its tars.")
     elif path.is_dir():
         links: list[Path] = []
-        files = (file for file, _ in walk_files(path, links) if isinstance(file, Path))
+        files = (file for file, *_ in walk_files(path, links) if isinstance(file, Path))
         found = sorted(file for file in files if _is_image(str(file.relative_to(path))))
         broken += sorted(link for link in links if _is_image(str(link.relative_to(path))))
         if not found and links:

@@ -83,5 +83,5 @@ def check_pattern(pattern: str) -> None:
     """Raises UserError for a group_pattern that is no regular expression."""
     try:
         re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"group_pattern = {quoted(pattern)} is no regular expression: {error}.") from None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UserError(f"group_pattern = {quoted(pattern)} cannot be used as a regular expression: {error}.") from None

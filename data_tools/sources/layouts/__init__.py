@@ -42,7 +42,7 @@ class SourceLayout:
 
     walk: reports the images of a source to the collector; it gets (source, settings, staging folder, collector).
     by_folders: classes come from class folders (`Collector.folder`, `Collector.file`), not with each sample.
-    splits: default of the setting `splits`; empty is one split 'train'.
+    splits: default of the setting `splits`; empty is one split 'train'. find_splits: returns them for a source instead.
     form: required form of the source; "" is either.
     may_be_compressed: a compressed tar is unpacked before `walk`.
     """
@@ -50,6 +50,7 @@ class SourceLayout:
     walk: Callable[[AnyPath, ShardConfig, AnyPath, Collector], None]
     by_folders: bool = False
     splits: dict[str, str] = field(default_factory=dict)
+    find_splits: Callable[[AnyPath, ShardConfig], dict[str, str]] | None = None
     form: Literal["", "a file", "a folder"] = ""
     may_be_compressed: bool = False
 
@@ -66,6 +67,6 @@ LAYOUTS: dict[str, SourceLayout] = {
     "imagenet1k": SourceLayout(imagenet1k.walk, splits=imagenet1k.SPLITS, form="a folder"),
     "cifar": SourceLayout(cifar.walk, splits=cifar.SPLITS, may_be_compressed=True),
     "parquet": SourceLayout(parquet.walk),
-    "list": SourceLayout(path_list.walk),
+    "list": SourceLayout(path_list.walk, find_splits=path_list.find_splits),
     "webdataset": SourceLayout(webdataset.walk, may_be_compressed=True),
 }

@@ -85,7 +85,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
 def _files(source: AnyPath) -> Iterator[_BatchFile]:
     if source.is_dir():
-        for path, size in walk_files(source):
+        for path, size, _ in walk_files(source):
             yield _BatchFile(path.name, path, 0, size)
         return
     with source.open("rb") as file:

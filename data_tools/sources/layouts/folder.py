@@ -21,11 +21,11 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     if source.is_file():
         archive.walk(source, collector)
     elif isinstance(source, BucketPath):
-        for path, size in source.walk():
+        for path, size, mtime in source.walk():
             name = name_inside(path, source)
             assert name
             collector.folder(name.rpartition("/")[0])
-            collector.file(name, -1, 0, size)
+            collector.file(name, -1, 0, size, mtime=mtime)
     else:
         _walk(source, collector)
 
@@ -51,7 +51,8 @@ def _walk(source: Path, collector: Collector) -> None:
                     collector.skip(shortened(name), str(error.strerror))
                     continue
                 if not is_folder:
-                    collector.file(name, -1, 0, *_size(entry))
+                    size, mtime, fault = _look_at(entry)
+                    collector.file(name, -1, 0, size, fault=fault, mtime=mtime)
                 elif entry.is_symlink() and _holds_itself(source, name):
                     collector.skip(name, "a link to a folder that it lies in")
                 else:
@@ -61,8 +62,8 @@ def _walk(source: Path, collector: Collector) -> None:
                         folders.append(f"{name}/")
 
 
-def _size(entry: os.DirEntry) -> tuple[int, int, str]:
-    """(size, 0, fault) of an entry that is not a folder: the last arguments of `Collector.file`."""
+def _look_at(entry: os.DirEntry) -> tuple[int, int, str]:
+    """(size, mtime, fault) of an entry that is not a folder; see `Collector.file`."""
     try:
         found = entry.stat()
     except OSError as error:
@@ -72,7 +73,7 @@ def _size(entry: os.DirEntry) -> tuple[int, int, str]:
         is_image = os.path.splitext(entry.name)[1].lower() in EXTENSIONS
         return 0, 0, "" if is_image else "a link that leads nowhere"
     kind = _KINDS.get(stat.S_IFMT(found.st_mode))
-    return found.st_size, 0, f"{kind}, not a regular file" if kind else ""
+    return found.st_size, found.st_mtime_ns, f"{kind}, not a regular file" if kind else ""
 
 
 def _holds_itself(source: Path, name: str) -> bool:

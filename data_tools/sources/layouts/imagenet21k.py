@@ -66,13 +66,13 @@ def _walk_folder(source: AnyPath, staging: AnyPath, collector: Collector) -> Non
     """Report the members of every tar below source to the collector. Raises UserError with the damaged tars."""
 
     def tars() -> Iterator[_ClassTar]:
-        for path, size in sorted(walk_files(source), key=lambda file: str(file[0])):
+        for path, size, mtime in sorted(walk_files(source), key=lambda file: str(file[0])):
             name = name_inside(path, source)
             assert name
             if path.suffix == ".tar" and not path.name.startswith("."):
-                yield _ClassTar(name, path, 0, size, collector.add_container(path))
+                yield _ClassTar(name, path, 0, size, collector.add_container(path, mtime))
             else:
-                collector.file(name, -1, 0, size)
+                collector.file(name, -1, 0, size, mtime=mtime)
 
     _walk_classes(source, tars(), staging, collector)
 

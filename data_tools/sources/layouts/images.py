@@ -19,6 +19,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     for name, suffix in sorted(found.items()):
         path = source / name
         plain = archive.plain_path(path, staging)
+        collector.unpacked[plain] = path
         collector.inside = f"{name.removesuffix(suffix)}/"
         with archive.damage_named(path, tarfile.TarError):
             archive.walk(plain, collector)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names, refuse_other_names
-from data_tools.sources.labels import LabelColumn, check_columns, check_groups, group_name, label_column
+from data_tools.sources.labels import LabelColumn, check_columns, check_names, group_name, label_column
 from data_tools.sources.layouts.archive import damage_named, staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
@@ -44,6 +44,11 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             schema = file.schema_arrow
             column = label_column(schema.names, config, str(path), collector, column)
             wanted = {"image_column": config.image_column, "label_column": column, "group_column": config.group_column}
+            if ShardConfig.split_column in set(schema.names) - {*wanted.values()}:
+                collector.notes.append(
+                    f"warning: the column {ShardConfig.split_column!r} of {path} is not used: for splits, write a file for each, and name "
+                    "them (splits.train=train splits.val=val)"
+                )
             check_columns(schema.names, {setting: name for setting, name in wanted.items() if name}, str(path))
             if column:
                 known = given or _class_label_names(schema, column, f"{path}, its metadata `huggingface`")
@@ -52,8 +57,9 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 labels.check(schema.field(column), str(path))
                 refuse_other_names(f"{path}, by its metadata `huggingface`", known, str(first), of_first)
             if config.group_column:
-                check_groups(schema.field(config.group_column), str(path))
+                check_names(schema.field(config.group_column), str(path), "group_column")
             images, sizes = _unpack(path, file, config.image_column, staging)
+            collector.unpacked[images] = path
             container, offset = collector.add_container(images), 0
             for row, (value, group) in enumerate(_values(file, (column, config.group_column), len(sizes))):
                 where = f"{name}, row {row}"
@@ -62,7 +68,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 key = f"{name.removesuffix('.parquet')}/{row:06d}"
                 collector.sample(split, key, names, where, container, offset, int(sizes[row]), group=of_group)
                 offset += int(sizes[row])
-    collector.classes = labels.classes() if labels else []
+    if labels:
+        labels.report(collector)
 
 
 def _values(file: pq.ParquetFile, columns: tuple[str, str], num_rows: int) -> Iterator[tuple[Any, Any]]:

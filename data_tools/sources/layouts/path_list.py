@@ -3,6 +3,9 @@
 import codecs
 import contextlib
 import os
+import re
+import shlex
+from collections import Counter
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -11,21 +14,23 @@ import pyarrow.csv as pacsv
 
 from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import (
+    MISSING,
     WHOLE_NUMBER,
     LabelColumn,
     check_columns,
-    check_groups,
+    check_names,
     group_name,
     is_text,
     label_column,
 )
 from data_tools.sources.listing import NOT_UTF8, Collector
+from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
-from pipeline.base.words import on_one_line
+from pipeline.base.words import counted, on_one_line
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.settings.commands.data import ShardConfig
+from pipeline.settings.commands.data import ShardConfig, is_split_name
 
 _ROWS_AT_ONCE = 2**16
 
@@ -34,39 +39,53 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     """Report every row of every split's list to the collector.
 
     source: the list, or a folder with one list for each split. Paths are relative to the list's folder, absolute, or URLs.
-    Missing files are listed too: the job reports them as unreadable images.
+    Missing files are listed too: the job reports them as unreadable images. Rows of a list with a split_column are of the splits with
+    its values.
     """
     given = read_names(config.label_names, "label_names") if config.label_names else []
     labels: LabelColumn | None = None
     column: str | None = None
-    listed: dict[BucketPath, dict[str, int]] = {}
+    listed: dict[BucketPath, dict[str, tuple[int, int]]] = {}
     lists = {split: source / name if name else source for split, name in collector.splits.items()}
+    by_column = _split_column(source, config)
+    if by_column:
+        lists = dict.fromkeys([", ".join(collector.splits)], source)
+    of_value = {value: split for split, value in collector.splits.items()}
+    counts = Counter[str]()
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
         if not path.is_file():
             raise UserError(f"{path} is no list of images (split {split!r}). Name it: splits.{split}=FILE.csv")
         there = _column_names(path)
         column = label_column(there, config, str(path), collector, column)
-        table = _read(path, config, there, column)
-        if not column:
-            table = table.add_column(1, "", pa.nulls(len(table)))
-        elif labels is None:
+        named = {"label_column": column, "group_column": config.group_column, "split_column": by_column}
+        table = _read(path, config, there, named)
+        if not by_column and config.split_column in set(there) - {config.path_column, *named.values()}:
+            collector.notes.append(
+                f"warning: the column {config.split_column!r} of {path} is not used, because splits = {collector.splits} names lists"
+            )
+        if column and labels is None:
             field = table.schema.field(column)
             if path.suffix != ".parquet" and _are_numbers(table[column], config.label_separator, collector, path):
                 field = field.with_type(pa.int64())
             labels = LabelColumn(field, str(path), given, config.label_separator)
-        elif path.suffix == ".parquet":  # In a CSV, any label is text; its rows are checked.
+        elif labels and path.suffix == ".parquet":  # In a CSV, any label is text; its rows are checked.
             labels.check(table.schema.field(column), str(path))
-        if not config.group_column:
-            table = table.append_column("", pa.nulls(len(table)))
-        elif path.suffix == ".parquet":
-            check_groups(table.schema.field(config.group_column), str(path))
+        if config.group_column and path.suffix == ".parquet":
+            check_names(table.schema.field(config.group_column), str(path), "group_column")
+        nothing = pa.nulls(len(table))
+        values = [table[config.path_column], *(table[name] if name else nothing for name in named.values())]
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         row = 0
-        for batch in table.to_batches(_ROWS_AT_ONCE):
-            for name, value, group in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+        for batch in pa.table(values, ["path", *named]).to_batches(_ROWS_AT_ONCE):
+            for name, value, group, part in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 row += 1
+                if by_column:
+                    counts[part := str(part).strip()] += 1
+                    if part not in of_value:
+                        continue
+                    split = of_value[part]
                 if not name:
                     raise UserError(f"{path}, row {row}: {config.path_column} is empty.")
                 if isinstance(name, bytes):  # Of a CSV.
@@ -85,8 +104,56 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     file = locate(folder, name)
                 except UserError as error:  # A URL of another kind than a bucket's.
                     raise UserError(f"{path}, row {row}: {error}") from None
-                collector.sample(split, _key(name), names, place, -1, 0, _size(file, listed), group=of_group)
-    collector.classes = labels.classes() if labels else []
+                size, mtime = _look_at(file, listed)
+                collector.sample(split, _key(name), names, place, -1, 0, size, group=of_group, mtime=mtime)
+    if labels:
+        labels.report(collector)
+    if by_column:
+        _report_splits(source, by_column, of_value, counts, collector)
+
+
+def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
+    """Split -> its value in the list's split_column; empty without this column. Raises UserError for values that cannot name splits."""
+    column = _split_column(source, config)
+    if not column:
+        return {}
+    table = _read(source, config, _column_names(source), {"split_column": column})
+    if source.suffix == ".parquet":
+        check_names(table.schema.field(column), str(source), "split_column")
+    values = sorted({str(value).strip() for value in pc.unique(table[column]).to_pylist()} - MISSING)
+    if not all(map(is_split_name, values)):
+        names = (LIKE_SPLITS.get(value.lower(), re.sub("[^a-z0-9_]+", "_", value.lower())) for value in values)
+        said = shlex.join(f"splits.{name}={value}" for name, value in zip(names, values, strict=True))
+        raise UserError(
+            f"{source}: the column {column!r} has values that cannot name a split, which needs lower-case letters, digits and _. Say "
+            f"which splits they are: {said} . To have all rows in one split: split_column= ."
+        )
+    return dict(zip(values, values, strict=True))
+
+
+def _split_column(source: AnyPath, config: ShardConfig) -> str:
+    """The column that names the splits of a list's rows; "" if the source is a folder of lists, or has no column of the default name."""
+    if not config.split_column or not source.is_file():
+        return ""
+    others = (config.path_column, config.label_column, config.group_column)
+    is_there = config.split_column in _column_names(source) and config.split_column not in others
+    return config.split_column if is_there or config.split_column != ShardConfig.split_column else ""
+
+
+def _report_splits(
+    source: AnyPath, column: str, of_value: dict[str, str], counts: Counter[str], collector: Collector
+) -> None:
+    """Notes how many rows are of each split. Raises UserError for a split without rows."""
+    said = ", ".join(f"{value!r} {count:,}" for value, count in counts.most_common())
+    for value, split in of_value.items():
+        if not counts[value]:
+            raise UserError(
+                f"{source}: no row of split {split!r} ({value!r} in the column {column!r}). There: {said}. Name "
+                f"one of these, splits.{split}=VALUE, or ignore the column: split_column= ."
+            )
+    collector.notes.append(f"splits from the column {column!r} of {source}: {said} (split_column= ignores it)")
+    if left_out := sum(count for value, count in counts.items() if value not in of_value):
+        collector.notes.append(f"left out {counted(left_out, 'row')} of none of these splits: {', '.join(of_value)}")
 
 
 def _column_names(path: AnyPath) -> list[str]:
@@ -101,10 +168,9 @@ def _column_names(path: AnyPath) -> list[str]:
                 return reader.schema.names
 
 
-def _read(path: AnyPath, config: ShardConfig, there: list[str], column: str) -> pa.Table:
-    """Reads the columns of paths, labels and groups. there: names of all columns. column: of labels, "" for none."""
-    named = {"path_column": config.path_column, "label_column": column, "group_column": config.group_column}
-    wanted = {setting: name for setting, name in named.items() if name}
+def _read(path: AnyPath, config: ShardConfig, there: list[str], named: dict[str, str]) -> pa.Table:
+    """Reads the column of paths, and those named, setting -> column or "". there: names of all columns."""
+    wanted = {"path_column": config.path_column} | {setting: name for setting, name in named.items() if name}
     if path.suffix != ".parquet" and config.path_column not in there:
         _refuse_header(there, config.path_column, path)
     check_columns(there, wanted, str(path))
@@ -164,7 +230,7 @@ def _are_numbers(labels: pa.ChunkedArray, separator: str, collector: Collector, 
     """
     parts = pc.list_flatten(pc.split_pattern(pc.unique(labels), separator))
     parts = pc.utf8_trim_whitespace(parts)
-    parts = parts.filter(pc.not_equal(parts, ""))
+    parts = parts.filter(pc.invert(pc.is_in(parts, pa.array(MISSING))))
     if not len(parts) or not pc.all(pc.match_substring_regex(parts, f"^{WHOLE_NUMBER}$")).as_py():
         if len(parts) and pc.all(pc.match_substring_regex(parts, r"^-?\d+(\.\d+)?$")).as_py():
             collector.notes.append(
@@ -177,16 +243,17 @@ def _are_numbers(labels: pa.ChunkedArray, separator: str, collector: Collector, 
     return not is_padded or len(pc.unique(pc.utf8_length(parts))) > 1
 
 
-def _size(path: AnyPath, listed: dict[BucketPath, dict[str, int]]) -> int:
-    """Bytes of a file, 0 for a missing one. listed: in an object store, each folder is listed once; its listing is put here."""
+def _look_at(path: AnyPath, listed: dict[BucketPath, dict[str, tuple[int, int]]]) -> tuple[int, int]:
+    """(bytes, mtime) of a file, zeros for a missing one. listed: in an object store, each folder is listed once; its listing is put here."""
     if isinstance(path, BucketPath):
         if path.parent not in listed:
-            listed[path.parent] = path.parent.sizes()
-        return listed[path.parent].get(path.name, 0)
+            listed[path.parent] = {file.name: (*found,) for file, *found in path.parent.walk(recursive=False)}
+        return listed[path.parent].get(path.name, (0, 0))
     try:
-        return path.stat().st_size
+        found = path.stat()
     except OSError:
-        return 0  # The job reports it as an unreadable image.
+        return 0, 0  # The job reports it as an unreadable image.
+    return found.st_size, found.st_mtime_ns
 
 
 def _key(name: str) -> str:

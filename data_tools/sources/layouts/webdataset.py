@@ -26,6 +26,7 @@ _LABEL_KEYS = ("labels", "label", "cls")
 _NO_LABEL_IN_JSON = f".json: no whole numbers under any of {', '.join(_LABEL_KEYS)}"
 _NO_IMAGE = "no image beside it; the files of a sample follow one another, as 1.jpg 1.cls 2.jpg 2.cls"
 _OTHER_NAME = "an extension begins at the first dot of a name; that of a sample's image is jpg, png, ... alone"
+_TWICE = "a second file of this name in a sample; webdataset refuses such tars"
 _MEMBERS_TO_LOOK_AT = 16
 # Names that tools such as img2dataset give to shards: 00000.tar, train-000000.tar.
 _NUMBERED = re.compile(r"(.*[-_])?\d{5,}\.tar")
@@ -205,7 +206,10 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
         image: Member | None = None
         instead: dict[str, Member] = {}  # Reason why there is no image -> the first file that it is said of.
         labels, fault, has_label_file, is_array = [], NO_LABEL, False, False
+        twice, extensions = None, set[str]()
         for _, ext, member in group:
+            twice = member if ext in extensions else twice
+            extensions.add(ext)
             if f".{ext}" in EXTENSIONS:
                 # Beside a photograph, an array is something else, such as its features.
                 if image is None or (is_array and f".{ext}" not in ARRAYS):
@@ -224,7 +228,9 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
                 # Any program may leave a .json by itself in a tar, such as a list of names.
                 if ext == "cls" or not fault:
                     instead.setdefault(_NO_IMAGE, member)
-        if image is not None:
+        if twice and (image or instead):
+            yield TarSample(key, twice.name, twice.offset, twice.size, [], _TWICE, has_label_file)
+        elif image is not None:
             fault = image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
             yield TarSample(key, image.name, image.offset, image.size, labels, fault, has_label_file)
         elif instead:

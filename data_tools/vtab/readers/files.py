@@ -46,7 +46,7 @@ class DatasetFiles:
 
     def __init__(self, dataset: DataSet, folder: AnyPath, staging: AnyPath, check: bool) -> None:
         self.dataset, self.folder, self._staging = dataset, folder, staging
-        self._own = {name: (path, size) for path, size in walk_files(folder) if (name := name_inside(path, folder))}
+        self._own = {name: (path, size) for path, size, _ in walk_files(folder) if (name := name_inside(path, folder))}
         files, other = dataset.files, dataset.alternative
         if other and other.name in self._own and files[0].name not in self._own:
             files = (other,)

@@ -50,16 +50,17 @@ def listing(task: Task, folder: AnyPath, check: bool) -> Listing:
         raise UserError(f"{folder}: {_UNION}.txt has other labels than train800.txt and val200.txt together.")
     if check:
         _check_counts(task, folder, rows)
-    sizes = {name_inside(path, folder): size for path, size in walk_files(folder)}
+    files = {name_inside(path, folder): (size, mtime) for path, size, mtime in walk_files(folder)}
     collector = Collector(folder, dict.fromkeys(SPLITS, ""), by_folders=False)
     collector.classes = [str(label) for label in range(task.num_classes)]
     for split in SPLITS:
         for name, label in rows[split]:
-            if name not in sizes:
+            if name not in files:
                 raise UserError(f"{folder}: {split}.txt names {name}, which is missing.")
             if not 0 <= label < task.num_classes:
                 raise UserError(f"{folder}: {split}.txt gives {name} label {label} of {task.num_classes} classes.")
-            collector.sample(split, name.rpartition(".")[0], [str(label)], name, -1, 0, sizes[name])
+            size, mtime = files[name]
+            collector.sample(split, name.rpartition(".")[0], [str(label)], name, -1, 0, size, mtime=mtime)
     return collector.finish()
 
 

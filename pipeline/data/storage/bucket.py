@@ -66,6 +66,11 @@ def file_size(path: AnyPath) -> int:
     return path.size() if isinstance(path, BucketPath) else path.stat().st_size
 
 
+def changed_at(path: AnyPath) -> int:
+    """Time of a file's last change, in ns. Raises FileNotFoundError."""
+    return path.changed_at() if isinstance(path, BucketPath) else path.stat().st_mtime_ns
+
+
 def version(path: AnyPath) -> str:
     """Changes when the file does: time of its last change in ns, or the store's own version. Raises FileNotFoundError."""
     return path.version() if isinstance(path, BucketPath) else str(path.stat().st_mtime_ns)
@@ -88,8 +93,10 @@ def fetched(path: AnyPath) -> Iterator[BinaryIO]:
         yield copy
 
 
-def walk_files(folder: AnyPath, broken: list[Path] | None = None) -> Iterator[tuple[AnyPath, int]]:
-    """(path, bytes) of every file below a folder, also in linked folders. Raises OSError for a folder that cannot be read.
+def walk_files(folder: AnyPath, broken: list[Path] | None = None) -> Iterator[tuple[AnyPath, int, int]]:
+    """(path, bytes, time of the last change in ns) of every file below a folder, also in linked folders.
+
+    Raises OSError for a folder that cannot be read.
 
     broken: links to what is not there are appended.
     """
@@ -99,15 +106,16 @@ def walk_files(folder: AnyPath, broken: list[Path] | None = None) -> Iterator[tu
     waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while waiting:
         here, parents = waiting.pop()
-        status = here.stat()
-        own = status.st_dev, status.st_ino
+        found = here.stat()
+        own = found.st_dev, found.st_ino
         if own in parents:
             continue  # A link to a folder that it lies in: following it would not end.
         for path in here.iterdir():
             if path.is_dir():
                 waiting.append((path, parents | {own}))
             elif path.is_file():
-                yield path, path.stat().st_size
+                status = path.stat()
+                yield path, status.st_size, status.st_mtime_ns
             elif broken is not None and path.is_symlink():
                 broken.append(path)
 

@@ -102,10 +102,11 @@ class BucketPath:
 
     def size(self) -> int:
         """Bytes of an object."""
-        info = self._info()
-        if info.type.name != "File":
-            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
-        return info.size
+        return self._info_of_file().size
+
+    def changed_at(self) -> int:
+        """Time of the object's last change, in ns."""
+        return self._info_of_file().mtime_ns or 0
 
     def version(self) -> str:
         """The store's identifier of this version of the object: S3's ETag, GCS's generation."""
@@ -115,19 +116,19 @@ class BucketPath:
 
     def sizes(self) -> dict[str, int]:
         """Name -> bytes of the objects directly in this folder, from one listing."""
-        return {info.base_name: info.size for info in self._list() if info.is_file}
+        return {path.name: size for path, size, _ in self.walk(recursive=False)}
 
-    def walk(self) -> Iterator[tuple["BucketPath", int]]:
-        """(path, bytes) of every object below this folder."""
-        for info in self._list(recursive=True):
+    def walk(self, recursive: bool = True) -> Iterator[tuple["BucketPath", int, int]]:
+        """(path, bytes, time of the last change in ns) of every object below this folder, or directly in it."""
+        for info in self._list(recursive):
             if info.is_file:
-                yield replace(self, key=info.path), info.size
+                yield replace(self, key=info.path), info.size, info.mtime_ns or 0
 
     def iterdir(self) -> Iterator["BucketPath"]:
         """Objects and folders directly in this folder."""
         if self.scheme == "gs":
             # There, pyarrow's listings have no folders. (It lists all objects below in either case.)
-            names = dict.fromkeys(path.key.removeprefix(f"{self.key}/").partition("/")[0] for path, _ in self.walk())
+            names = dict.fromkeys(path.key.removeprefix(f"{self.key}/").partition("/")[0] for path, *_ in self.walk())
             return (self / name for name in names)
         return (replace(self, key=info.path) for info in self._list())
 
@@ -221,6 +222,12 @@ class BucketPath:
             bucket = self.request(lambda: self.connection().get_file_info(self.bucket))
             if bucket.type.name == "NotFound":
                 raise StorageError(f"{self}: no such bucket. Check its name (and the endpoint).")
+        return info
+
+    def _info_of_file(self) -> "fs.FileInfo":
+        info = self._info()
+        if info.type.name != "File":
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return info
 
     def _kind(self) -> str:

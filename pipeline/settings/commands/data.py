@@ -45,8 +45,13 @@ def check_values(values: list[str]) -> None:
         raise UserError(f"values = {','.join(values)} must be full, percentiles, or [low,high] with low < high.")
 
 
+def is_split_name(name: str) -> bool:
+    """Whether a split can be called so."""
+    return re.fullmatch(r"[a-z0-9_]+", name) is not None
+
+
 def _check_split_names(splits: dict[str, str]) -> None:
-    if not splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in splits):
+    if not splits or not all(map(is_split_name, splits)):
         raise UserError(f"splits = {quoted(splits)} must name at least one split, in lower-case letters, digits and _.")
 
 
@@ -73,7 +78,7 @@ class ShardConfig:
     splits: dict[str, str] = setting(
         {"train": ""},
         "Mapping from split name to its part of source ('' is all): the folder that contains its class folders or images; the tar "
-        "(imagenet1k); the list (list); the prefix of its file names (parquet, webdataset).",
+        "(imagenet1k); the list, or a value of its split_column (list); the prefix of its file names (parquet, webdataset).",
     )
     val_share: float = setting(
         0.0,
@@ -121,6 +126,11 @@ class ShardConfig:
         "copied them. val_share and data.dev_share hold out whole groups, and intervals of scores are over groups.",
         needs="layout=auto,parquet,list",
     )
+    split_column: str = setting(
+        "split",
+        "list: column of the split of an image, if the list has it: splits chooses among its values, and renames them; empty is none.",
+        needs="layout=auto,list",
+    )
     group_pattern: str = group_pattern()
     label_names: str = setting("", "File of class names, one per line, for labels that are numbers from 0.", path=True)
     class_map: str = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.", path=True)
@@ -130,6 +140,10 @@ class ShardConfig:
         "", "File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt).", path=True
     )
     merge_copies: bool = setting(False, "Merge samples of equal bytes and their labels; reads all of source twice.")
+    compare: Literal["mtime", "content"] = setting(
+        "mtime",
+        "Which images the next start compares with finished shards, byte by byte. mtime: those with another time of change; content: all.",
+    )
     seed: int = setting(0, "Seed of the order of samples.", min=0, max=MAX_SEED)
     samples_per_shard: int = setting(4096, "Samples per tar, except a split's last.", min=1)
     resize_short: int = pixels(0, "Resize larger images to this short side; 0 copies the bytes.")

@@ -23,7 +23,7 @@ def test_objects_are_files(gcs: str) -> None:
     contents = {"a.gz": b"no gzip at all", "large": large, "sub/deep/x.tar": b"deep"}
     for name, data in contents.items():
         put(folder / name, data)
-    assert {name_inside(path, folder): size for path, size in walk_files(folder)} == {
+    assert {name_inside(path, folder): size for path, size, _ in walk_files(folder)} == {
         name: len(data) for name, data in contents.items()
     }
     assert folder.sizes() == {"a.gz": 14, "large": len(large)}

@@ -79,7 +79,7 @@ def test_linked_folders_are_followed_and_circles_are_not(tmp_path: Path) -> None
     (tmp_path / "in/broken").symlink_to("nowhere")
     (tmp_path / "start").symlink_to("in")
     for start in ("in", "start"):
-        found = {name_inside(path, tmp_path / start): size for path, size in walk_files(tmp_path / start)}
+        found = {name_inside(path, tmp_path / start): size for path, size, _ in walk_files(tmp_path / start)}
         assert found == {"a/1": 6, "linked/b/2": 13, "again/b/2": 13}
 
 
@@ -90,7 +90,7 @@ def test_objects_are_files(s3: Server) -> None:
     contents = {"a.gz": b"no gzip at all", "empty": b"", "large": large, "sub/x.tar": b"deep"}
     for name, data in contents.items():
         put(folder / name, data)
-    assert {name_inside(path, folder): size for path, size in walk_files(folder)} == {
+    assert {name_inside(path, folder): size for path, size, _ in walk_files(folder)} == {
         k: len(v) for k, v in contents.items()
     }
     assert folder.sizes() == {"a.gz": 14, "empty": 0, "large": len(large)}
@@ -402,7 +402,7 @@ def test_samples_left_out_and_the_index_of_a_data_set_in_a_bucket(s3: Server, da
     assert (len(split), split.excluded_by, split.index.note) == (109, {"damaged": 41}, "")
     reader = ShardReader(split)
     assert all(reader.read(row) == local.read(41 + row) for row in range(109))
-    assert not [path for path, _ in bucket_path(url).walk() if "/index/" in str(path)]
+    assert not [path for path, *_ in bucket_path(url).walk() if "/index/" in str(path)]
     with pytest.raises(UserError, match=r"train-000000.tar is missing"):
         remote.split("train", "none")
     # Also a shard of which some samples are excluded: its readers compare its size or checksum.

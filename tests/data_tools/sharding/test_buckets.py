@@ -135,7 +135,7 @@ def test_tars_of_others_in_a_bucket(ray_cluster: int, tmp_path: Path, s3: tuple[
             expected[str(i)] = ([i % 3], jpeg(i))
         tar = write_tar(members, tmp_path / f"{number}.tar")
         put(bucket_path(f"{url}/theirs/deep/{number}.tar"), tar.read_bytes())
-    before = dict(bucket_path(f"{url}/theirs").walk())
+    before = set(bucket_path(f"{url}/theirs").walk())
     # Beside the tars (one of them is one folder down), elsewhere in the bucket, in another bucket, on this disk.
     server.bucket("elsewhere" + url[-8:])
     places = {
@@ -157,7 +157,7 @@ def test_tars_of_others_in_a_bucket(ray_cluster: int, tmp_path: Path, s3: tuple[
         if out:
             assert verify.run(VerifyConfig(data=out, out=str(tmp_path / "verify")))["is_whole"]
     assert len(fingerprints) == 1
-    assert before.items() <= dict(bucket_path(f"{url}/theirs").walk()).items()
+    assert before <= set(bucket_path(f"{url}/theirs").walk())
 
     capfd.readouterr()
     index.run(IndexConfig(source=f"{url}/theirs", out=str(tmp_path / "here")))
@@ -207,4 +207,4 @@ def test_a_data_set_is_made_checked_and_indexed_on_gcs(dataset: Dataset, source:
     capfd.readouterr()
     assert shard.run(config).fingerprint == dataset.fingerprint
     assert "made 1 again" in capfd.readouterr().out
-    assert not [path for path, _ in made.path.walk() if "/." in path.key]
+    assert not [path for path, *_ in made.path.walk() if "/." in path.key]

@@ -1,5 +1,6 @@
 """Images that belong together, such as those of a patient, are held out together."""
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,10 @@ from raw_images import jpeg, settings, write_folder, write_tar
 
 from data_tools.sharding import index, shard
 from data_tools.sharding.classes import apply_rules
-from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
+from data_tools.sharding.holdout import describe_classes_of_groups, describe_groups, groups_of, hold_out, with_groups
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
+from pipeline.data.dataset import groups
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.mixture import run_data
 from pipeline.settings.commands.data import IndexConfig
@@ -120,14 +122,16 @@ def test_parquet_of_images_names_the_group_of_each(tmp_path: Path) -> None:
     assert not set.intersection(*of_splits(listing).values())
     pq.write_table(pa.table(table | {"of": [[key] for key in keys]}), tmp_path / "a.parquet")
     assert "column 'of' (group_column) holds list<" in refused(tmp_path, group_column="of")
-    pq.write_table(pa.table(table | {"of": [None, *map(patient, keys[1:])]}), tmp_path / "a.parquet")
-    assert "a.parquet, row 0: its group is missing" in refused(tmp_path, group_column="of")
+    for missing in (None, "nan"):
+        pq.write_table(pa.table(table | {"of": [missing, *map(patient, keys[1:])]}), tmp_path / "a.parquet")
+        assert "a.parquet, row 0: its group is missing" in refused(tmp_path, group_column="of")
 
 
 def test_what_is_no_group_is_refused(photos: Path, tmp_path: Path) -> None:
     assert "finds no group in the key 'benign/patient00_0'" in refused(photos, group_pattern="patient1")
     assert "finds no group in the key 'benign/patient00_0'" in refused(photos, group_pattern="(person)?")
-    assert "is no regular expression: missing )" in refused(photos, group_pattern="(patient")
+    for broken in ("(patient", "a{99999999999}", "(" * 3000 + "a" + ")" * 3000):
+        assert "group_pattern = " in refused(photos, group_pattern=broken)
     assert "use one of them" in refused(photos, group_pattern="p", group_column="p", layout="list")
     assert "would divide groups" in refused(photos, group_pattern=PATTERN, holdout_per_class=1)
     assert "group_column = of has no effect without layout = parquet or list" in refused(photos, group_column="of")
@@ -136,8 +140,41 @@ def test_what_is_no_group_is_refused(photos: Path, tmp_path: Path) -> None:
     other = write_folder({"other/x.jpg": jpeg(1), "benign/patient07_1.jpg": jpeg(2)}, tmp_path / "other")
     listing = with_groups(apply_rules(list_source(other, ruled, tmp_path / "staging"), ruled), PATTERN)
     assert listing.table["group"].to_pylist() == ["patient07"]
-    said = refused(photos, group_pattern="patient", val_share=SHARE)
-    assert "of 60 images in whole groups leaves" in said
+    assert "one group, 'patient', for all 60 images" in refused(photos, group_pattern="patient")
+    assert "of 60 images in whole groups leaves" in refused(photos, group_pattern=PATTERN, val_share=0.0001)
+
+
+def test_a_pattern_that_tries_too_many_ways_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_SECONDS", 0.5)
+    source = write_folder({f"cat/{'a' * 64}.jpg": jpeg(1)}, tmp_path / "raw")
+    assert "(a+)+" in refused(source, group_pattern="(a+)+b")
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "better"),
+    [
+        ("seq[0-9]", "^([^/]+/(?:seq[0-9]))"),
+        ("^[^/]+/(seq[0-9])_", "^([^/]+/seq[0-9])_"),
+        ("q([0-9])_", "^([^/]+/.*?(?:q([0-9])_))"),
+        ("[0-9]$", ""),
+    ],
+)
+def test_groups_that_span_classes_come_with_a_pattern_of_which_none_does(
+    pattern: str, better: str, tmp_path: Path
+) -> None:
+    files = {f"{name}/seq{i}_{j}.jpg": jpeg(1) for name in ("cat", "dog") for i in range(3) for j in range(3)}
+    source = write_folder({**files, "dog/seq7_1.jpg": jpeg(1)}, tmp_path / "raw")
+    (note,) = describe_classes_of_groups(listed(source, group_pattern=pattern), pattern)
+    assert "3 of " in note
+    assert note.endswith(f"group_pattern='{better}'") == bool(better)
+    if better:
+        listing = listed(source, group_pattern=better)
+        assert describe_classes_of_groups(listing, better) == []
+        assert len(set(listing.table["group"].to_pylist())) == 7
+    own, warning = describe_groups(groups_of(listed(source, group_pattern=".+")))
+    assert "19 " in own
+    assert warning.startswith("warning: each image")
 
 
 def test_a_group_in_two_splits_of_the_source_is_named(tmp_path: Path) -> None:

@@ -150,6 +150,11 @@ def test_no_sample_of_a_split_is_no_data_set(ray_cluster: int, tmp_path: Path) -
     splits = {"train": "train", "val": "val"}
     with pytest.raises(UserError, match=r"no tar of split 'val' has an image that can be used.*val-0.tar: 2.jpg \("):
         run(config(tmp_path / "t", tmp_path / "out", splits=splits, max_bad_share=1.0))
+    # Labels that do not follow their images: these images are not without labels.
+    write_tar({"1.jpg": jpeg(1), "2.jpg": jpeg(2), "1.cls": b"0", "2.cls": b"1"}, tmp_path / "t/val-0.tar")
+    write_tar({"3.jpg": jpeg(1), "4.jpg": jpeg(2), "3.cls": b"0", "4.cls": b"1"}, tmp_path / "t/train-0.tar")
+    with pytest.raises(UserError, match=r"has an image that can be used, with labels"):
+        run(config(tmp_path / "t", tmp_path / "out", splits=splits, max_bad_share=1.0))
     assert not (tmp_path / "out/dataset.json").exists()
 
 

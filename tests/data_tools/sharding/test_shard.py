@@ -197,6 +197,82 @@ def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: in
     assert shard.run(settings(source, out, max_bad_share=0.0, **how)).info["samples"] == {"train": 10}
 
 
+def bmp(seed: int) -> bytes:
+    """As long as every other."""
+    return encoded(noise(seed), "BMP")
+
+
+def tars(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(folder).items() if name.endswith(".tar")}
+
+
+@pytest.mark.parametrize("merge_copies", [False, True])
+def test_images_that_change_and_keep_their_size_while_a_job_is_stopped(
+    merge_copies: bool, ray_cluster: int, tmp_path: Path, capfd
+) -> None:
+    """Class folders are swapped, and swapped back, with the times of change that they had at the first start."""
+    files = {f"{name}/{i}.bmp": bmp(10 * at + i) for at, name in enumerate(("cat", "dog")) for i in range(4)}
+    files |= {"elk/1.bmp": bmp(30), "elk/2.bmp": bmp(30), "elk/3.bmp": bmp(31), "elk/bad.bmp": bytes(len(bmp(0)))}
+    source, out = write_folder(files, tmp_path / "raw"), tmp_path / "out"
+    how = {
+        "samples_per_shard": 1,
+        "seed": 9,
+        "merge_copies": merge_copies,
+    }  # With this seed, the last shard is that of the bad image.
+
+    def start_and_stop() -> None:
+        with pytest.raises(UserError, match="elk/bad"):
+            shard.run(settings(source, out, max_bad_share=0.0, **how))
+
+    def swap() -> None:
+        for old, new in (("cat", "x"), ("dog", "cat"), ("x", "dog")):
+            (source / old).rename(source / new)
+
+    start_and_stop()
+    swap()
+    write_folder({"elk/2.bmp": bmp(32)}, source)
+    start_and_stop()
+    swap()
+    write_folder({"elk/3.bmp": bmp(33)}, source)
+    capfd.readouterr()
+    made = shard.run(settings(source, out, max_bad_share=0.5, **how))
+    assert " 9 changed (cat/0, " in capfd.readouterr().out
+    fresh = shard.run(settings(source, tmp_path / "fresh", max_bad_share=0.5, **how))
+    assert contents(made.path) == contents(fresh.path)
+    shard.run(settings(source, out, max_bad_share=0.5, **how))
+    assert contents(made.path) == contents(fresh.path)
+
+
+def test_images_that_change_after_the_end_are_refused_and_a_copied_source_is_not(
+    ray_cluster: int, tmp_path: Path
+) -> None:
+    files = {f"{name}/{i}.bmp": bmp(10 * at + i) for at, name in enumerate(("cat", "dog")) for i in range(4)}
+    source, out = write_folder(files, tmp_path / "raw"), tmp_path / "out"
+    before, edited = tars(shard.run(settings(source, out)).path), source / "cat/1.bmp"
+    times = edited.stat()
+    edited.write_bytes(bmp(99))
+    for _ in range(2):
+        with pytest.raises(UserError, match=r" 1 changed \(cat/1\)"):
+            shard.run(settings(source, out))
+        assert tars(out) == before
+    os.utime(edited, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(UserError, match=r" 1 changed \(cat/1\)"):  # It was not compared with success since.
+        shard.run(settings(source, out))
+    edited.write_bytes(files["cat/1.bmp"])
+    shard.run(settings(source, out))
+    written = {path: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    copied = shutil.copytree(source, tmp_path / "copied", copy_function=shutil.copyfile)
+    assert tars(shard.run(settings(copied, out)).path) == before
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*.tar")} == written
+    # An edit that keeps the time, too, is found on request.
+    times = (copied / "dog/2.bmp").stat()
+    (copied / "dog/2.bmp").write_bytes(bmp(98))
+    os.utime(copied / "dog/2.bmp", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert tars(shard.run(settings(copied, out)).path) == before
+    with pytest.raises(UserError, match=r" 1 changed \(dog/2\)"):
+        shard.run(settings(copied, out, compare="content"))
+
+
 def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Path, monkeypatch) -> None:
     seen, made = [], []
 
@@ -398,7 +474,7 @@ def test_sharding_from_bucket_to_bucket_gives_the_same_bytes(
     config = ShardConfig(source=f"{url}/raw", out=f"{url}/out", samples_per_shard=8, val_share=0.25)
     other = shard.run(config)
     assert other.fingerprint == dataset.fingerprint
-    found = {name_inside(path, bucket_path(f"{url}/out")): path.read_bytes() for path, _ in walk_files(other.path)}
+    found = {name_inside(path, bucket_path(f"{url}/out")): path.read_bytes() for path, *_ in walk_files(other.path)}
     assert {name: data for name, data in found.items() if name.endswith(".tar")} == {
         name: data for name, data in contents(dataset.path).items() if name.endswith(".tar")
     }
@@ -437,11 +513,11 @@ def test_a_packed_source_with_copies_to_a_bucket(ray_cluster: int, tmp_path: Pat
     with pytest.raises(UserError, match="more than the 0 that max_bad_share"):
         shard.run(config)
     # What was unpacked waits for the job to go on.
-    assert [path.suffix for path, _ in walk_files(out / ".staging")] == [".tar"]
+    assert [path.suffix for path, *_ in walk_files(out / ".staging")] == [".tar"]
     there = shard.run(replace(config, max_bad_share=0.5))
     here = shard.run(replace(config, max_bad_share=0.5, out=str(tmp_path / "out")))
     assert there.fingerprint == here.fingerprint
-    found = {name_inside(path, out): path.read_bytes() for path, _ in walk_files(out)}
+    found = {name_inside(path, out): path.read_bytes() for path, *_ in walk_files(out)}
     local = contents(tmp_path / "out")
     assert found.keys() == {name for name in local if not name.startswith("index/")}
     assert all(found[name] == local[name] for name in found if name != "dataset.json")

@@ -13,6 +13,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -484,6 +485,10 @@ def test_bad_parquet(tmp_path: Path) -> None:
     assert listed(path).table["size"].to_pylist() == [len(IMAGES[0]), 0]
     pq.write_table(pa.table({"image": images, "label": ["a", "b", "c"]}), path)
     assert "row 2: 'image' names a file (cat/2.jpg) instead of holding it" in refused(path)
+    pq.write_table(pa.table({"image": images[:2], "label": ["a", "b"], "split": ["train", "val"]}), path)
+    assert "the column 'split'" in listed(path).notes[0]
+    hugging_face(path, pa.array([0, 2, 0, 0, 0]), ["plane", "", "bird"])
+    assert "a class has an empty name (number 1)" in refused(path)
     names = _text("plane\ncar\nplane\n")(tmp_path)
     hugging_face(tmp_path / "a.parquet", pa.array([0, 0, 0, 0, 0]))
     assert "names 'plane' 2 times" in refused(path, label_names=str(names))
@@ -645,6 +650,41 @@ def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
     names = _text("\n".join(NAMES))(tmp_path)
     said = refused(tmp_path / "raw/lists/a.csv", label_names=str(names))
     assert "a.csv, row 1: label 10 is out of range, the number of class names is 3" in said
+    # Left out without a word, the empty line shifted the names after it.
+    assert "line 2 " in refused(tmp_path / "raw/lists/b.csv", label_names=str(_text("plane\n\ncar\n")(tmp_path)))
+    assert listed(tmp_path / "raw/lists/b.csv", label_names=str(_text("plane\ncar\n\n")(tmp_path))).classes == NAMES[:2]
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_column_of_splits(ending: str, tmp_path: Path) -> None:
+    def split_list(values: list[str], name: str = "split") -> Path:
+        columns = {"path": [f"{row}.jpg" for row in range(5)], "label": list("abaab"), name: values}
+        path = tmp_path / f"list.{ending}"
+        pq.write_table(pa.table(columns), path) if ending == "parquet" else pacsv.write_csv(pa.table(columns), path)
+        return path
+
+    def splits_of(listing: Listing) -> dict[str, str]:
+        of_keys = zip(listing.table["key"].to_pylist(), listing.table["split"].to_pylist(), strict=True)
+        return {key: listing.splits[split] for key, split in of_keys}
+
+    path = split_list(["train", "val", "train", "test", "nan"])
+    listing = listed(path)
+    assert splits_of(listing) == {"0": "train", "1": "val", "2": "train", "3": "test"}
+    assert any("left out 1 row" in note for note in listing.notes)
+    chosen = listed(path, splits={"train": "train", "dev": "val"})
+    assert splits_of(chosen) == {"0": "train", "1": "dev", "2": "train"}
+    assert any("left out 2 rows" in note for note in chosen.notes)
+    assert set(splits_of(listed(path, split_column="")).values()) == {"train"}
+    assert listed(path, label_column="split").splits == ["train"]
+    assert "already has a 'val'" in refused(path, val_share=0.5)
+    assert "'trian'" in refused(path, splits={"train": "trian"})
+    assert "split_column" in refused(path, split_column="fold")
+    assert splits_of(listed(split_list(["0"] * 2 + ["1"] * 3, "fold"), split_column="fold"))["4"] == "1"
+    way_out = refused(split_list(["Train", "Validation", "Train", "Test", "Train"]))
+    assert "splits.test=Test splits.train=Train splits.val=Validation " in way_out
+    # Where splits are lists, the column is named as what is not used.
+    listing = listed(tmp_path, layout="list", splits={"val": path.name})
+    assert (splits_of(listing)["0"], "'split'" in listing.notes[0]) == ("val", True)
 
 
 @pytest.mark.parametrize(
@@ -655,15 +695,21 @@ def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
         (["02", "", "10;07"], [("02",), (), ("07", "10")], 3),
         (["2", "", "ten"], [("2",), (), ("ten",)], 2),
         (["2.0", "", "10.0;1"], [("2",), (), ("1", "10")], 11),
+        (["2", "nan", "10;NaN"], [("2",), (), ("10",)], 11),
+        (["cat", "None", " NA;dog"], [("cat",), (), ("dog",)], 2),
+        (["none", "<NA>", "dog"], [("none",), (), ("dog",)], 2),
     ],
-    ids=["several", "blank", "codes", "names", "of pandas"],
+    ids=["several", "blank", "codes", "names", "of pandas", "missing number", "missing name", "a class called none"],
 )
 def test_numbers_in_the_text_of_a_list(labels: list[str], expected: list, num_classes: int, tmp_path: Path) -> None:
     listing = listed(table(tmp_path / "list.csv", [(f"{row}.jpg", label) for row, label in enumerate(labels)]))
     found = [tuple(listing.classes[label] for label in row) for row in listing.table["labels"].to_pylist()]
     assert found == expected
     assert len(listing.classes) == num_classes
-    assert not listing.notes or "without any label" in listing.notes[0]
+    if any(not names for names in expected):
+        assert "1 image without any label" in listing.notes
+    missing = {part.strip() for label in labels for part in label.split(";")} & {"nan", "NaN", "None", "NA", "<NA>"}
+    assert all(any(repr(text) in note for note in listing.notes) for text in missing)
     assert listing.classes == sorted(listing.classes, key=lambda name: int(name) if name.isdecimal() else 99)
 
 
@@ -778,6 +824,24 @@ def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> Non
     files = [(f"{key}.{ext}", data) for key in (0, 1, 0) for ext, data in (("jpg", jpeg(key)), ("cls", b"0"))]
     write_tar(files, tmp_path / "raw/twice.tar")
     assert "0.jpg is in it twice, 'twice/0'. Keys are tar/name up to its first dot" in refused(tmp_path / "raw")
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        ([f"train-{i:06d}" for i in range(10) if i not in (3, 7)], ": 3, 7."),
+        (["00000-of-00004", "00001-of-00004", "00002-of-00004"], ": 3."),
+        (["00001-of-00003", "00002-of-00003", "00003-of-00003"], ""),
+        (["20190131", "20190228", "20200331"], ""),
+        (["a/0", "a/1", "b/3", "b/4", "cars"], ""),
+    ],
+)
+def test_a_gap_in_the_numbers_of_shards_is_named(there: list[str], missing: str, tmp_path: Path) -> None:
+    for number, name in enumerate(there):
+        (tmp_path / f"raw/{name}").parent.mkdir(parents=True, exist_ok=True)
+        write_tar({f"{number}.jpg": jpeg(number), f"{number}.cls": b"0"}, tmp_path / f"raw/{name}.tar")
+    notes = [note for note in listed(tmp_path / "raw", layout="webdataset").notes if "missing" in note]
+    assert [missing in note for note in notes] == [True] * bool(missing)
 
 
 def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:

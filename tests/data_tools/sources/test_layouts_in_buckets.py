@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_a_source_in_a_bucket_gives_the_same_samples(layout: str, tmp_path: Path
     if layout == "images":
         write_zip({"2.jpg": jpeg(3)}, source / "a/more.zip")
         labels = {"layout": "images"}
-    for path, _ in walk_files(source) if source.is_dir() else [(source, 0)]:
+    for path, *_ in walk_files(source) if source.is_dir() else [(source, 0)]:
         put(bucket_path(f"{s3[1]}/{path.relative_to(tmp_path)}"), path.read_bytes())
     there = bucket_path(f"{s3[1]}/{source.name}")
     config = ShardConfig(source=str(there), out="unused", **labels)
@@ -75,6 +76,9 @@ def test_a_source_in_a_bucket_gives_the_same_samples(layout: str, tmp_path: Path
     local = listed(source, **labels)
     assert all(samples(listing) == samples(local) for listing in listings)
     assert {listing.digest() for listing in listings} == {local.digest()}
+    first, again = (listing.table["mtime"].to_pylist() for listing in listings)
+    assert first == again
+    assert min(first) > time.time_ns() - 600 * 10**9
 
 
 def _class_tars(at: Path) -> Path:
@@ -117,7 +121,7 @@ def test_class_tars_in_a_bucket_are_read_side_by_side_and_once(tmp_path: Path, s
     assert phases == ["listed"] * len(names)
 
     # Lists of those that were whole have been kept, and nothing else.
-    assert {path.suffix for path, _ in walk_files(out)} == {".members"}
+    assert {path.suffix for path, *_ in walk_files(out)} == {".members"}
     for name in cut:
         put(bucket_path(f"{there}/{name}"), (source / name).read_bytes())
     listing, read = _listing_of_tars(server, there, out)
@@ -126,7 +130,7 @@ def test_class_tars_in_a_bucket_are_read_side_by_side_and_once(tmp_path: Path, s
     assert _listing_of_tars(server, there, out)[1] == []
 
     # A list that was damaged since is made again.
-    kept = sorted(path for path, _ in walk_files(out))
+    kept = sorted(path for path, *_ in walk_files(out))
     for path, content in zip(kept, (b"?", gzip.compress(b'[["x", 1]]'), gzip.compress(b"[" * 99_999)), strict=False):
         path.write_bytes(content)
     listing, read = _listing_of_tars(server, there, out)

@@ -1,5 +1,7 @@
 """What is refused or passed over when a source is listed: before Ray starts, and with nothing left behind."""
 
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -7,7 +9,10 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from raw_images import LAYOUTS as LAYOUTS_OF_IMAGES
 from raw_images import jpeg, write_class_tars, write_folder, write_tar, write_zip
 
 from data_tools.sharding.shard import run
@@ -244,19 +249,8 @@ def test_help_tells_every_setting() -> None:
     assert "ray job submit" in result.stdout
 
 
-def test_photographs_of_other_formats_count_as_bad(tmp_path: Path) -> None:
-    """They were once `files without an image extension`, and left out."""
-    source = write_folder({**GOOD, "cat/2.JXL": b"?", "fox/1.jxl": b"?"}, tmp_path / "raw")
-    reason = "this format is not read; convert it to JPEG or PNG"
-    for layout in ("folder", "images"):
-        config = ShardConfig(source=str(source), out="unused", layout=layout)
-        found = list_source(source, config, tmp_path / "staging")
-        assert found.skipped == [("", "cat/2.JXL", reason), ("", "fox/1.jxl", reason)]
-        assert len(found) == len(GOOD)
-
-
 def test_photographs_of_phones_and_netpbm_s_are_images(tmp_path: Path) -> None:
-    files = {"cat/2.HEIC": b"?", "cat/3.hif": b"?", "fox/1.avif": b"?", "fox/2.ppm": b"?", "fox/3.pgm": b"?"}
+    files = {"cat/2.HEIC": b"?", "cat/3.hif": b"?", "fox/1.avif": b"?", "fox/2.ppm": b"?", "fox/3.pgm": b"?", "fox/4.jxl": b"?"}
     source = write_folder({**GOOD, **files}, tmp_path / "raw")
     found = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
     assert not found.skipped
@@ -281,6 +275,36 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
         assert any("without an image extension" in note for note in listing.notes)
         assert any("ignored 1 image outside the class folders" in note and "top.jpg" in note for note in listing.notes)
         assert not any("layout=images" in note for note in listing.notes)
+
+
+SOURCES = LAYOUTS_OF_IMAGES | {
+    "parquet": lambda files, at: write_parquet(at / "raw.parquet", {"image": list(files.values())}),
+    "list": lambda files, at: write_parquet(write_folder(files, at / "raw") / "list.parquet", {"path": list(files)}),
+    "webdataset": lambda files, at: write_tar({"1.jpg": jpeg(1), "1.cls": b"0"}, at / "00000.tar"),
+}
+
+
+@pytest.mark.parametrize("layout", SOURCES)
+def test_a_listing_has_the_time_of_each_image_s_last_change(layout: str, tmp_path: Path) -> None:
+    source = SOURCES[layout](MORE, tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    def mtimes() -> set[int]:
+        table = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging").table
+        shutil.rmtree(tmp_path / "staging", ignore_errors=True)  # What is unpacked again has not changed.
+        return set(table["mtime"].to_pylist())
+
+    before = mtimes()
+    assert before == mtimes()
+    assert before <= {path.stat().st_mtime_ns for path in files}
+    for path in files:
+        os.utime(path, ns=(10**9, 10**9))
+    assert mtimes() == {10**9}
+
+
+def write_parquet(path: Path, columns: dict[str, list]) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
 
 
 def test_a_folder_of_images_with_few_in_folders_below_is_read_by_another_layout(tmp_path: Path) -> None:
