@@ -18,6 +18,7 @@ from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.files import write_text
 from pipeline.base.json_record import Count, Limits, Share, quoted
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
+from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
 from pipeline.data.mixture.run_data import open_run_data
@@ -87,6 +88,7 @@ class _GridResults:
     weights: str | None
     data: str
     split: str
+    trained_by: str
     top1: Share
     std: Share | None
     trials: list[_Trial]
@@ -178,7 +180,7 @@ def _run(
     return {
         "name": config.name, "run": config.run, "settings": [hide_passwords(text) for text in config.settings], "lr": best, "dev_share": config.dev_share,
         "weights": settings.init.weights, "data": settings.data.path, "split": settings.data.eval_split,
-        "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
+        TRAINED_BY: scores[TRAINED_BY], "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
         "also": {
             data: _scores_on(data, name.folder, finals, data not in by_number)
             for data, name in data_names(config.also).items()
@@ -220,7 +222,7 @@ def _check_data(trial: ChildRun, config: GridConfig) -> tuple[Dataset, int, set[
         opened = open_run_data(
             replace(settings, dev_share=share), seed, trial.config.train.global_batch, trial.config.labels
         )
-    if settings.eval_split in opened.also_trained_on:
+    if settings.eval_split in opened.not_held_out(opened.trained_on(trial.config.name)):
         raise UserError(
             f"data.eval_split = {settings.eval_split} is trained on, but the final runs are scored on it. Name another split."
         )
@@ -398,6 +400,7 @@ def page(result: dict[str, Any]) -> list[Block]:
     of_train = f"the {counted(num_train, 'training image')}" if num_train else "the training images"
     return [
         Paragraph(f"Weights {result['weights']}, run {result['run']} {' '.join(result['settings'])}".rstrip() + "."),
+        *([Paragraph(f"{not_held_out(result['split'], runs)}.")] if (runs := result.get(TRAINED_BY)) else []),
         Table(("data", f"top-1, %{spread}", "images"), rows),
         Heading("Choice of the learning rate"),
         Paragraph(

@@ -1,13 +1,52 @@
 """Set-up of a run in this process."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked import Forge
+from ranks import settings
 
 from pipeline.base.errors import UserError
+from pipeline.evaluate import report
+from pipeline.settings import schema
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train import setup
+
+
+def test_scores_of_images_that_weights_were_trained_on_are_marked(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    """By the run itself, by the one that it began with, and by a teacher; also after a restart without that run's folder."""
+    base = settings(dataset, tmp_path, "base", "data.eval_split=train", "probe.every=3 steps")
+    tuned = [text for text in base if not text.startswith(("model.", "name=", "train.length"))]
+    tuned += ["name=tuned", f"init.weights={tmp_path / 'base'}", "model.image_size=16", "data.train_split=val"]
+    forge.start(1, base, [*tuned, "train.length=3 steps"]).finish()
+    (tmp_path / "base").rename(tmp_path / "moved")
+    taught = settings(
+        dataset, tmp_path, "taught", "data.train_split=val", "data.eval_split=train", "train.loss=distill_classes",
+        f"objective.teacher={tmp_path / 'moved'}",
+    )  # fmt: skip
+    forge.start(1, [*tuned, "train.length=6 steps"], taught).finish()
+
+    def marked(run: str, file: str) -> str:
+        return str(json.loads((tmp_path / run / file).read_text())["trained_by"])
+
+    assert marked("moved", "scores.json") == marked("tuned", "scores.json") == marked("taught", "scores.json") == "base"
+    assert marked("moved", "probe.json") == "", "its probe is tested on val"
+    assert marked("tuned", "probe.json") == "tuned"
+    facts = json.loads((tmp_path / "tuned/page/facts.json").read_text())["facts"]
+    assert [of["notes"].get("trained_by") for of in facts["datasets"]] == [None, "base"]
+    for run, split, by in (
+        ("moved", "train", "base"),
+        ("moved", "val", ""),
+        ("tuned", "train", "base"),
+        ("tuned", "val", "tuned"),
+    ):
+        given = [f"weights={tmp_path / run}", f"data={dataset}", f"split={split}", "shots=0", f"out={tmp_path / 'out'}"]
+        assert report.run(schema.load(ScoreConfig, None, given))["trained_by"] == by
+        assert (f"trained on by {by}" in (tmp_path / "out/report.md").read_text()) == bool(by)
 
 
 class Loader:
@@ -44,7 +83,8 @@ def test_a_set_up_that_fails_ends_the_decoding_processes(fails: bool, monkeypatc
 
     replaced: dict[str, Any] = {
         "_connect_on_all_ranks": lambda *of: context,
-        "_find_start_on_all_ranks": lambda *of: SimpleNamespace(model=SimpleNamespace(), state=state),
+        "_find_start_on_all_ranks": lambda *of: SimpleNamespace(model=SimpleNamespace(), state=state, trained_on=[]),
+        "replace": lambda context, **of: context,
         "_build_training_on_all_ranks": begun,
         "_begin_monitoring_on_all_ranks": lambda *of: None,
         "_prepare_saving": lambda *of: of_others,
