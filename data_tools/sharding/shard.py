@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from data_tools.driver import only_driver, remove_leftovers
 from data_tools.progress import data_size
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained, renamed
-from data_tools.sharding.copies import Copies, merge_copies
+from data_tools.sharding.copies import Copies, copy_notes, exact_copies, merge_copies
 from data_tools.sharding.holdout import add_groups, describe_groups, groups_of, hash_keys, hold_out, with_groups
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
 from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
@@ -137,6 +137,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             dataset = _check_remade(out, results, known)
         else:
             dataset = _finish(out, results, listing, plan, names, copies, identity)
+            for note in copy_notes(dataset, exact_copies(dataset, "none")):
+                print(note)
         remove_tree(out / PARTS)
         remove_tree(out / STAGING)
         remove_leftovers(out)
