@@ -53,7 +53,7 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         ("pixel accuracy", f"{scores['pixel_accuracy']:.2%}"),
         ("recall, mean over classes", f"{scores['mean_recall']:.2%}"),
         ("mIoU, pixel accuracy of the largest class alone", f"{alone['miou']:.2%}, {alone['pixel_accuracy']:.2%}"),
-        (f"images{', which the weights were trained on' * bool(scores[TRAINED_BY])}", f"{scores['num_samples']:,}"),
+        (f"images{', which the weights were trained on' * bool(scores.get(TRAINED_BY))}", f"{scores['num_samples']:,}"),
     ]
     if scores["num_unreadable"]:
         rows.append(("images that cannot be read (left out)", f"{scores['num_unreadable']:,}"))
