@@ -269,6 +269,8 @@ def _health(record: RunRecord) -> Iterator[Block]:
     problems += record.problems
     if record.status not in ("finished", ""):
         problems.append(f"the run is not finished: {record.outcome or record.status}")
+    if record.status == "finished" and record.outcome.startswith("finished, but"):
+        problems.append(record.outcome)
     if record.steps and record.status == "finished" and record.last_step < record.steps:
         problems.append(f"only {record.last_step:,} of {counted(record.steps, 'planned step')} are recorded")
     if record.revision.endswith("+changes"):

@@ -408,8 +408,9 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
     sizes = _by_value(records, lambda r: str(r.settings.get("model.image_size", "")))
     if len(sizes) > 1:
         yield f"They read images at different sizes ({', '.join(f'{size} px' for size in sizes)}); the score is of each model at its own."
-    if unfinished := [f"{n} ({r.outcome})" for n, r in records.items() if r.status not in ("finished", "")]:
-        yield f"Not finished: {listed(unfinished, MAX_NAMED)}."
+    ends = {n: r for n, r in records.items() if r.status not in ("finished", "") or "finished, but" in r.outcome}
+    if ends:
+        yield f"Not as planned: {listed([f'{n} ({r.outcome})' for n, r in ends.items()], MAX_NAMED)}."
 
 
 def by_loss(records: Records) -> dict[str, list[str]]:

@@ -242,6 +242,28 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
     return "\n\n".join(lines)
 
 
+def caveats(run: "TrainingRun") -> str:
+    """What to know of a run that came to its end, in words: most steps were skipped, or its score may be chance. Often ""."""
+    skipped, step, num_classes = (
+        run.training.engine.skipped_steps,
+        run.progress.step,
+        run.context.prepared.data.dataset.num_classes,
+    )
+    told = []
+    if 2 * skipped > step:
+        told.append(
+            f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient or a loss that jumped: lower optimizer.lr, use a "
+            "longer schedule.warmup or engine.precision=fp32"
+        )
+    scores = json_record.read_or_none(run.context.folder / "scores.json", dict[str, Any]) or {}
+    count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
+    if top1 is not None and count and scores.get("step") == step and of_samples(top1, count).low <= 1 / num_classes < 1:
+        told.append(
+            f"top-1 {top1:.2%} cannot be told from chance, {1 / num_classes:.2%} of {counted(num_classes, 'class')}"
+        )
+    return "; ".join(told)
+
+
 def _last_scores(folder: Path, config: RunConfig) -> str:
     """The last scores of the held-out split and of the probe, each after a semicolon; empty without any."""
     held_out, probed = (

@@ -11,7 +11,12 @@ from forked import Forge
 from ranks import settings
 
 from pipeline.base.errors import UserError
+from pipeline.base.page import Table
 from pipeline.evaluate import report
+from pipeline.lifecycle.run_folder import Status, read_status
+from pipeline.review import report as run_report
+from pipeline.review.reader import RunReader, from_folder
+from pipeline.review.statistics import comparable
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train import setup
@@ -47,6 +52,36 @@ def test_scores_of_images_that_weights_were_trained_on_are_marked(forge: Forge, 
         given = [f"weights={tmp_path / run}", f"data={dataset}", f"split={split}", "shots=0", f"out={tmp_path / 'out'}"]
         assert report.run(schema.load(ScoreConfig, None, given))["trained_by"] == by
         assert (f"trained on by {by}" in (tmp_path / "out/report.md").read_text()) == bool(by)
+
+
+def test_a_run_of_which_most_steps_were_skipped_does_not_end_like_others(
+    forge: Forge, dataset: Path, tmp_path: Path
+) -> None:
+    """optimizer.lr=1e6 ended "finished", with code 0 and a top-1 of 0 %."""
+    broken = settings(dataset, tmp_path, "broken", "optimizer.lr=1e30", "schedule.warmup=0 steps")
+    sound = settings(dataset, tmp_path, "sound", "train.length=30 steps")
+    forge.start(1, broken, broken, sound).finish()  # The second start has nothing left to do, and says the same.
+    status = read_status(tmp_path / "broken")
+    assert status is not None
+    assert (status.status, status.code) == ("finished", 0)
+    assert "of 6 steps were skipped" in status.reason
+    assert "25.00% of 4 classes" in status.reason
+    assert status.reason in (tmp_path / "broken/log.txt").read_text().splitlines()[-1]
+    end = json.loads((tmp_path / "broken/page/end.json").read_text())
+    assert (end["status"], end["tags"]["outcome"]) == ("FINISHED", f"finished, but {status.reason}"[:500])
+    assert status.reason in end["tags"]["mlflow.note.content"]
+    records = {name: from_folder(tmp_path / name) for name in ("broken", "sound")}
+    assert any("broken (finished, but " in line for line in comparable(records, []))
+    shown = [
+        cell
+        for block in run_report.page(records["broken"], RunReader(""))
+        if isinstance(block, Table)
+        for row in block.rows
+        for cell in row
+    ]
+    assert any("of 6 steps were skipped" in cell for cell in shown)
+    assert records["sound"].outcome == "finished"
+    assert read_status(tmp_path / "sound") == Status("finished", 30, 0, "")
 
 
 class Loader:
