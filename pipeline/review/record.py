@@ -328,8 +328,7 @@ class RunRecord:
     @cached_property
     def held_out(self) -> list[str]:
         """Names of what was measured on the held-out split and has a direction, the most telling first."""
-        # Runs of earlier versions declare nothing.
-        known = (f"{self.split}_{name}" for name in ("top1", "top5", "loss", "color_accuracy"))
+        known = (f"{self.split}_{name}" for name in ("top1", "top5", "loss"))  # A report declares nothing.
         order = dict.fromkeys([*self.declared, *known])
         measured = {name: self.metric(name) for name in order if name in self.metrics}
         return [name for name, metric in measured.items() if metric.group == "eval" and metric.better]

@@ -300,19 +300,14 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
     """
     if read_outcome(run) is None:  # A run that goes on compares its data itself.
         return
-    try:
-        facts = PageFolder(run.folder).read_facts().facts
-    except UserError:  # Of a run of an earlier version, nothing is known.
-        return
+    facts = PageFolder(run.folder).read_facts().facts
     from pipeline.train.run_facts import datasets_of  # Late: the import takes seconds.
 
     config, changed = run.config, ""
     now = datasets_of(open_run_data(config.data, config.seed, config.train.global_batch, config.labels))
     for then, there in zip(facts.datasets, now, strict=False):
-        known = "excluded" in then.notes  # Not by earlier versions.
         before, after = (
-            f"{data.digest} with {counted(data.num_samples, 'image')}"
-            + f", excluded {data.notes.get('excluded')}" * known
+            f"{data.digest} with {counted(data.num_samples, 'image')}, excluded {data.notes['excluded']}"
             for data in (then, there)
         )
         if before != after:
@@ -332,9 +327,7 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
 
 def _refuse_other_weights(first: ChildRun, other: ChildRun) -> None:
     """Raise UserError if two runs began with different weights: a run that init.weights names may have trained on meanwhile."""
-    origins = []
-    with contextlib.suppress(UserError):  # Of a run of an earlier version, nothing is known.
-        origins = [PageFolder(run.folder).read_facts().facts.origin for run in (first, other)]
+    origins = [PageFolder(run.folder).read_facts().facts.origin for run in (first, other)]
     if len({origin.sha256 for origin in origins if origin}) > 1:
         began = " and ".join(
             f"{run.folder} with {origin.path}" for run, origin in zip((first, other), origins, strict=True) if origin

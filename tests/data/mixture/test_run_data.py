@@ -294,15 +294,6 @@ def test_another_class_map_is_another_mixture_once_the_set_was_used(sets: Path) 
     assert 'with class_map {"class0": "other"}' in mixed_until(first, 9)
     later = [identity(f"{{class{n}: other}}", ", from_step: 9") for n in range(2)]
     assert mixed_until(later[0], 9) == mixed_until(later[1], 9)
-    # A checkpoint of an earlier version has it in its settings alone, where the same set may come again without it.
-    for again in ("", ", {path: b, weight: 2, from_step: 9}", ", {path: b, weight: 1, labels: false}"):
-        now = identity("{class0: other}", more=again)
-        sets_before = [
-            {name: value for name, value in one.items() if name != "class_map"} for one in now["mixture"]["sets"]
-        ]
-        before = now | {"mixture": now["mixture"] | {"sets": sets_before}}
-        assert mixed_until(before, 20) == mixed_until(now, 20)
-        assert mixed_until(now, 20).count("class_map") == 1
 
 
 def test_metrics_are_named_after_the_folder_of_a_url() -> None:
