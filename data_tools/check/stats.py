@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from data_tools.check.contact_sheet import draw_sheet
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts, count
 from data_tools.check.histograms import draw_histograms
 from data_tools.progress import data_size
+from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.values import measure_values
 from pipeline import ray_tasks
 from pipeline.architecture.pixels import RGB8
@@ -57,6 +59,9 @@ def run(config: StatsConfig) -> dict[str, Any]:
         "splits": {split: _summary(of_split, dataset) for split, of_split in counts.items()},
     }
     shards = dataset.shards()
+    copies_found = exact_copies(dataset, "all")
+    for split, copies in copies_found.items():
+        stats["splits"][split]["exact_copies"] = asdict(copies)
     for split, of_split in stats["splits"].items():
         of_split["shards"] = _shard_summary([(s, m) for s, m in zip(shards, mixes, strict=True) if s.split == split])
     stats["seconds"] = time.monotonic() - begin
@@ -72,6 +77,8 @@ def run(config: StatsConfig) -> dict[str, Any]:
     }
     write_files(out, contents, mark=STATS)
     _print_report(stats, out)
+    for note in copy_notes(dataset, copies_found):
+        print(note)
     if config.mlflow:
         assert isinstance(out, Path), "refused above"
         _send(config, stats, out, [name for name, content in contents.items() if content is not None])

@@ -1,7 +1,7 @@
-"""Merges exact copies: samples with equal bytes become one sample with the labels of all.
+"""Exact copies, samples with equal bytes: merges those of a source into one sample with the labels of all, and counts those of a data set.
 
-Ray tasks hash the samples whose size occurs more than once, in the order of their offsets in the source. The hashes of each
-task are kept in the parts folder until the data set is finished.
+To merge, Ray tasks hash the samples whose size occurs more than once, in the order of their offsets in the source. The hashes of each
+task are kept in the parts folder until the data set is finished. To count, the hashes of the manifest are compared.
 """
 
 import hashlib
@@ -19,6 +19,9 @@ from data_tools.sources.listing import TABLE, label_lists
 from data_tools.sources.reader import raise_if_lost
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.data.dataset.exclusion import excluded_rows
+from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, to_path
 
@@ -68,6 +71,58 @@ def merge_copies(
     place = [listing.table[name].to_numpy()[rows] for name in ("offset", "container")]
     rows = rows[np.lexsort(place)]
     return _merge(listing, rows, _hash_all(listing, rows, folder, num_tasks, out, doubtful))
+
+
+@dataclass(frozen=True)
+class SplitCopies:
+    """How many images of a split have the bytes of others. other_labels: of others in the split with other labels.
+
+    in_splits: name of another split -> of its images; of each two splits once, of 'train' if that is one of them.
+    """
+
+    other_labels: int
+    in_splits: dict[str, int]
+
+
+def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
+    """Split -> its copies, without the samples that the lists `exclude` name (see `Dataset.split`). Raises UserError."""
+    found: dict[str, SplitCopies] = {}
+    earlier: dict[str, np.ndarray] = {}
+    for split in sorted(dataset.splits, key=lambda name: name == "train"):
+        index = dataset.index(split)
+        # The first half of each hash: that two of 100 million images agree by chance has a probability of 0.03 %.
+        halves = np.ascontiguousarray(index.hashes).view(np.uint64)[::2]
+        rows = np.delete(np.arange(len(halves)), excluded_rows(dataset, split, exclude)[0])
+        rows = rows[halves[rows] != 0]  # Without a hash in the manifest.
+        digests = halves[rows]
+        _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
+        labels: dict[int, set[bytes]] = {}
+        repeated = np.flatnonzero(sizes[group] > 1)
+        for number, row in zip(group[repeated].tolist(), rows[repeated].tolist(), strict=True):
+            of_row = index.labels[index.label_starts[row] : index.label_starts[row + 1]]
+            labels.setdefault(number, set()).add(of_row.tobytes())
+        differ = [number for number, sets in labels.items() if len(sets) > 1]
+        in_splits = {name: int(np.isin(digests, other).sum()) for name, other in earlier.items()}
+        earlier[split] = digests
+        found[split] = SplitCopies(int(sizes[differ].sum()), {name: num for name, num in in_splits.items() if num})
+    return {split: found[split] for split in dataset.splits}
+
+
+def copy_notes(dataset: Dataset, found: dict[str, SplitCopies]) -> list[str]:
+    """Lines about the exact copies in a data set, with the commands that exclude them; often none."""
+    lines = []
+    for split, copies in found.items():
+        command = f"python launch/dedup.py data={dataset.path} split={split}"
+        if num := copies.other_labels:
+            lines.append(
+                f"note: {split}: {counted(num, 'image')} with the same bytes as an image of another class. To exclude all but one of each: "
+                f"{command} within_split=true"
+            )
+        lines += [
+            f"note: {split}: {counted(num, 'exact copy')} of images in {other}. To exclude them: {command} against={dataset.path}:{other}"
+            for other, num in copies.in_splits.items()
+        ]
+    return lines
 
 
 def hash_samples(job: HashJob) -> bytes:

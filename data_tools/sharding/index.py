@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from data_tools.driver import only_driver, remove_leftovers
 from data_tools.sharding.classes import renamed
+from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
 from data_tools.sharding.write_shard import load_part, write_part
@@ -163,6 +164,8 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             dataset = finished
         else:
             dataset = _finish(out, jobs, results, names, source, is_labelled, config.group_pattern)
+            for note in copy_notes(dataset, exact_copies(dataset, "none")):
+                print(note)
         remove_tree(out / PARTS)
     finally:
         remove_if_empty(out / PARTS)  # Only if no tar was finished.

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from data_tools.driver import only_driver, remove_leftovers
 from data_tools.progress import data_size
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained, renamed
-from data_tools.sharding.copies import Copies, merge_copies
+from data_tools.sharding.copies import Copies, copy_notes, exact_copies, merge_copies
 from data_tools.sharding.holdout import (
     add_groups,
     describe_classes_of_groups,
@@ -169,6 +169,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             dataset = _check_remade(out, results, known)
         else:
             dataset = _finish(out, results, listing, plan, names, copies, identity, pixels)
+            for note in copy_notes(dataset, exact_copies(dataset, "none")):
+                print(note)
         if not dataset.pixels.is_measured:
             dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
         if to_compare:

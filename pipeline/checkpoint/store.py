@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, is_outage
 from pipeline.base.files import remove_unfinished, sync_folder, write_text
+from pipeline.base.trained_on import TrainedSet
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
@@ -84,8 +85,8 @@ class Counts:
 class State:
     """Content of state.json that a resumed run needs.
 
-    losses: recent ones. left_out: (step, number of batches skipped before it) of each rollback. counts: 0 in checkpoints of
-    earlier versions.
+    losses: recent ones. left_out: (step, number of batches skipped before it) of each rollback. trained_on: what the weights were trained
+    on, as in their metadata.
     """
 
     step: int
@@ -95,6 +96,7 @@ class State:
     losses: list[float] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)
     counts: Counts = Counts()
+    trained_on: list[TrainedSet] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, png
+from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted, shorten
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
@@ -53,7 +54,8 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
         rows.append((f"RankMe of {images}, at most {most:,}", f"{found['rankme']:.4g}"))
         rows.append(("standard deviation of their features", f"{found['feature_std']:.4g}"))
-    rows.append(("images", f"{scores['num_samples']:,}"))
+    trained = ", which the weights were trained on" * bool(scores.get(TRAINED_BY))
+    rows.append((f"images{trained}", f"{scores['num_samples']:,}"))
     if "num_groups" in scores:
         rows.append(("groups of them", f"{scores['num_groups']:,}"))
     if scores["num_unreadable"]:
@@ -111,8 +113,9 @@ def _how(scores: dict[str, Any]) -> str:
         resized = "short side" if scores["eval_crop"] == "center" else "the whole image, both sides,"
         crop = f"{resized} resized to {scores['eval_resize']}, central crop"
     excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
+    trained = f"{not_held_out(scores['split'], scores[TRAINED_BY])}. " if scores.get(TRAINED_BY) else ""
     return (
-        f"{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}. {excluded}"
+        f"{trained}{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}. {excluded}"
         f"Images at {scores['image_size']} pixels: {crop}, by resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on {scores['device']}."
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
+from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.augment import default_eval_resize
@@ -43,7 +44,7 @@ from pipeline.settings.commands.weights import ScoreConfig
 _NUM_CONFUSED = 10
 # Keys of the scores, and settings of the probes, that MLflow shows as parameters.
 _PARAMETERS = (
-    "weights", "step", "data", "split", "image_size", "eval_crop", "eval_resize", "resize_filter", "precision", "excluded",
+    "weights", "step", "data", "split", "image_size", "eval_crop", "eval_resize", "resize_filter", "precision", "excluded", TRAINED_BY,
 )  # fmt: skip
 _OF_PROBES = ("train_split", "shots_seeds", "l2", "temperature", "neighbour_images")
 
@@ -73,7 +74,9 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         _in_classes_of_weights(config, loaded, dataset, split) if config.classify else (dataset, split)
     )
     folder = _folder(config)
-    for line in split.notes() + (train.notes() if train else []):
+    trained = trained_by(recorded(loaded.extra), dataset.fingerprint, split.name)
+    of_weights = [not_held_out(split.name, trained)] if trained else []
+    for line in split.notes() + (train.notes() if train else []) + of_weights:
         print(line)
 
     # ---------------------------------------------------------------------- one forward pass over the split
@@ -86,7 +89,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
     # ---------------------------------------------------------------------- the scores
     scores: dict[str, Any] = {
-        **_identity(config, scored, split, loaded), "num_samples": len(split), "num_unreadable": len(seen.problems),
+        **_identity(config, scored, split, loaded), TRAINED_BY: trained, "num_samples": len(split), "num_unreadable": len(seen.problems),
         "images_per_second": len(split) / seconds, "unreadable": _named(seen.problems, split),
     }  # fmt: skip
     if split.groups is not None:
@@ -148,12 +151,15 @@ def _send(
     description = (
         f"**Scores** of `{config.weights}`" + (f", step {step:,}," if step else "") + f" on {data}, {split.name}."
     )
+    notes = {}
+    if trained := scores[TRAINED_BY]:
+        notes, description = {TRAINED_BY: trained}, f"{description} {not_held_out(split.name, trained)}."
     parameters = {key: value for key, value in scores.items() if key in _PARAMETERS}
     parameters |= {name: getattr(config, name) for name in _OF_PROBES if config.reads_labels}
     facts = RunFacts(
         name, "evaluation", parameters,
         {"model": architecture.name_of(loaded.model.config), "data": dataset.fingerprint, "dataset": data},
-        (DatasetFacts(data, str(dataset.path), dataset.fingerprint, split.name, len(split), dataset.num_classes, "evaluation"),),
+        (DatasetFacts(data, str(dataset.path), dataset.fingerprint, split.name, len(split), dataset.num_classes, "evaluation", notes),),
         description, {"parent": origin.run_id} if origin.run_id else {}, score=score, scored_on=scored_on, origin=origin,
     )  # fmt: skip
     send_report(config.mlflow, files[0].parent, facts, metrics | probed, files, config.experiment)

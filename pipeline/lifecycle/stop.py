@@ -67,6 +67,7 @@ class Stop:
     def __init__(self, config: RunConfig) -> None:
         self.folder = RunFolder(Path(config.out) / config.name, int(os.environ.get("RANK", "0")))
         self.reason = ""
+        self.caveat = ""  # What to know of a run that is finished.
         self.step = 0
         self.commit_seconds = self._expected_seconds = 0.0
         self.limit_seconds = config.train.stop_after_minutes * 60
@@ -106,7 +107,7 @@ class Stop:
             self._thread.join()
         with contextlib.suppress(OSError):  # A full disk, which the error already reports.
             if error is None:
-                self.folder.say_status(Status("finished", self.step, 0, ""))
+                self.folder.say_status(Status("finished", self.step, 0, self.caveat))
             elif isinstance(error, UserError | OSError) and (mistake := mistake_in_words(error)):
                 self._end_with_mistake(error, mistake)
             else:

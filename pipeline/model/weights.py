@@ -19,6 +19,7 @@ from pipeline.architecture.config import OPTIONS, Config, Gelu, Kernel, ViTConfi
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.trained_on import TrainedSet
 from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
@@ -39,15 +40,6 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class _SetOfMixture:
-    """A data set that weights were trained on. name: of its folder."""
-
-    name: str
-    fingerprint: str
-    split: str
-
-
-@dataclass(frozen=True)
 class _Extra:
     """The fields of `extra` that commands read, and that are checked; a writer may add others."""
 
@@ -56,9 +48,7 @@ class _Extra:
     class_maps: dict[str, dict[str, str]] | None = None  # fingerprint of a data set -> its class -> that of `classes`
     preprocessing: SavedPreprocessing | None = None
     loss: str | None = None
-    fingerprint: str | None = None
-    train_split: str | None = None
-    mixture: list[_SetOfMixture] | None = None  # where there are several; fingerprint and train_split are of the first
+    trained_on: list[TrainedSet] | None = None
     decoder: DecoderFacts | None = None
 
 

@@ -18,6 +18,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Count, Limits
 from pipeline.base.metric import GROUPS, Metric, as_tag, metric_of
+from pipeline.base.trained_on import TRAINED_BY
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 from pipeline.settings.objective_checks import OBJECTIVES
 
@@ -81,6 +82,10 @@ def plain_name(name: str) -> str:
 def hide_passwords(text: str) -> str:
     """The text with the password of each URI replaced: postgresql://user:***@host/db."""
     return _PASSWORD_PARAMETER.sub(r"\1=***", _PASSWORD.sub(r"\1:***@", text))
+
+
+# Notes of a data set that belong to a run, not to the data set.
+OF_THE_RUN = ("share", TRAINED_BY)
 
 
 @dataclass(frozen=True)
@@ -311,7 +316,7 @@ def stored_dataset(name: str, digest: str, source: str, profile: str | None, tag
     counts = [shown.get(count) for count in ("num_samples", "num_classes")]
     num_samples, num_classes = (count if type(count) is int and 0 <= count < 2**53 else 0 for count in counts)
     uri = str(_mapping(source).get("uri", ""))
-    notes = {"share": tags["share"]} if "share" in tags else {}
+    notes = {name: tags[name] for name in OF_THE_RUN if name in tags}
     context = tags.get("mlflow.data.context", "")
     return DatasetFacts(name.removesuffix(f":{split}"), uri, digest, split, num_samples, num_classes, context, notes)
 

@@ -20,7 +20,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.model import Config, Model
-from pipeline.objectives.classification import Classification, classes_note, moved_class
+from pipeline.objectives.classification import Classification, classes_note
 from pipeline.objectives.objective import Objective, mean_among_valid, mean_of_valid
 from pipeline.objectives.parts.teacher import TaughtObjective, TeacherSettings, seen_by_teacher
 from pipeline.settings.quantities import ImageSize
@@ -39,6 +39,9 @@ class DistillClassesSettings(TeacherSettings):
     teacher_loss: Literal["auto", "softmax", "sigmoid"] = setting(
         "auto", "Loss that the teacher was trained with, which makes its probabilities; auto is what its file says, or softmax."
     )  # fmt: skip
+    match_classes: bool = setting(
+        True, "Refuse a teacher whose classes have other names than those of the data; false takes classes by number."
+    )
 
 
 class DistillClasses(TaughtObjective, Classification):
@@ -82,13 +85,15 @@ class DistillClasses(TaughtObjective, Classification):
                 f"objective.teacher = {teacher} has one class and softmax, so its probability is always 1, and nothing is learned. If it was "
                 "trained by sigmoid: objective.teacher_loss=sigmoid."
             )
-        between = config.data.path, names, teacher, published.extra.get("classes") or ()
-        if moved := moved_class(*between):
+        of_teacher = published.extra.get("classes") or ()
+        other = [n for n, pair in enumerate(zip(names, of_teacher, strict=False)) if pair[0] != pair[1]]
+        if other and cls.settings(config).match_classes:
             raise UserError(
-                f"{moved}: the accuracy on held-out images would be that of other classes. Use a data set with the classes in the order of "
-                "the weights (class_list of launch/shard.py)."
+                f"class {other[0]} is {quoted(of_teacher[other[0]])} in objective.teacher = {teacher}, but {quoted(names[other[0]])} in "
+                f"{config.data.path}: the accuracy on held-out images would be that of other classes. Use a data set with the teacher's "
+                "classes in their order (class_list of launch/shard.py). If only the names differ: objective.match_classes=false."
             )
-        return classes_note(*between) if names else ""
+        return classes_note(config.data.path, names, teacher, of_teacher) if names else ""
 
     @classmethod
     def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:

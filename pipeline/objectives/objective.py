@@ -125,8 +125,8 @@ class Objective(nn.Module):
         return []
 
     @classmethod
-    def teacher_file(cls, config: RunConfig) -> tuple[Path, str] | None:
-        """Published weights that it learns from, and the SHA-256 of what is read of them; None for none.
+    def teacher_file(cls, config: RunConfig) -> tuple[Path, str, dict[str, Any]] | None:
+        """Published weights that it learns from, the SHA-256 of what is read of them, and what their file says of them; None for none.
 
         They are the submodule `frozen_teacher`, which is in no checkpoint: a run is continued with the same weights only.
         """

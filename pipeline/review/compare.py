@@ -14,6 +14,7 @@ from pipeline.base.files import table_csv
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, report
 from pipeline.base.words import counted, shorten
 from pipeline.data.storage.atomic import write_files
+from pipeline.evaluate.intervals import of_seeds
 from pipeline.evaluate.segmentation.counts import FILE as PIXEL_COUNTS
 from pipeline.monitor.run_page import TEACHER_TAG, DatasetFacts
 from pipeline.process.outputs import try_output
@@ -51,6 +52,8 @@ _MAX_FOLDER_NAME = 120
 _MIN_SPEEDS = 5
 # Said of a report where there was one: the folder is by default named after runs, and others may have the same names.
 REPLACED = " (the earlier one there is replaced)"
+# Budgets of two runs whose ratio is nearer to 1 count as the same.
+_SAME_BUDGET = 0.01
 # Settings that are names and places, not differences.
 PLACES = ("name", "out", "track.uri", "launch.env")
 _METHODS = {
@@ -133,9 +136,10 @@ def summary(records: Records, groups: Sequence["Group"]) -> Iterator[str]:
     for (name, record), score in zip(records.items(), scores, strict=True):
         what = f"{score.name} " if score and len(names) > 1 else ""
         yield f"{shorten(name, 40):<40} {record.status:<9} {what}{score or 'no score'}"
+    yield from filter(None, (group.of_seeds for group in groups))
     for pair in (pair for group in groups for pair in group.pairs if pair.first is group.pairs[0].first):
         d = pair.difference
-        yield f"{pair.first.title} over {pair.second.title}: {100 * d.value:+.2f} points ({100 * d.low:+.2f} to {100 * d.high:+.2f}), corrected p {_p(pair.corrected)}: {in_words(d, pair.corrected)}"
+        yield f"{pair.first.title} over {pair.second.title}{_budget(pair)}: {100 * d.value:+.2f} points ({100 * d.low:+.2f} to {100 * d.high:+.2f}), corrected p {_p(pair.corrected)}: {in_words(d, pair.corrected)}"
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,18 @@ class Group:
 
     records: Records
     pairs: list[Pair]
+
+    @property
+    def of_seeds(self) -> str:
+        """The mean of runs that differ in nothing but their seed, in words; "" for others."""
+        found = contenders(self.records)
+        if len(self.records) == 1 or [len(of.names) for of in found] != [len(self.records)]:
+            return ""
+        interval = of_seeds(found[0].values, found[0].num_samples)
+        return (
+            f"{listed(found[0].names, MAX_NAMED)} differ in their seed only, so there is no difference of settings to test: mean "
+            f"{100 * found[0].mean:.2f} %, 95 % interval over seeds {100 * interval.low:.2f} to {100 * interval.high:.2f}."
+        )
 
 
 def groups_of(records: Records) -> list[Group]:
@@ -274,12 +290,25 @@ def _ranking(records: Records) -> Iterator[Block]:
 
 
 def _untested(group: Group) -> Iterator[Block]:
+    if words := group.of_seeds:
+        yield Paragraph(words)
+        return
     tested = {name for pair in group.pairs for name in (*pair.first.names, *pair.second.names)}
     if left := [name for name in group.records if name not in tested]:
         yield Paragraph(
             f"No difference of {listed(left, MAX_NAMED)} is tested: for an accuracy, the number of images is not known; for a mIoU, no other run here has "
             f"{PIXEL_COUNTS} of the same images; other scores are not tested."
         )
+
+
+def _budget(pair: Pair) -> str:
+    """What the better one of two runs had more or less of, as ", with 2.5 times the images and 2.5 times the FLOPs"; "" where that is the same."""
+    told = []
+    for name, amount in (("images", lambda record: record.images_seen), ("FLOPs", lambda record: record.exaflops)):
+        first, second = (amount(of.records[0]) for of in (pair.first, pair.second))
+        if first and second and abs(first / second - 1) > _SAME_BUDGET:
+            told.append(f"{first / second:.3g} times the {name}")
+    return f", with {' and '.join(told)}" if told else ""
 
 
 def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
@@ -297,7 +326,7 @@ def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
     rows = [
         (
             pair.first.title, pair.second.title, f"{100 * d.value:+.2f}", f"{100 * d.low:+.2f} to {100 * d.high:+.2f}",
-            _p(d.p), _p(pair.corrected), in_words(d, pair.corrected), d.method,
+            _p(d.p), _p(pair.corrected), in_words(d, pair.corrected) + _budget(pair), d.method,
         )
         for pair in shown
         for d in [pair.difference]

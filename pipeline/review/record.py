@@ -15,6 +15,7 @@ import numpy as np
 from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of, score_of
+from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import OVER_SAMPLES, Interval, of_samples, of_seeds
 from pipeline.evaluate.segmentation.counts import FILE as PIXEL_COUNTS
@@ -327,8 +328,7 @@ class RunRecord:
     @cached_property
     def held_out(self) -> list[str]:
         """Names of what was measured on the held-out split and has a direction, the most telling first."""
-        # Runs of earlier versions declare nothing.
-        known = (f"{self.split}_{name}" for name in ("top1", "top5", "loss", "color_accuracy"))
+        known = (f"{self.split}_{name}" for name in ("top1", "top5", "loss"))  # A report declares nothing.
         order = dict.fromkeys([*self.declared, *known])
         measured = {name: self.metric(name) for name in order if name in self.metrics}
         return [name for name, metric in measured.items() if metric.group == "eval" and metric.better]
@@ -393,7 +393,9 @@ class RunRecord:
         if name.endswith("_miou") and self.pixel_counts is not None and self.resampled_miou is not None:
             interval = Interval(*bootstrap_interval(self.pixel_counts, self.resampled_miou), OVER_SAMPLES)
         own = title_of(name.removeprefix(f"{self.split}_"))
-        title = title_of(name) if name in self.probes else f"{self.split} {own}"
+        facts = self.dataset("evaluation")
+        trained = " (trained on)" * bool(facts and facts.notes.get(TRAINED_BY))
+        title = title_of(name) if name in self.probes else f"{self.split}{trained} {own}"
         return Score(title, value, step, num, interval, metric, effective)
 
     @cached_property

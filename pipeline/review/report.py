@@ -8,6 +8,7 @@ import numpy as np
 
 from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, Table, report
 from pipeline.base.progress import duration
+from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted, on_one_line
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.atomic import write_files
@@ -15,7 +16,7 @@ from pipeline.data.storage.bucket import to_path
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import Start
-from pipeline.monitor.run_page import PREDICTED_SPEED, TEACHER_TAG, ModelFacts
+from pipeline.monitor.run_page import PREDICTED_SPEED, TEACHER_TAG, DatasetFacts, ModelFacts
 from pipeline.process.committed import checkpoints_of
 from pipeline.process.outputs import try_output
 from pipeline.review import lineage
@@ -268,6 +269,8 @@ def _health(record: RunRecord) -> Iterator[Block]:
     problems += record.problems
     if record.status not in ("finished", ""):
         problems.append(f"the run is not finished: {record.outcome or record.status}")
+    if record.status == "finished" and record.outcome.startswith("finished, but"):
+        problems.append(record.outcome)
     if record.steps and record.status == "finished" and record.last_step < record.steps:
         problems.append(f"only {record.last_step:,} of {counted(record.steps, 'planned step')} are recorded")
     if record.revision.endswith("+changes"):
@@ -328,11 +331,16 @@ def _data(record: RunRecord) -> Iterator[Block]:
         return
     yield Heading("Data")
     rows = [
-        (f"{facts.context} {facts.notes.get('share', '')}".strip(), facts.name, facts.split, f"{facts.num_samples:,}" if facts.num_samples else "–",
+        (f"{facts.context} {facts.notes.get('share', '')}{_trained_on(facts)}".strip(), facts.name, facts.split, f"{facts.num_samples:,}" if facts.num_samples else "–",
          f"{facts.num_classes:,}" if facts.num_classes else "–", facts.digest or "–", facts.source or "–")
         for facts in record.datasets
     ]  # fmt: skip
     yield Table(("used for", "data set", "split", "images", "classes", "fingerprint", "where"), rows)
+
+
+def _trained_on(facts: DatasetFacts) -> str:
+    runs = facts.notes.get(TRAINED_BY)
+    return f"of images that {runs} trained on" if runs else ""
 
 
 def _code(record: RunRecord) -> Iterator[Block]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, Heading, Paragraph, Table
+from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate import render, report
@@ -99,8 +100,14 @@ def page(scores: Scores) -> list[Block]:
     left = (
         f"; {len(shown)} of {counted(len(rows), 'class')}, all are in per_class.csv" if len(shown) < len(rows) else ""
     )
+    trained = [
+        Paragraph(f"{name}: {not_held_out(of_run['split'], of_run[TRAINED_BY])}.")
+        for name, of_run in scores.items()
+        if of_run.get(TRAINED_BY)
+    ]
     return [
         Heading(f"Scored again on {of_first['data']}, split {of_first['split']}"),
+        *trained,
         Table(("score, %", *names), sums),
         Heading("Classes"),
         Paragraph(f"Sorted by F1 of {first} minus F1 of {second}{left}. In per cent."),

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import freedom_of_groups, grouped_error, of_samples, quantile, rounding
 from pipeline.evaluate.segmentation.counts import PixelCounts, resampled_miou
@@ -387,6 +388,14 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
     unknown = [n for n, r in records.items() if (facts := r.dataset("evaluation")) and not facts.digest]
     if unknown:
         yield f"The fingerprint of the data is unknown for {listed(unknown, MAX_NAMED)}: those are taken to be on the same images if the path is the same."
+    trained = {
+        n: runs
+        for n, r in records.items()
+        if (facts := r.dataset("evaluation")) and (runs := facts.notes.get(TRAINED_BY))
+    }
+    if trained:
+        by = ", ".join(dict.fromkeys(trained.values()))
+        yield f"Not scores of held-out images, since {by} trained on them: {listed(list(trained), MAX_NAMED)}."
     if len(losses := by_loss(records)) > 1:
         named = "; ".join(f"{loss}: {listed(names, MAX_NAMED)}" for loss, names in losses.items())
         yield f"The losses measure different things and cannot be compared ({named})."
@@ -399,8 +408,9 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
     sizes = _by_value(records, lambda r: str(r.settings.get("model.image_size", "")))
     if len(sizes) > 1:
         yield f"They read images at different sizes ({', '.join(f'{size} px' for size in sizes)}); the score is of each model at its own."
-    if unfinished := [f"{n} ({r.outcome})" for n, r in records.items() if r.status not in ("finished", "")]:
-        yield f"Not finished: {listed(unfinished, MAX_NAMED)}."
+    ends = {n: r for n, r in records.items() if r.status not in ("finished", "") or "finished, but" in r.outcome}
+    if ends:
+        yield f"Not as planned: {listed([f'{n} ({r.outcome})' for n, r in ends.items()], MAX_NAMED)}."
 
 
 def by_loss(records: Records) -> dict[str, list[str]]:

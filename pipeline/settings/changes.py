@@ -16,7 +16,7 @@ that did not exist when something was saved counts as its default; one that no l
 import functools
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.settings import schema
@@ -27,22 +27,14 @@ _FROM_LEAST = typing.get_args(OnChange)
 
 @dataclass(frozen=True)
 class Fact:
-    """A setting, or something else that is saved with it. default: its value in what was saved before it existed.
-
-    renamed: earlier name of a value -> its name today. of_item: defaults of the fields of each item, of a list of sections.
-    """
+    """A setting, or something else that is saved with it. default: its value in what was saved before it existed."""
 
     default: Any = None
     on_change: OnChange = "result"
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    of_item: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, values: Mapping[str, Any], name: str) -> Any:
         """The value of that name, by its name today."""
-        value = values.get(name, self.default)
-        if self.of_item and isinstance(value, list):
-            value = [{**self.of_item, **item} if isinstance(item, Mapping) else item for item in value]
-        return self.renamed.get(str(value), value)
+        return values.get(name, self.default)
 
     def means(self, least: OnChange) -> bool:
         """Whether another value means `least` or more."""
@@ -73,19 +65,8 @@ def facts_of(cls: type, prefix: str = "", on_change: OnChange = "result") -> Map
         if typing.get_origin(kind) is dict:  # Its entries are names of their own.
             facts.update({f"{name}.{key}": Fact(value, meaning) for key, value in (default or {}).items()})
             default = None
-        facts[name] = Fact(schema.as_plain(default), meaning, declared.metadata["rule"].renamed, _of_item(kind))
+        facts[name] = Fact(schema.as_plain(default), meaning)
     return facts
-
-
-def _of_item(kind: Any) -> dict[str, Any]:
-    """The defaults of a section's fields where a setting is a list of such sections, else {}."""
-    sections = [section for section in typing.get_args(kind) if is_dataclass(section)]
-    return {
-        field.name: schema.as_plain(field.default if field.default_factory is MISSING else field.default_factory())
-        for section in sections
-        for field in fields(section)
-        if (field.default, field.default_factory) != (REQUIRED, REQUIRED)
-    }
 
 
 def defaults(cls: type) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.files import write_text
+from pipeline.base.trained_on import TRAINED_BY
 from pipeline.checkpoint.saver import Saver
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
@@ -111,9 +112,11 @@ class SplitEvaluator(Evaluator):
         evaluated = self.context.prepared.data.evaluated.items()
         found = {name: self._scores_on_all_ranks(step, split) for name, (_, split) in evaluated}
         scores, predictions = next(iter(found.values()))  # Without a split, objectives.metrics has no scores.
+        trained = self.context.prepared.data.not_held_out(self.context.trained_on)
         metrics = {f"{of}_{metric}": value for of, (its, _) in found.items() for metric, value in its.to_dict().items()}
-        line = "; ".join(f"{of} {its}" for of, (its, _) in found.items())
-        return Evaluation(metrics, scores.to_dict(), line, predictions)
+        line = "; ".join(f"{of}{' (trained on)' * (of in trained)} {its}" for of, (its, _) in found.items())
+        content = scores.to_dict() | {TRAINED_BY: trained.get(next(iter(found)), "")}
+        return Evaluation(metrics, content, line, predictions)
 
     def _scores_on_all_ranks(self, step: int, split: Split) -> tuple[ClassificationScores | Means, Predictions | None]:
         config = self.context.config
@@ -157,8 +160,10 @@ class ProbeEvaluator(Evaluator):
         # Classes may well collapse to a few directions: of two classes, one is enough.
         is_judged = "spread" in scores and not self.context.config.needs_labels
         found = collapse(scores["spread"]) if is_judged else ""
-        line = metrics_in_words(metrics)
-        return Evaluation(metrics | ({"probe_collapse": 1} if found else {}), scores, line, collapse=found)
+        trained = probe.trained_by(self.context.trained_on)
+        line = f"{'probe.split (trained on) ' * bool(trained)}{metrics_in_words(metrics)}"
+        content = scores | {TRAINED_BY: trained}
+        return Evaluation(metrics | ({"probe_collapse": 1} if found else {}), content, line, collapse=found)
 
 
 EVALUATORS: dict[str, type[Evaluator]] = {kind.name: kind for kind in (SplitEvaluator, ProbeEvaluator)}

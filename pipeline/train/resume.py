@@ -9,6 +9,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
+from pipeline.base.trained_on import TrainedSet, recorded
 from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import LATEST, Checkpoints, State, read_state, step_of, verify
@@ -195,18 +196,26 @@ def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any]) -> None:
         raise UserError(f"differs from rank 0: {'; '.join(other)}. Give every node the same files.")
 
 
-def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, console: Console) -> Model:
-    """Build the checkpoint's model (the engine loads its tensors later), load init.weights, or initialise a new model."""
+def initial_model(
+    config: RunConfig, dataset: Dataset, resumed: AnyPath | None, console: Console
+) -> tuple[Model, list[TrainedSet]]:
+    """Build the checkpoint's model (the engine loads its tensors later), load init.weights, or initialise a new model.
+
+    Returns it, and what its weights and those of a teacher were trained on before.
+    """
     if resumed is not None:
-        return models.build(models.config_from_dict(read_state(resumed).model))
+        state = read_state(resumed)
+        return models.build(models.config_from_dict(state.model)), state.trained_on
     of_objective = objectives.kind(config.train.loss)
     if note := of_objective.check_classes(config, dataset.num_classes, dataset.classes):
         console.say(note)
+    teacher = of_objective.teacher_file(config)
+    before = recorded(teacher[2]) if teacher else []
     if config.init.weights:
         num_classes = objectives.num_classes(config, dataset.num_classes)
         adaptation = objectives.adaptation(config, dataset.num_classes)
         content = models.read_weights(config.init.weights, console.say)
-        names = content.extra.get("classes")
+        names, before = content.extra.get("classes"), [*recorded(content.extra), *before]
         model = models.load(config.init.weights, seed=config.seed, content=content, say=console.say, **adaptation)
         del content  # whose tensors the model has copied
         if not num_classes and not of_objective.continues_additions:
@@ -220,8 +229,8 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
             )
         if num_classes and not config.init.new_head and (not names or len(names) == num_classes):
             _compare_classes(config, names or (), dataset.classes, console)
-        return model
-    return models.build(objectives.new_backbone(config, dataset.num_classes), config.seed)
+        return model, before
+    return models.build(objectives.new_backbone(config, dataset.num_classes), config.seed), before
 
 
 def _compare_classes(config: RunConfig, of_weights: Sequence[str], of_data: Sequence[str], console: Console) -> None:

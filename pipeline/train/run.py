@@ -8,6 +8,7 @@ from pipeline.base.words import on_one_line
 from pipeline.lifecycle.stop import Stop
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import train_on_all_ranks
+from pipeline.train.run_facts import caveats
 from pipeline.train.setup import set_up
 from pipeline.train.start import Prepared, prepare
 from pipeline.train.training_run import TrainingRun
@@ -31,11 +32,12 @@ def train_prepared(stop: Stop, prepared: Prepared) -> None:
             f"stopped by {reason} at step {progress.step:,}, which is committed: the same command resumes it (exit code 75)"
         )
         stop.leave(progress.step, reason)
+    but = f", but {stop.caveat}" if stop.caveat else ""
     if progress.start >= prepared.plan.steps:
-        console.say("nothing left to do: the run is finished")
+        console.say(f"nothing left to do: the run is finished{but}")
         return
     console.say(
-        f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {run.context.folder}"
+        f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {run.context.folder}{but}"
     )
 
 
@@ -45,6 +47,9 @@ def _train(run: TrainingRun) -> str:
     try:
         reason = _train_until_stopped(run)
         status, outcome = "FINISHED", "finished"
+        if not reason and (caveat := caveats(run)):
+            run.context.stop.caveat = caveat
+            outcome = f"finished, but {caveat}"
         if reason:
             status = "KILLED"
             outcome = f"stopped by {reason} at step {progress.step:,}; the same command resumes it"

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.metric import metric_of, score_of
+from pipeline.base.trained_on import TRAINED_BY, TrainedSet
 from pipeline.base.words import counted, of_classes, on_one_line
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
@@ -53,9 +54,9 @@ ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.j
 
 def run_facts(
     config: RunConfig, plan: Plan, model: Model, data: RunData, device: torch.device, origin: WeightsOrigin | None,
-    probe: RunProbe | None = None,
+    probe: RunProbe | None = None, trained_on: Sequence[TrainedSet] = (),
 ) -> RunFacts:  # fmt: skip
-    """The facts of a run whose model is built. origin: None for new weights, and where it was not recorded."""
+    """The facts of a run whose model is built. origin: None for new weights, and where it was not recorded. trained_on: see `RunContext`."""
     dataset, split = data.dataset, data.split
     flops = objectives.training_flops(config, model.config)
     exaflops = plan.steps * plan.global_batch * flops / 1e18
@@ -106,7 +107,7 @@ def run_facts(
     }
     measured |= {name: replace(metric, group="train") for name, metric in of_steps.items()}
     return RunFacts(
-        name=config.name, kind=kind, parameters=parameters, tags=tags, datasets=tuple(datasets_of(data)),
+        name=config.name, kind=kind, parameters=parameters, tags=tags, datasets=tuple(datasets_of(data, trained_on)),
         description=_description(config, plan, resolved, dataset, split, parent, origin), parents=parents, steps=plan.steps,
         images_per_step=plan.global_batch, flops_per_image=flops, artifacts=ARTIFACTS,
         score=config.checkpoint.best or score_of(measured), origin=origin, objective=config.train.loss, metrics=measured,
@@ -120,9 +121,13 @@ def _flops_of_parts(config: RunConfig, model: models.Config) -> dict[str, str]:
     return {FLOPS_OF_PARTS: " ".join(f"{objectives.training_flops(part, model) / 1e9:.6g}" for part in config.parts())}
 
 
-def datasets_of(data: RunData) -> list[DatasetFacts]:
+def datasets_of(data: RunData, trained_on: Sequence[TrainedSet] = ()) -> list[DatasetFacts]:
     """What a run trains on, then what it is evaluated on."""
-    evaluated = [_data_facts(dataset, split, "evaluation", {}) for dataset, split in data.evaluated.values()]
+    trained = data.not_held_out(trained_on)
+    evaluated = [
+        _data_facts(dataset, split, "evaluation", {TRAINED_BY: trained[name]} if name in trained else {})
+        for name, (dataset, split) in data.evaluated.items()
+    ]
     return [*_training_data(data.dataset, data.split), *evaluated]
 
 
@@ -237,6 +242,28 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
     return "\n\n".join(lines)
 
 
+def caveats(run: "TrainingRun") -> str:
+    """What to know of a run that came to its end, in words: most steps were skipped, or its score may be chance. Often ""."""
+    skipped, step, num_classes = (
+        run.training.engine.skipped_steps,
+        run.progress.step,
+        run.context.prepared.data.dataset.num_classes,
+    )
+    told = []
+    if 2 * skipped > step:
+        told.append(
+            f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient or a loss that jumped: lower optimizer.lr, use a "
+            "longer schedule.warmup or engine.precision=fp32"
+        )
+    scores = json_record.read_or_none(run.context.folder / "scores.json", dict[str, Any]) or {}
+    count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
+    if top1 is not None and count and scores.get("step") == step and of_samples(top1, count).low <= 1 / num_classes < 1:
+        told.append(
+            f"top-1 {top1:.2%} cannot be told from chance, {1 / num_classes:.2%} of {counted(num_classes, 'class')}"
+        )
+    return "; ".join(told)
+
+
 def _last_scores(folder: Path, config: RunConfig) -> str:
     """The last scores of the held-out split and of the probe, each after a semicolon; empty without any."""
     held_out, probed = (
@@ -244,7 +271,7 @@ def _last_scores(folder: Path, config: RunConfig) -> str:
     )
     told = ""
     if held_out is not None:
-        told += f"; at step {held_out.get('step')}: {scores_in_words(held_out)}"
+        told += f"; at step {held_out.get('step')}: {scores_in_words(held_out)}{_trained(held_out)}"
     if probed is not None:
         metrics, count = probe_metrics(probed, config.probe.prefix), probed.get("num_samples", 0)
         shown = [
@@ -252,8 +279,13 @@ def _last_scores(folder: Path, config: RunConfig) -> str:
             for name, value in metrics.items()
             if (metric := metric_of(name)).better
         ]
-        told += f"; probe at step {probed.get('step')}: {', '.join(shown)}" * bool(shown)
+        told += f"; probe at step {probed.get('step')}: {', '.join(shown)}{_trained(probed)}" * bool(shown)
     return told
+
+
+def _trained(scores: dict[str, Any]) -> str:
+    runs = scores.get(TRAINED_BY)
+    return f", which were trained on by {runs}: not held-out images" if runs else ""
 
 
 def scores_in_words(scores: dict[str, Any]) -> str:

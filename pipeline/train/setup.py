@@ -12,8 +12,10 @@ import yaml
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.base import trained_on as trained
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
+from pipeline.base.trained_on import TrainedSet
 from pipeline.base.words import counted, on_one_line
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
@@ -58,6 +60,7 @@ def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     """Prepare a run, up to the step where it starts. Collective. Raises UserError for a user's mistake."""
     context = _connect_on_all_ranks(stop, prepared)
     start = _find_start_on_all_ranks(context)
+    context = replace(context, trained_on=start.trained_on)
     # A failure would leave processes and threads to this process, which may live on, and MLflow a run that never ends.
     with contextlib.ExitStack() as undone:
         training = _build_training_on_all_ranks(context, start, undone)
@@ -85,9 +88,8 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     console.say(f"{config.name}: {plan.describe()}")
     if not stop.folder.is_locked:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
-    probe_notes = prepared.run_probe.notes(data) if prepared.run_probe else []
     data_lines = data_notes(data, config.train.loss) if ranks.is_main else []  # Others say nothing.
-    for line in plan.notes(config) + objectives.without_effect(config) + data_lines + probe_notes:
+    for line in plan.notes(config) + objectives.without_effect(config) + data_lines:
         console.say(line)
     start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config))
     ranks.agree(in_use)
@@ -107,7 +109,7 @@ class _StartingPoint:
     """resumed: the checkpoint to continue; None without one. damaged: names of damaged ones. state: of `resumed`.
 
     config: with the path of the weights in place of their address. origin: of the weights that a first start begins with.
-    model: not trained yet; the engine loads the checkpoint's tensors.
+    model: not trained yet; the engine loads the checkpoint's tensors. trained_on: see `RunContext`.
     """
 
     checkpoints: Checkpoints
@@ -117,6 +119,7 @@ class _StartingPoint:
     config: RunConfig
     origin: WeightsOrigin | None
     model: Model
+    trained_on: list[TrainedSet]
 
 
 def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
@@ -137,11 +140,17 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
         # The file rather than its run: while that run trains on, its newest checkpoint is another one a moment later.
         origin = ranks.on_main(partial(_find_weights, config, console))
         config = replace(config, init=replace(config.init, weights=origin.path))
-    model = ranks.on_all(partial(resume.initial_model, config, dataset, resumed, console))
+    model, before = ranks.on_all(partial(resume.initial_model, config, dataset, resumed, console))
+    trained_on = list(dict.fromkeys([*before, *context.prepared.data.trained_on(config.name)]))
+    not_held_out = context.prepared.data.not_held_out(trained_on)
+    if (probe := context.prepared.run_probe) and (runs := probe.trained_by(trained_on)):
+        not_held_out["probe.split"] = runs
+    for name, runs in not_held_out.items():
+        console.say(trained.not_held_out(name, runs))
     if not config.model.name:
         ranks.on_main(partial(refuse_too_large, config, plan, model.config, least, of))
     state = State(step=0) if resumed is None else read_state(resumed)
-    return _StartingPoint(checkpoints, resumed, damaged, state, config, origin, model)
+    return _StartingPoint(checkpoints, resumed, damaged, state, config, origin, model, trained_on)
 
 
 def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
@@ -242,7 +251,9 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
         saved = page.read_facts().facts
     # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
     origin = start.origin if start.resumed is None else saved.origin if saved else None
-    facts = run_facts(start.config, plan, model, data, ranks.device, origin, context.prepared.run_probe)
+    facts = run_facts(
+        start.config, plan, model, data, ranks.device, origin, context.prepared.run_probe, context.trained_on
+    )
     changed = resume.changes_since(start.state, context.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
     facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before, changed=told)

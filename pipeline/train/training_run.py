@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.metric import Metric
+from pipeline.base.trained_on import TRAINED_ON, TrainedSet
 from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
@@ -62,7 +63,8 @@ class Progress:
 class RunContext:
     """What every part of a run uses. prepared: data and plan. identity: settings and data, saved with each checkpoint.
 
-    before: how the run's last start ended, in words; rank 0 only.
+    before: how the run's last start ended, in words; rank 0 only. trained_on: by this run, by those whose weights it began with, and by its
+    teacher, as far as recorded.
     """
 
     config: RunConfig
@@ -72,6 +74,7 @@ class RunContext:
     console: Console
     identity: dict[str, Any]
     before: str
+    trained_on: Sequence[TrainedSet] = ()
 
     @property
     def plan(self) -> Plan:
@@ -254,6 +257,7 @@ class TrainingRun:
         config, dataset, progress = self.context.config, self.context.prepared.data.dataset, self.progress
         engine, spikes = self.training.engine, self.monitoring.spikes
         model = engine.objective.backbone.config
+        trained_on = [asdict(one) for one in self.context.trained_on]
         state = {
             "step": progress.step,
             "samples_seen": progress.step * config.train.global_batch,
@@ -264,21 +268,16 @@ class TrainingRun:
             "losses": list(spikes.scores.recent),
             "left_out": progress.skipped_batches,
             "counts": asdict(self.monitoring.counts.to_save(spikes.num_spikes)),
+            TRAINED_ON: trained_on,
         }
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
         extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": engine.objective.loss_kind or config.train.loss,
-                 "fingerprint": dataset.fingerprint, "train_split": config.data.train_split, "run": config.name,
-                 "step": progress.step}  # fmt: skip
+                 TRAINED_ON: trained_on, "run": config.name, "step": progress.step}  # fmt: skip
         if dataset.class_names != dataset.classes:
             extra["class_names"] = dataset.class_names
         split = self.context.prepared.data.split
-        if isinstance(split, MixedSplit):
-            extra["mixture"] = [
-                {"name": one.path.name, "fingerprint": one.fingerprint, "split": part.name}
-                for one, part in zip(split.datasets, split.parts, strict=True)
-            ]
-            if split.class_maps:
-                extra["class_maps"] = split.class_maps
+        if isinstance(split, MixedSplit) and split.class_maps:
+            extra["class_maps"] = split.class_maps
         extra |= engine.objective.extra()
         return Commit(state, engine.shapes, models.safetensors_metadata(model, extra), retention)
 

@@ -51,12 +51,16 @@ class ChildRun:
 
 @dataclass(frozen=True)
 class FinetuneScores:
-    """The last evaluation of a run that fine-tunes. effective_images: of top1, see `effective_number`; num_samples without groups."""
+    """The last evaluation of a run that fine-tunes. effective_images: of top1, see `effective_number`; num_samples without groups.
+
+    trained_by: runs that trained on these images; "" for none.
+    """
 
     top1: float
     loss: float
     num_samples: int
     effective_images: float
+    trained_by: str
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class ScoresFile:
     top5: float | None = None
     top1_effective_images: float | None = None
     top5_effective_images: float | None = None
+    trained_by: str = ""
 
     @property
     def effective_images(self) -> float:
@@ -171,7 +176,7 @@ def trained_otherwise(run: ChildRun) -> str:
     """
     problem, changed = "", list[Change]()
     try:
-        changed = _trained_changes(run, objectives.flat_settings(objectives.of_saved(read_settings(run.folder))))
+        changed = _trained_changes(run, objectives.flat_settings(read_settings(run.folder)))
         if not changed and how_ended(run) is not None:
             return ""
     except FileNotFoundError:
@@ -251,7 +256,7 @@ def read_outcome(run: ChildRun) -> FinetuneScores | str | None:
         return None
     if found.loss is None:
         return f"{run.name} has no finite loss on the images it was scored on"
-    return FinetuneScores(found.top1, found.loss, found.num_samples, found.effective_images)
+    return FinetuneScores(found.top1, found.loss, found.num_samples, found.effective_images, found.trained_by)
 
 
 def _look(run: ChildRun) -> tuple[Status | None, str]:
@@ -262,7 +267,7 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         if status.status not in ("finished", "diverged"):
             return None, ""
         # Built, so that settings which did not exist then have their defaults.
-        before = objectives.flat_settings(objectives.of_saved(read_settings(run.folder)))
+        before = objectives.flat_settings(read_settings(run.folder))
     except FileNotFoundError as error:
         if not file.exists() and not (run.folder / _SCORES).exists():  # Nothing was begun.
             return None, ""

@@ -18,6 +18,7 @@ from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.files import write_text
 from pipeline.base.json_record import Count, Limits, Share, quoted
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
+from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, location_and_split, open_dataset
 from pipeline.data.mixture.run_data import open_run_data
@@ -87,6 +88,7 @@ class _GridResults:
     weights: str | None
     data: str
     split: str
+    trained_by: str
     top1: Share
     std: Share | None
     trials: list[_Trial]
@@ -178,7 +180,7 @@ def _run(
     return {
         "name": config.name, "run": config.run, "settings": [hide_passwords(text) for text in config.settings], "lr": best, "dev_share": config.dev_share,
         "weights": settings.init.weights, "data": settings.data.path, "split": settings.data.eval_split,
-        "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
+        TRAINED_BY: scores[TRAINED_BY], "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
         "also": {
             data: _scores_on(data, name.folder, finals, data not in by_number)
             for data, name in data_names(config.also).items()
@@ -220,7 +222,7 @@ def _check_data(trial: ChildRun, config: GridConfig) -> tuple[Dataset, int, set[
         opened = open_run_data(
             replace(settings, dev_share=share), seed, trial.config.train.global_batch, trial.config.labels
         )
-    if settings.eval_split in opened.also_trained_on:
+    if settings.eval_split in opened.not_held_out(opened.trained_on(trial.config.name)):
         raise UserError(
             f"data.eval_split = {settings.eval_split} is trained on, but the final runs are scored on it. Name another split."
         )
@@ -298,19 +300,14 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
     """
     if read_outcome(run) is None:  # A run that goes on compares its data itself.
         return
-    try:
-        facts = PageFolder(run.folder).read_facts().facts
-    except UserError:  # Of a run of an earlier version, nothing is known.
-        return
+    facts = PageFolder(run.folder).read_facts().facts
     from pipeline.train.run_facts import datasets_of  # Late: the import takes seconds.
 
     config, changed = run.config, ""
     now = datasets_of(open_run_data(config.data, config.seed, config.train.global_batch, config.labels))
     for then, there in zip(facts.datasets, now, strict=False):
-        known = "excluded" in then.notes  # Not by earlier versions.
         before, after = (
-            f"{data.digest} with {counted(data.num_samples, 'image')}"
-            + f", excluded {data.notes.get('excluded')}" * known
+            f"{data.digest} with {counted(data.num_samples, 'image')}, excluded {data.notes['excluded']}"
             for data in (then, there)
         )
         if before != after:
@@ -330,9 +327,7 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
 
 def _refuse_other_weights(first: ChildRun, other: ChildRun) -> None:
     """Raise UserError if two runs began with different weights: a run that init.weights names may have trained on meanwhile."""
-    origins = []
-    with contextlib.suppress(UserError):  # Of a run of an earlier version, nothing is known.
-        origins = [PageFolder(run.folder).read_facts().facts.origin for run in (first, other)]
+    origins = [PageFolder(run.folder).read_facts().facts.origin for run in (first, other)]
     if len({origin.sha256 for origin in origins if origin}) > 1:
         began = " and ".join(
             f"{run.folder} with {origin.path}" for run, origin in zip((first, other), origins, strict=True) if origin
@@ -398,6 +393,7 @@ def page(result: dict[str, Any]) -> list[Block]:
     of_train = f"the {counted(num_train, 'training image')}" if num_train else "the training images"
     return [
         Paragraph(f"Weights {result['weights']}, run {result['run']} {' '.join(result['settings'])}".rstrip() + "."),
+        *([Paragraph(f"{not_held_out(result['split'], runs)}.")] if (runs := result.get(TRAINED_BY)) else []),
         Table(("data", f"top-1, %{spread}", "images"), rows),
         Heading("Choice of the learning rate"),
         Paragraph(

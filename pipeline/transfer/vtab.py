@@ -18,6 +18,7 @@ from typing import Any
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
+from pipeline.base.trained_on import TrainedSet, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
 from pipeline.data.dataset.manifest import location_and_split
@@ -195,13 +196,25 @@ def _with_earlier(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str,
 
 
 def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | None]:
-    """Task -> number of pre-training images marked as copies of its test images; None if they were not searched for in all sets."""
-    if not pretrained_on:
-        return dict.fromkeys(sweep.datasets)
-    extra = models.read_weights(sweep.config.weights).extra
-    mixture = {(one["fingerprint"], one["split"]): one["name"] for one in extra.get("mixture") or ()}
-    digest = extra.get("fingerprint")
-    trained = list(mixture) or ([(digest, extra.get("train_split"))] if digest else [])
+    """Task -> number of its test images that the weights were trained on, or else of pre-training images marked as copies of these.
+
+    None if copies were not searched for in all sets that the weights were trained on.
+    """
+    sets = recorded(models.read_weights(sweep.config.weights).extra)
+    total: dict[str, int | None] = dict.fromkeys(sweep.datasets)
+    if pretrained_on:
+        total = _copies(sweep, pretrained_on, sets)
+    for task, dataset in sweep.datasets.items():
+        if runs := trained_by(sets, dataset.fingerprint, TEST):
+            total[task] = dataset.info["samples"][TEST]
+            print(f"{task}: {not_held_out(TEST, runs)}", flush=True)
+    return total
+
+
+def _copies(sweep: Sweep, pretrained_on: list[str], sets: list[TrainedSet]) -> dict[str, int | None]:
+    """The copies in all of these data sets together, as `_contamination`. sets: what the weights were trained on, as far as known."""
+    names = {(one.fingerprint, one.split): one.name for one in sets}
+    trained = list(names)
     found, used = [], set[tuple[str, str]]()
     for name in pretrained_on:
         copies, one = _copies_in(sweep, name, trained)
@@ -209,7 +222,7 @@ def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | No
             raise UserError(f"pretrained_on names {name} twice.")
         found.append(copies)
         used.add(one)
-    if left := [f"{name}:{split}" for (digest, split), name in mixture.items() if (digest, split) not in used]:
+    if left := [f"{name}:{split}" for (digest, split), name in names.items() if (digest, split) not in used]:
         raise UserError(
             f"pretrained_on = {', '.join(pretrained_on)}, but the weights were trained on {', '.join(left)}, too. Name all: "
             "pretrained_on=[FOLDER,FOLDER]"
@@ -222,12 +235,12 @@ def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | No
 
 
 def _copies_in(
-    sweep: Sweep, name: str, trained: list[tuple[str, str | None]]
+    sweep: Sweep, name: str, trained: list[tuple[str, str]]
 ) -> tuple[dict[str, int | None], tuple[str, str]]:
     """Returns (copies in one data set, as `_contamination`; its fingerprint and split). trained: the same of all, as far as known."""
     place, named = location_and_split(name)
     path = to_path(place) / DEDUP_REPORT
-    likely = named or next((split for _, split in trained if split), "train")
+    likely = named or next((split for _, split in trained), "train")
     remedy = f"launch/dedup.py data={place} split={likely} against=..."
     try:
         report = read_dedup_report(to_path(place))
@@ -239,11 +252,10 @@ def _copies_in(
             f"{path} is damaged, or no report of launch/dedup.py ({reason}). Make it again with {remedy}"
         ) from None
     digest = report.data.fingerprint
-    splits = [split for other, split in trained if other == digest]
-    if trained and not splits:
+    known_splits = [split for other, split in trained if other == digest]
+    if trained and not known_splits:
         known = ", ".join(dict.fromkeys(other for other, _ in trained))
         raise UserError(f"pretrained_on = {place} is {digest}, but the weights were trained on {known}.")
-    known_splits = [split for split in splits if split]
     if named and known_splits and named not in known_splits:
         raise UserError(f"pretrained_on = {name}, but the weights were trained on its split {', '.join(known_splits)}.")
     split = named or next(iter(known_splits), "train")

@@ -35,7 +35,11 @@ def prepare_tasks(folder: Path, names: Sequence[str]) -> None:
 
 def prepare(folder: Path) -> list[str]:
     """Writes weights and tasks into the folder. Returns the settings of a sweep but its learning rates."""
-    models.save(models.create("ViT-mu/4", 8, 7), folder / "weights.pt", {"fingerprint": "f" * 16})
+    models.save(
+        models.create("ViT-mu/4", 8, 7),
+        folder / "weights.pt",
+        {"trained_on": [{"name": "photos", "fingerprint": "f" * 16, "split": "train"}]},
+    )
     prepare_tasks(folder / "tasks", PREPARED)
     return [f"weights={folder / 'weights.pt'}", f"data={folder / 'tasks'}", *SETTINGS]
 

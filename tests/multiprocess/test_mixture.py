@@ -64,7 +64,7 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
     )
     assert whole.keys() == parts.keys()
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
-    trained = read_weights(folder / "parts").extra["mixture"]
+    trained = read_weights(folder / "parts").extra["trained_on"]
     assert [(of["name"], of["split"]) for of in trained] == [(name, "train") for name in "abc"]
     assert "changed since the checkpoint: data.mix was" in said
     # 2/3 of 72 images, then 2/5 of 72, in epochs of 90.
@@ -77,6 +77,8 @@ def test_a_set_is_scored_afterwards_by_the_names_of_its_class_map(runs: tuple[Pa
     given = [f"weights={run}", f"data={data}", "shots=0", "threads=1", f"out={tmp_path}"]
     scores = report.run(schema.load(ScoreConfig, None, given))
     assert scores["top1"] == metrics(run, "b_val_top1")[6]
+    assert scores["trained_by"] == ""
+    assert report.run(schema.load(ScoreConfig, None, [*given, "split=train"]))["trained_by"] == "whole"
     assert scores["loss"] == pytest.approx(metrics(run, "b_val_loss")[6])
     by_number = report.run(schema.load(ScoreConfig, None, [*given, "match_classes=false"]))
     assert by_number["loss"] != pytest.approx(scores["loss"])

@@ -154,6 +154,34 @@ def test_equal_budgets_of_progressive_image_sizes(tmp_path: Path) -> None:
     assert found["sizes"].used == pytest.approx((20 * 0.5 + 6 * 1.5) * 16 * per_image)
 
 
+def test_runs_of_other_seeds_have_a_mean_and_no_test(tmp_path: Path) -> None:
+    """The number of images was said not to be known."""
+    runs = [
+        write_run(tmp_path / f"s{seed}", f"seed={seed}", evaluations={20: top1}) for seed, top1 in ((0, 0.5), (1, 0.52))
+    ]
+    records = compare.named([from_folder(run) for run in runs])
+    (group,) = compare.groups_of(records)
+    assert group.pairs == []
+    assert "mean 51.00 %" in group.of_seeds
+    assert group.of_seeds in list(compare.summary(records, [group]))
+    other = write_run(tmp_path / "other", "optimizer.lr=0.5", evaluations={20: 0.9})
+    records = compare.named([from_folder(run) for run in (*runs, other)])
+    (group,) = compare.groups_of(records)
+    assert (group.of_seeds, len(group.pairs)) == ("", 1)
+
+
+def test_a_difference_of_budgets_stands_beside_that_of_scores(tmp_path: Path) -> None:
+    long = write_run(tmp_path / "long", evaluations={40: 0.9}, steps=40)
+    for steps, told in ((20, "2 times the images and 2 times the FLOPs"), (40, "")):
+        other = write_run(tmp_path / f"s{steps}", "optimizer.lr=0.5", evaluations={steps: 0.5}, steps=steps)
+        records = compare.named([from_folder(run) for run in (long, other)])
+        groups = compare.groups_of(records)
+        line = list(compare.summary(records, groups))[-1]
+        assert ("times the" in line, told in line) == (bool(told), True)
+        rows = [row for block in compare.page(records, groups, []) if isinstance(block, Table) for row in block.rows]
+        assert any("times the" in cell for row in rows for cell in row) == bool(told)
+
+
 def test_a_run_without_an_evaluation_within_the_budget(tmp_path: Path) -> None:
     early = write_run(tmp_path / "early", steps=10, evaluations={10: 0.1})
     late = write_run(tmp_path / "late", steps=20, evaluations={20: 0.2})

@@ -1,7 +1,6 @@
 """Settings: every field means something, every shipped file works, and every mistake is told in one line."""
 
 import ast
-import contextlib
 import copy
 import dataclasses
 import errno
@@ -858,14 +857,3 @@ def test_config_yaml_of_a_run_is_accepted_again(path: Path, tmp_path: Path) -> N
     config = schema.load(settings.RunConfig, path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(schema.to_dict(config), sort_keys=False))
     assert schema.load(settings.RunConfig, tmp_path / "config.yaml") == config
-
-
-def test_config_yaml_of_an_earlier_version_is_accepted(tmp_path: Path) -> None:
-    """It has settings that no longer exist, with their defaults; another value of one is refused, because it would do nothing."""
-    config = schema.build(settings.RunConfig, MINIMAL, "here")
-    tree = schema.to_dict(config)
-    for value, refusal in ((False, None), (True, "unknown setting profile.communication")):
-        tree["profile"]["communication"] = value
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-        with pytest.raises(UserError, match=refusal) if refusal else contextlib.nullcontext():
-            assert schema.load(settings.RunConfig, tmp_path / "config.yaml") == config

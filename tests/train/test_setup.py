@@ -1,13 +1,87 @@
 """Set-up of a run in this process."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked import Forge
+from ranks import settings
 
 from pipeline.base.errors import UserError
+from pipeline.base.page import Table
+from pipeline.evaluate import report
+from pipeline.lifecycle.run_folder import Status, read_status
+from pipeline.review import report as run_report
+from pipeline.review.reader import RunReader, from_folder
+from pipeline.review.statistics import comparable
+from pipeline.settings import schema
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train import setup
+
+
+def test_scores_of_images_that_weights_were_trained_on_are_marked(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    """By the run itself, by the one that it began with, and by a teacher; also after a restart without that run's folder."""
+    base = settings(dataset, tmp_path, "base", "data.eval_split=train", "probe.every=3 steps")
+    tuned = [text for text in base if not text.startswith(("model.", "name=", "train.length"))]
+    tuned += ["name=tuned", f"init.weights={tmp_path / 'base'}", "model.image_size=16", "data.train_split=val"]
+    forge.start(1, base, [*tuned, "train.length=3 steps"]).finish()
+    (tmp_path / "base").rename(tmp_path / "moved")
+    taught = settings(
+        dataset, tmp_path, "taught", "data.train_split=val", "data.eval_split=train", "train.loss=distill_classes",
+        f"objective.teacher={tmp_path / 'moved'}",
+    )  # fmt: skip
+    forge.start(1, [*tuned, "train.length=6 steps"], taught).finish()
+
+    def marked(run: str, file: str) -> str:
+        return str(json.loads((tmp_path / run / file).read_text())["trained_by"])
+
+    assert marked("moved", "scores.json") == marked("tuned", "scores.json") == marked("taught", "scores.json") == "base"
+    assert marked("moved", "probe.json") == "", "its probe is tested on val"
+    assert marked("tuned", "probe.json") == "tuned"
+    facts = json.loads((tmp_path / "tuned/page/facts.json").read_text())["facts"]
+    assert [of["notes"].get("trained_by") for of in facts["datasets"]] == [None, "base"]
+    for run, split, by in (
+        ("moved", "train", "base"),
+        ("moved", "val", ""),
+        ("tuned", "train", "base"),
+        ("tuned", "val", "tuned"),
+    ):
+        given = [f"weights={tmp_path / run}", f"data={dataset}", f"split={split}", "shots=0", f"out={tmp_path / 'out'}"]
+        assert report.run(schema.load(ScoreConfig, None, given))["trained_by"] == by
+        assert (f"trained on by {by}" in (tmp_path / "out/report.md").read_text()) == bool(by)
+
+
+def test_a_run_of_which_most_steps_were_skipped_does_not_end_like_others(
+    forge: Forge, dataset: Path, tmp_path: Path
+) -> None:
+    """optimizer.lr=1e6 ended "finished", with code 0 and a top-1 of 0 %."""
+    broken = settings(dataset, tmp_path, "broken", "optimizer.lr=1e30", "schedule.warmup=0 steps")
+    sound = settings(dataset, tmp_path, "sound", "train.length=30 steps")
+    forge.start(1, broken, broken, sound).finish()  # The second start has nothing left to do, and says the same.
+    status = read_status(tmp_path / "broken")
+    assert status is not None
+    assert (status.status, status.code) == ("finished", 0)
+    assert "of 6 steps were skipped" in status.reason
+    assert "25.00% of 4 classes" in status.reason
+    assert status.reason in (tmp_path / "broken/log.txt").read_text().splitlines()[-1]
+    end = json.loads((tmp_path / "broken/page/end.json").read_text())
+    assert (end["status"], end["tags"]["outcome"]) == ("FINISHED", f"finished, but {status.reason}"[:500])
+    assert status.reason in end["tags"]["mlflow.note.content"]
+    records = {name: from_folder(tmp_path / name) for name in ("broken", "sound")}
+    assert any("broken (finished, but " in line for line in comparable(records, []))
+    shown = [
+        cell
+        for block in run_report.page(records["broken"], RunReader(""))
+        if isinstance(block, Table)
+        for row in block.rows
+        for cell in row
+    ]
+    assert any("of 6 steps were skipped" in cell for cell in shown)
+    assert records["sound"].outcome == "finished"
+    assert read_status(tmp_path / "sound") == Status("finished", 30, 0, "")
 
 
 class Loader:
@@ -44,7 +118,8 @@ def test_a_set_up_that_fails_ends_the_decoding_processes(fails: bool, monkeypatc
 
     replaced: dict[str, Any] = {
         "_connect_on_all_ranks": lambda *of: context,
-        "_find_start_on_all_ranks": lambda *of: SimpleNamespace(model=SimpleNamespace(), state=state),
+        "_find_start_on_all_ranks": lambda *of: SimpleNamespace(model=SimpleNamespace(), state=state, trained_on=[]),
+        "replace": lambda context, **of: context,
         "_build_training_on_all_ranks": begun,
         "_begin_monitoring_on_all_ranks": lambda *of: None,
         "_prepare_saving": lambda *of: of_others,

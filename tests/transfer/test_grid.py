@@ -610,6 +610,7 @@ def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
                 "loss",
                 "num_samples",
                 "effective_images",
+                "trained_by",
             }
     assert answers[0]
     assert 200 < answers.count(False) < 301

@@ -8,7 +8,7 @@ import re
 import runpy
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tiny_vtab import PREPARED, prepare, run_here
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
+from pipeline.base.trained_on import TrainedSet
 from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import VtabReportConfig
@@ -458,13 +459,29 @@ def test_copies_that_dedup_marked_are_told(prepared: list[str], finished: Path, 
     )
 
 
+def trained_on(*sets: tuple[str, str, str]) -> dict[str, Any]:
+    """What weights say of these: (name, letter of the fingerprint, split)."""
+    return {"trained_on": [asdict(TrainedSet(name, letter * 16, split, "r")) for name, letter, split in sets]}
+
+
+def test_a_test_split_that_the_weights_were_trained_on_is_counted(
+    prepared: list[str], finished: Path, tmp_path: Path
+) -> None:
+    dtd = json.loads((finished / "results.json").read_text())["data"]["dtd"]
+    sets = {"trained_on": [asdict(TrainedSet("dtd", dtd, split, "tuned")) for split in ("trainval", "test")]}
+    models.save(models.create("ViT-mu/4", 8, 7), tmp_path / "weights.pt", sets)
+    given = [*prepared, f"weights={tmp_path / 'weights.pt'}", "tasks=[dtd,pets]"]
+    sweep = open_sweep(schema.load(VtabConfig, None, given), tmp_path / "out")
+    assert vtab._contamination(sweep, []) == {"dtd": sweep.datasets["dtd"].info["samples"]["test"], "pets": None}
+
+
 def test_a_search_of_another_split_counts_as_none(
     prepared: list[str], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dtd = json.loads((finished / "results.json").read_text())["data"]["dtd"]
     (tmp_path / "dedup").mkdir()
     recorded = tmp_path / "weights.pt"
-    models.save(models.create("ViT-mu/4", 8, 7), recorded, {"fingerprint": "f" * 16, "train_split": "trainval"})
+    models.save(models.create("ViT-mu/4", 8, 7), recorded, trained_on(("photos", "f", "trainval")))
     of_run = [*prepared, f"weights={recorded}"]
 
     def copies(searched: str, settings: list[str], named: str = "") -> int | None:
@@ -477,10 +494,11 @@ def test_a_search_of_another_split_counts_as_none(
 
     bare = tmp_path / "bare.pt"  # Of another project, say: it names no data set.
     models.save(models.create("ViT-mu/4", 8, 7), bare)
-    assert copies("train", [*prepared, f"weights={bare}"]) == 3
-    assert copies("train", prepared) == copies("trainval", of_run) == copies("trainval", prepared, ":trainval") == 3
+    of_others = [*prepared, f"weights={bare}"]
+    assert copies("train", of_others) == copies("trainval", of_others, ":trainval") == 3
+    assert copies("train", prepared) == copies("trainval", of_run) == 3
     assert "not searched" not in capsys.readouterr().out
-    assert copies("val", prepared) is None
+    assert copies("val", of_others) is None
     printed = capsys.readouterr().out
     assert "is a search of photos:val, so copies of test images in its split train count as not searched. " in printed
     assert f"launch/dedup.py data={tmp_path} split=train against=..., or name the split" in printed
@@ -494,11 +512,8 @@ def test_a_search_of_another_split_counts_as_none(
 def test_copies_are_counted_in_all_sets_of_a_mixture(prepared: list[str], finished: Path, tmp_path: Path) -> None:
     """Those of data.path alone were given as those of what the weights were trained on."""
     data = json.loads((finished / "results.json").read_text())["data"]
-    sets = [{"name": name, "fingerprint": name * 16, "split": "train"} for name in "ab"]
     weights = tmp_path / "weights.pt"
-    models.save(
-        models.create("ViT-mu/4", 8, 7), weights, {"fingerprint": "a" * 16, "train_split": "train", "mixture": sets}
-    )
+    models.save(models.create("ViT-mu/4", 8, 7), weights, trained_on(("a", "a", "train"), ("b", "b", "train")))
     for name, tasks in (("a", ["dtd", "pets"]), ("b", ["dtd"])):
         against = [{"name": f"{task}:test", "fingerprint": data[task], "copies": 3} for task in tasks]
         (tmp_path / name / "dedup").mkdir(parents=True)

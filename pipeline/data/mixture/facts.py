@@ -31,11 +31,6 @@ def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
     found = identity.get(MIXTURE) or _one_set(identity)
     phases = [(start, counts) for start, counts in found["phases"] if start < max(batches, 1)]
     words = []
-    # Of a checkpoint of an earlier version, the settings alone know them.
-    entries = identity.get("data.mix", ())
-    in_settings = {
-        (entry["path"], entry.get("split")): entry["class_map"] for entry in entries if entry.get("class_map")
-    }
     for number, one in enumerate(found["sets"]):
         counts = [of_phase[number] for _, of_phase in phases]
         if not any(counts):
@@ -46,7 +41,7 @@ def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
         excluded = "" if one["excluded"] == NOTHING_EXCLUDED else f" without {one['excluded']}"
         has_labels = one.get("labels", True)
         excluded += "" if has_labels else " without its labels"
-        class_map = one.get("class_map") or (has_labels and in_settings.get((one.get("path"), one["split"])))
+        class_map = one.get("class_map")
         excluded += f" with class_map {json.dumps(class_map, sort_keys=True)}" if class_map else ""
         words.append(f"set {number}: {one['fingerprint']} split {one['split']}{excluded}, {shares}")
     return "; ".join(words)

@@ -9,6 +9,7 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.random_numbers import Purpose
+from pipeline.base.trained_on import TrainedSet, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.split import Split
@@ -45,24 +46,22 @@ class RunData:
         """The first split that is evaluated, None without one."""
         return next((split for _, split in self.evaluated.values()), None)
 
-    def trains_on(self, fingerprint: str, split: Split) -> bool:
-        """Whether some images of a split of the data set with this fingerprint are trained on. That of data.dev_share is not."""
+    def trained_on(self, run: str) -> list[TrainedSet]:
+        """What a run of this name trains on."""
         datasets = self.split.datasets if isinstance(self.split, MixedSplit) else (self.own,)
-        return any(
-            (dataset.fingerprint, part.name) == (fingerprint, split.name) and len(part) + len(split) > len(split.index)
+        return [
+            TrainedSet(dataset.path.name, dataset.fingerprint, part.name, run)
             for dataset, part in zip(datasets, self.split.parts, strict=True)
-        )
+        ]
 
-    @property
-    def also_trained_on(self) -> list[str]:
-        """Names among `evaluated` of splits that are trained on, as a part of a mixture may be."""
-        return [name for name, (of, split) in self.evaluated.items() if self.trains_on(of.fingerprint, split)]
+    def not_held_out(self, trained: Sequence[TrainedSet]) -> dict[str, str]:
+        """Name among `evaluated` of each split that weights with this training were trained on -> the names of the runs (`trained_by`)."""
+        found = {name: trained_by(trained, of.fingerprint, split.name) for name, (of, split) in self.evaluated.items()}
+        return {name: runs for name, runs in found.items() if runs}
 
     def notes(self, labels: bool = True) -> list[str]:
         """Lines to print about the splits. labels: whether to say how many samples of a training split have none, as `label_notes` may."""
-        of_evaluation = self.evaluation.notes() if self.evaluation else []
-        trained = [f"{name} is trained on: its scores are not of held-out images" for name in self.also_trained_on]
-        return [*self.split.notes(labels), *of_evaluation, *trained]
+        return [*self.split.notes(labels), *(self.evaluation.notes() if self.evaluation else [])]
 
 
 def open_run_data(

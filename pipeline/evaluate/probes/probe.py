@@ -3,7 +3,7 @@
 Shapes: m test samples, M labels of each, D features, K classes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +16,9 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD
 from pipeline.base.random_numbers import Purpose
+from pipeline.base.trained_on import TrainedSet, trained_by
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset, Split
-from pipeline.data.mixture.run_data import RunData
 from pipeline.evaluate.classify import is_any, label_table
 from pipeline.evaluate.intervals import effective_number, sample_deviation
 from pipeline.evaluate.probes import fewshot
@@ -187,12 +187,9 @@ class RunProbe:
     own: Split
     labelled: LabelledProbe | None
 
-    def notes(self, data: RunData) -> list[str]:
-        """Lines to print about its splits. data: what the run trains on."""
-        found = self.labelled
-        if found is None or not data.trains_on(found.fingerprint, found.test):
-            return []
-        return [f"probe.split = {found.test.name} is trained on: its scores are not of held-out images"]
+    def trained_by(self, trained: Sequence[TrainedSet]) -> str:
+        """As the function of this name, of the split that it is tested on."""
+        return trained_by(trained, self.labelled.fingerprint, self.labelled.test.name) if self.labelled else ""
 
     def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest) -> dict[str, Any]:
         """Scores of `features` (uint8 (B, H, W, 3) -> (B, D)), as `probe` returns them, "num_samples" tested, and as "spread" what `spread` does.

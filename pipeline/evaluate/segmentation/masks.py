@@ -22,6 +22,7 @@ _COLOUR = 1 << 24
 _MAX_NUMBER = 2**16 - 1
 # More different values than any published data set has classes: a photograph, or a mask with smoothed borders.
 _MAX_VALUES = 1000
+_MAX_SHOWN = 10
 _VALUE = re.compile(r"\d+|#[0-9a-fA-F]{6}")
 # Pillow does not say whether a WebP, an AVIF or a JPEG 2000 has lost anything.
 _LOSSY = {
@@ -115,7 +116,7 @@ def find_classes(pixels: Mapping[int, int], ignore: Sequence[str], names: Mappin
     """The classes of masks: all values that occur, without those to ignore.
 
     pixels: value -> number of pixels. ignore: values, as text. names: by value; empty names classes by their values. Raises UserError for
-    fewer than two classes, too many, and numbers beside colours.
+    fewer than two classes, too many, numbers beside colours, and a value to ignore that does not occur.
     """
     ignored = {parse_value(text) for text in ignore}
     kept = sorted(set(pixels) - ignored)
@@ -123,6 +124,13 @@ def find_classes(pixels: Mapping[int, int], ignore: Sequence[str], names: Mappin
         raise UserError(
             f"masks has {counted(len(kept), 'different value')}: these are photographs, or masks whose borders were smoothed. "
             "A mask has the number of its class in each pixel, or one colour for each class."
+        )
+    # 255 is the default, and masks without such a border are as usual.
+    if absent := [text for text in ignore if text != "255" and parse_value(text) not in pixels]:
+        first = ", ".join(value_text(value) for value in sorted(pixels)[:_MAX_SHOWN])
+        raise UserError(
+            f"ignore = {', '.join(ignore)}: no mask has {absent[0]}; their values are {first}{', ...' * (len(pixels) > _MAX_SHOWN)}. "
+            "Name one of these, or leave it out."
         )
     if kept and kept[0] < _COLOUR <= kept[-1]:
         raise UserError(

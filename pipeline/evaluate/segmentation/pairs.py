@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 class MaskedPairs:
     """n images and their masks. rows, mask_rows: int64 (n,), rows of `images` and of `masks`. names: n, without folder of the place and suffix.
 
-    groups: n, names of their groups, such as videos; empty without.
+    groups: n, names of their groups, such as videos; empty without. fingerprint: of the data set of the images, else "".
     """
 
     images: Split
@@ -45,6 +45,7 @@ class MaskedPairs:
     mask_rows: np.ndarray
     names: list[str]
     groups: list[str]
+    fingerprint: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -149,7 +150,7 @@ def _paired(
         refuse_one_group(config.group_pattern, groups, len(groups))
     elif (of_all := opened.split.group_names) is not None:
         groups = of_all[rows].tolist()
-    return MaskedPairs(opened.split, opened_masks.split, rows, mask_rows, found, groups)
+    return MaskedPairs(opened.split, opened_masks.split, rows, mask_rows, found, groups, opened.fingerprint)
 
 
 def names_in(opened: AdhocSplit, places: Sequence[str], ending: str = "", kind: str = "images") -> dict[str, int]:

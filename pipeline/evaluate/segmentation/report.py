@@ -7,6 +7,7 @@ import numpy as np
 
 from pipeline.base.metric import metric_of
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table
+from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
 from pipeline.evaluate import architecture
 from pipeline.evaluate.loaded_model import LoadedModel
@@ -17,7 +18,7 @@ from pipeline.monitor.tracking import send_report
 from pipeline.settings.commands.segment import SegmentConfig
 
 # Of segmentation.json, what MLflow shows as parameters.
-_PARAMETERS = ("weights", "step", "data", "image_size", "short_side", "layers", "lr", "precision")
+_PARAMETERS = ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "layers", "lr", "precision")
 
 
 def numbers(counts: PixelCounts, classes: MaskClasses, learnt: np.ndarray, scored: np.ndarray) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         ("pixel accuracy", f"{scores['pixel_accuracy']:.2%}"),
         ("recall, mean over classes", f"{scores['mean_recall']:.2%}"),
         ("mIoU, pixel accuracy of the largest class alone", f"{alone['miou']:.2%}, {alone['pixel_accuracy']:.2%}"),
-        ("images", f"{scores['num_samples']:,}"),
+        (f"images{', which the weights were trained on' * bool(scores.get(TRAINED_BY))}", f"{scores['num_samples']:,}"),
     ]
     if scores["num_unreadable"]:
         rows.append(("images that cannot be read (left out)", f"{scores['num_unreadable']:,}"))
@@ -73,6 +74,8 @@ def blocks(scores: dict[str, Any], sheet: bytes | None) -> list[Block]:
         f"{counted(scores['num_learnt'], 'image')}. Scored on {scores['data']}: images with a short side of {scores['short_side']} pixels, in overlapping windows, at the "
         f"masks' own size. Computed in {scores['precision']} on {scores['device']}."
     )
+    if runs := scores[TRAINED_BY]:
+        how = f"The scored split was trained on by {runs}: its scores are not of held-out images. {how}"
     per_class = [
         (row["class"], *(_per_cent(row[name]) for name in ("iou", "recall", "share", "share_learnt")))
         for row in scores["per_class"]

@@ -21,6 +21,7 @@ from pipeline.base.files import table_csv
 from pipeline.base.gallery import DPI
 from pipeline.base.page import markdown, png
 from pipeline.base.random_numbers import Purpose
+from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import replacing, write_files
@@ -92,6 +93,8 @@ def run(config: SegmentConfig) -> dict[str, Any]:
             f"warning: {counted(len(shared), 'group')}, such as {shared[0]!r}, {'has' if len(shared) == 1 else 'have'} images that are learnt from and "
             "others that are scored on, so the score is not of unseen groups"
         )
+    if runs := trained_by(recorded(loaded.extra), test.fingerprint, test.images.name):
+        print(not_held_out(test.images.name, runs))
     print(
         f"{counted(len(classes.names), 'class')}; {counted(len(train), 'image')} to learn from, {counted(len(test), 'image')} to be scored "
         f"on, of whose pixels {1 - scored.sum():.1%} have no class"
@@ -106,7 +109,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     counts, examples, problems, num_turned = _score(training, test, classes)
     scores: dict[str, Any] = {
         "weights": config.weights, "run": loaded.extra.get("run"), "step": loaded.extra.get("step"), "data": ", ".join(config.val_images or config.images),
-        **report.numbers(counts, classes, learnt, scored),
+        TRAINED_BY: runs, **report.numbers(counts, classes, learnt, scored),
         "num_learnt": len(train) - len(not_learnt), "num_samples": len(test), "num_unreadable": len(problems), "num_turned": num_turned, "image_size": min(loaded.image_size), "short_side": config.short_side or min(loaded.image_size),
         "grid": list(tokens.model.config.grid), "layers": config.layers, "steps": config.steps, "train_batch": config.train_batch,
         "lr": config.lr, "loss": float(training.loss), "seed": config.seed, "precision": config.precision, "device": str(loaded.device),
@@ -135,7 +138,16 @@ def run(config: SegmentConfig) -> dict[str, Any]:
         digest = hashlib.sha256(
             json.dumps([test.names, scored.tolist(), test.images.shard_bytes.tolist()]).encode()
         ).hexdigest()[:16]
-        facts = DatasetFacts(data, place, digest, split, len(test), len(classes.names), "evaluation")
+        facts = DatasetFacts(
+            data,
+            place,
+            digest,
+            split,
+            len(test),
+            len(classes.names),
+            "evaluation",
+            {TRAINED_BY: runs} if runs else {},
+        )
         report.send(
             config, facts, loaded, origin, scores, [folder / name for name, content in contents.items() if content]
         )

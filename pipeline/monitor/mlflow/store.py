@@ -20,6 +20,7 @@ from pipeline.monitor.mlflow.view import VIEW_KEY, VIEW_TAG, is_earlier
 from pipeline.monitor.run_page import (
     EXPERIMENT_TAGS,
     NOTE,
+    OF_THE_RUN,
     DatasetFacts,
     dataset_name,
 )
@@ -252,8 +253,7 @@ class MlflowStore:
                 schema=json.dumps(schema), profile=json.dumps(profile),
             )  # fmt: skip
             tags = {"mlflow.data.context": facts.context}
-            if "share" in facts.notes:  # Of a mixture: it belongs to the run, not to the data set.
-                tags["share"] = facts.notes["share"]
+            tags |= {name: facts.notes[name] for name in OF_THE_RUN if name in facts.notes}
             inputs.append(DatasetInput(dataset, [InputTag(key, value) for key, value in tags.items()]))
         if inputs:
             self.client.log_inputs(run_id, inputs)

@@ -56,9 +56,9 @@ class TaughtObjective(Objective):
         return _find_published(cls.settings(config).teacher)
 
     @classmethod
-    def teacher_file(cls, config: RunConfig) -> tuple[Path, str]:
+    def teacher_file(cls, config: RunConfig) -> tuple[Path, str, dict[str, Any]]:
         published = cls.published(config)
-        return published.file, published.digest
+        return published.file, published.digest, published.extra
 
     @classmethod
     def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:

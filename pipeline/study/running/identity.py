@@ -1,7 +1,7 @@
 """What a started study must not change: the content of study.json."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyIdentity:
-    """data: fingerprint of the data set. cells: settings by name. sources: what the cells read -> what tells it from others; earlier
-    versions have none."""
+    """data: fingerprint of the data set. cells: settings by name. sources: what the cells read -> what tells it from others."""
 
     data: str
     scoring: dict[str, dict[str, Any]]
     cells: dict[str, dict[str, Any]]
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str]
 
 
 def identity_of(study: "Study") -> StudyIdentity:

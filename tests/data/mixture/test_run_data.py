@@ -165,28 +165,23 @@ def test_further_splits_are_evaluated_under_their_names(sets: Path) -> None:
             opened(sets, "", *settings)
 
 
-def test_a_split_that_is_evaluated_and_trained_on_is_said(sets: Path) -> None:
+def test_a_split_that_is_evaluated_and_trained_on_is_known(sets: Path) -> None:
     """In a mixture, it was another set of data.mix whose scores passed for those of held-out images."""
-    note = "{} is trained on: its scores are not of held-out images"
     held_out = opened(sets, "{path: b, weight: 1, eval_split: extra}", "data.dev_share=0.1")
-    assert held_out.also_trained_on == []
-    assert not [line for line in held_out.notes() if "is trained on" in line]
+    assert held_out.not_held_out(held_out.trained_on("r")) == {}
     mixed = opened(
         sets, "{path: a, split: val, weight: 1}", f"data.path={sets / 'copy'}", "data.eval_also=train", "data.limit=50%"
     )
-    assert mixed.notes()[-2:] == [note.format("val"), note.format("train")]
+    assert mixed.not_held_out(mixed.trained_on("r")) == {"val": "r", "train": "r"}
     alone = opened(sets, "", "data.eval_split=train")
-    assert alone.notes()[-1] == note.format("train")
+    assert alone.not_held_out(alone.trained_on("r")) == {"train": "r"}
     # A probe reads no label of them, but its features were learnt from them.
     probed = open_dataset(sets / "b")
     settings = config(sets, "", "probe.every=1 epochs", f"probe.data={probed.path}", "probe.split=extra")
-    for mix, said in (
-        ("{path: b, weight: 1}", []),
-        ("{path: b, split: extra, weight: 1}", [note.format("probe.split = extra")]),
-    ):
+    for mix, runs in (("{path: b, weight: 1}", ""), ("{path: b, split: extra, weight: 1}", "r")):
         data = opened(sets, mix, labels="unread")
         run_probe = open_run_probe(settings, data.own, data.split.parts[0], probed)
-        assert run_probe.notes(data) == said
+        assert run_probe.trained_by(data.trained_on("r")) == runs
 
 
 def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
@@ -306,15 +301,6 @@ def test_another_class_map_is_another_mixture_once_the_set_was_used(sets: Path) 
     assert 'with class_map {"class0": "other"}' in mixed_until(first, 9)
     later = [identity(f"{{class{n}: other}}", ", from_step: 9") for n in range(2)]
     assert mixed_until(later[0], 9) == mixed_until(later[1], 9)
-    # A checkpoint of an earlier version has it in its settings alone, where the same set may come again without it.
-    for again in ("", ", {path: b, weight: 2, from_step: 9}", ", {path: b, weight: 1, labels: false}"):
-        now = identity("{class0: other}", more=again)
-        sets_before = [
-            {name: value for name, value in one.items() if name != "class_map"} for one in now["mixture"]["sets"]
-        ]
-        before = now | {"mixture": now["mixture"] | {"sets": sets_before}}
-        assert mixed_until(before, 20) == mixed_until(now, 20)
-        assert mixed_until(now, 20).count("class_map") == 1
 
 
 def test_metrics_are_named_after_the_folder_of_a_url() -> None:

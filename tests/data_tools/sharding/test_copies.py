@@ -1,6 +1,7 @@
 """Exact copies become one sample with the labels of all; what is tested on is not trained on."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,14 @@ import webdataset
 from raw_images import contents, jpeg, settings, write_folder, write_tar
 
 from data_tools import progress, tasks
-from data_tools.sharding import shard
-from data_tools.sharding.copies import merge_copies
+from data_tools.check import stats
+from data_tools.dedup import dedup
+from data_tools.sharding import index, shard
+from data_tools.sharding.copies import SplitCopies, exact_copies, merge_copies
 from data_tools.sources import list_source
 from pipeline.base.errors import UserError
+from pipeline.settings import schema
+from pipeline.settings.commands.data import DedupConfig, IndexConfig, StatsConfig
 
 TWIN, TRIPLET, LEAK = jpeg(1), jpeg(2), jpeg(3)
 FILES = {
@@ -73,6 +78,28 @@ def test_copies_are_merged_and_the_shards_say_so(ray_cluster: int, tmp_path: Pat
     before = contents(dataset.path)
     shard.run(config)
     assert contents(dataset.path) == before
+
+
+def test_copies_of_other_classes_and_splits_are_counted_and_excluded_by_the_commands_that_are_named(
+    ray_cluster: int, tmp_path: Path, capfd
+) -> None:
+    source = write_folder(FILES, tmp_path / "raw")
+    dataset = shard.run(settings(source, tmp_path / "out", splits=SPLITS, max_bad_share=0.5))
+    assert exact_copies(dataset, "none") == {"train": SplitCopies(7, {"test": 2}), "test": SplitCopies(0, {})}
+    commands = [line.partition("launch/dedup.py ")[2] for line in capfd.readouterr().out.splitlines()]
+    for command in filter(None, commands):
+        dedup.run(schema.load(DedupConfig, None, command.split()))
+    numbers = stats.run(StatsConfig(data=str(dataset.path), out=str(tmp_path / "stats"), sheet=0))
+    found = [of["exact_copies"] for of in numbers["splits"].values()]
+    assert found == [{"other_labels": 0, "in_splits": {}}] * 2
+    assert "launch/dedup.py" not in capfd.readouterr().out
+    for tar in dataset.path.glob("*.tar"):
+        (tmp_path / "tars").mkdir(exist_ok=True)
+        shutil.copy(tar, tmp_path / "tars")
+    splits = {"train": "train-", "test": "test-"}
+    indexed = index.run(IndexConfig(source=str(tmp_path / "tars"), splits=splits))
+    assert exact_copies(indexed, "all") == exact_copies(dataset, "none")
+    assert capfd.readouterr().out.count("launch/dedup.py") == 2
 
 
 def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path, monkeypatch) -> None:

@@ -48,7 +48,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, vtab_tasks: tuple[Path, T
     run = tmp_path_factory.mktemp("runs") / "pretrained"
     step = run / "checkpoints" / "step-00000007"
     step.mkdir(parents=True)
-    models.save_safetensors(models.create("ViT-mu/4", 8, 7), step / "model.safetensors", {"fingerprint": "f" * 16})
+    models.save_safetensors(
+        models.create("ViT-mu/4", 8, 7),
+        step / "model.safetensors",
+        {"trained_on": [{"name": "photos", "fingerprint": "f" * 16, "split": "train"}]},
+    )
     (run / "checkpoints" / "latest").write_text(step.name)
     (run / "mlflow.json").write_text(json.dumps({"sqlite:///there.db": {"run_id": "abc123"}}))
     return [f"weights={run}", f"data={vtab_tasks[0] / 'out'}", *TINY]

@@ -142,5 +142,8 @@ def test_too_few_and_too_many_classes() -> None:
         "#0000ff",
         "#00ff00",
     ]
+    for absent in ("9999999", "#000000"):
+        with pytest.raises(UserError, match=f"ignore = 0, {absent}: no mask has {absent}"):
+            find_classes({0: 1, 1: 1, 2: 1}, ["0", absent], {})
     with pytest.raises(UserError, match=r"ignore.*must be a number, as 255, or a colour, as '#000000'"):
         settings("i", "m", "ignore=['#12']")

@@ -3,6 +3,8 @@
 import json
 import os
 import tarfile
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ from safetensors import safe_open
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
+from pipeline.base.trained_on import TrainedSet
+from pipeline.data.dataset.manifest import Dataset
 from pipeline.evaluate.segmentation import apply, linear, run
 from pipeline.evaluate.segmentation.counts import parse_counts
 from pipeline.evaluate.segmentation.pairs import open_pairs
@@ -330,6 +334,22 @@ def test_groups_on_both_sides_are_told(
     assert "warning: 2 groups, such as '1', have images that are learnt from and others that are scored on" in said
     assert "its 95 % interval over 6 groups" in said
     assert scores["num_groups"] == 6
+
+
+def test_scores_of_images_that_weights_were_trained_on_are_marked(
+    make_dataset: Callable[..., Dataset], weights: Path, tmp_path: Path
+) -> None:
+    data = make_dataset({"train": [[0]] * 4, "val": [[0]] * 3}, ["any"])
+    (tmp_path / "masks").mkdir()
+    for key in [*data.split("train").keys(range(4)), *data.split("val").keys(range(3))]:
+        Image.fromarray(np.eye(8, dtype=np.uint8)).save(tmp_path / f"masks/{key}.png")
+    places = data.path, tmp_path / "masks"
+    for split, by in (("val", "base"), ("train", "")):
+        sets = [asdict(TrainedSet("photos", data.fingerprint, split, "base"))]
+        models.save(models.load(weights), weights, {"preprocessing": {"image_size": 16}, "trained_on": sets})
+        scores = run.run(settings(*places, f"weights={weights}", f"out={tmp_path / 'out'}", "steps=1", "num_drawn=0"))
+        assert scores["trained_by"] == by
+        assert ("trained on by base" in (tmp_path / "out/report.md").read_text()) == bool(by)
 
 
 @pytest.mark.parametrize(

@@ -350,10 +350,6 @@ def test_a_started_study_reads_the_same_images_and_weights(dataset: Path, tmp_pa
     was = rf"data:train \(training\) was {data.fingerprint} without none, is {data.fingerprint} without 1 samples"
     with pytest.raises(UserError, match=f"a0 holds another study: {was}"):
         open_study(sizes).claim()
-    # A study of an earlier version does not know.
-    file = tmp_path / "runs" / "a0" / "study.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "sources": {}}))
-    open_study(sizes).claim()
 
 
 def test_jobs_of_an_array_that_start_together_all_go_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
