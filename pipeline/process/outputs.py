@@ -8,8 +8,8 @@ unnamed temporary file must be possible in the nearest existing folder. What a k
 are left to the storage layer.
 
 A folder holds the results of one kind of command, because many write a report.md or a results.json: `holds` names the kind that
-the setting's folder is for, and a folder of another kind is refused. A folder of a run or a grid must not be one of images or shards
-either: `out=. name=photos` would write among them. Anything else may be there before, such as the log files of a scheduler.
+the setting's folder is for, and a folder of another kind is refused. Anything else may be there before, such as the log files of a
+scheduler.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import dataclasses
 import errno
 import os
 import tempfile
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,19 +48,6 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "report of a run": ("report.html",),
     "segmentation": ("segmentation.json", "unfinished.pt"),
 }
-# Other files of such folders, which the single file that a command writes must not replace either.
-_BESIDE_MARKS = {
-    "config.json", "model.json", "deepspeed.json", "log.txt", "metrics.jsonl", "probe.json", "mlflow.json", "progress.json",
-    "report.md", "results.csv", "pairs.csv", "per_class.csv", "classes.csv", "shards.csv", "samples.parquet",
-    "shards.parquet",
-}  # fmt: skip
-# Suffixes of images (EXTENSIONS in pipeline/data/loading/decode.py) and of shards, among which no run may write.
-_DATA = {
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".hif", ".avif",
-    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".jpx", ".tar", ".parquet",
-}  # fmt: skip
-# The search for them is bounded: levels of folders, folders, entries of each.
-_DATA_LEVELS, _DATA_FOLDERS, _DATA_ENTRIES = 4, 50, 200
 # The longest name of a file until it is complete: see `replacing` in files.py.
 _UNFINISHED = ".{}.00000000.tmp"
 _REASONS = {
@@ -132,43 +118,11 @@ def kind_of(folder: Path) -> Holds | None:
 
 
 def _of_another_kind(path: Path, output: Output, holds: Holds | None) -> str:
-    """As `_problem`, for results that would mix with those of another kind, or replace them."""
-    if output == "folder":
-        found = kind_of(path) if holds else None
-        if holds and found not in (None, holds):
-            return f"this folder holds {_with_article(found)}, not {_with_article(holds)}"
-        if holds in ("run", "grid") and found is None and (file := _data_in(path)):
-            return f"this folder is not empty (it holds {_shown(file)}), and holds no {holds}"
-        return ""
-    names = _BESIDE_MARKS.union(*_MARKS.values())
-    if path.name in names and path.exists() and (found := kind_of(path.parent)):
-        return f"this file belongs to {_with_article(found)}"
+    """As `_problem`, for a folder whose results would mix with those of another kind."""
+    found = kind_of(path) if output == "folder" and holds else None
+    if holds and found not in (None, holds):
+        return f"this folder holds {_with_article(found)}, not {_with_article(holds)}"
     return ""
-
-
-def _data_in(folder: Path) -> Path | None:
-    """An image or a shard in a folder, its path from there, if at least half of the files found are such; else None.
-
-    Half, because a copy of the code, which some put into the folder of a run, has a few images too.
-    """
-    found, num_data, num_others = None, 0, 0
-    below = [(folder, _DATA_LEVELS)]
-    for _ in range(_DATA_FOLDERS):
-        if not below:
-            break
-        place, levels = below.pop()
-        with contextlib.suppress(OSError), os.scandir(place) as entries:
-            for entry in islice(entries, _DATA_ENTRIES):
-                path = Path(entry.path)
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    below += [(path, levels - 1)] if levels > 1 else []
-                elif path.suffix.lower() in _DATA:
-                    num_data, found = num_data + 1, found or path.relative_to(folder)
-                else:
-                    num_others += 1
-    return found if num_data >= num_others else None
 
 
 def _with_article(kind: Holds) -> str:
