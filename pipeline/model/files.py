@@ -21,7 +21,6 @@ from torch import Tensor
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import as_bytes, did_you_mean, read_bytes, replacing
-from pipeline.base.npz import check_sizes
 from pipeline.base.words import on_one_line
 from pipeline.model.convert.entries import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, GONE, LATEST, Checksum, checkpoints_of, newest_complete
@@ -164,7 +163,6 @@ def open_torch(path: Path) -> Any:
         damaged = None
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                check_sizes(archive)
                 if _is_script(archive):
                     raise ValueError("TorchScript")  # which torch.load would warn about, too
                 damaged = archive.testzip()
