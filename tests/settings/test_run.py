@@ -441,7 +441,6 @@ def test_there_are_shipped_files() -> None:
         ("engine: {zero_stage: true}", "engine.zero_stage = True must be one of"),
         ("train: {length: 90}", "train.length = 90: write a length as '90 epochs'"),
         ("train: {length: 1.2.3 steps}", "write a length as"),
-        ("train: {length: 1e999 steps}", "the number is not finite"),
         ("model: {image_size: 224x0}", "model.image_size = 224x0: a side has from 1 to 16,384 pixels."),
         ("train: {micro_batch: 0}", "train.micro_batch = 0 must be from 1 to 16,777,216."),
         ("augment: {area_min: 0}", "augment.area_min = 0 must be above 0 and at most 1."),

@@ -463,13 +463,11 @@ def test_settings_that_the_grid_sets_itself_are_refused() -> None:
 
 
 def test_rates_that_cannot_be_told_apart_or_are_none_are_refused_with_the_settings() -> None:
-    """Two that print alike had one run folder; 1e-320 is 0 in fp32. Both took 43 s to say so."""
+    """Two that print alike had one run folder; it took 43 s to say so."""
     with pytest.raises(
         UserError, match=r"lr = \[0\.1, 0\.10000001\]: the runs of two .* would both be called lr-0\.1\. Give"
     ):
         schema.load(GridConfig, None, ["name=x", "run=y.yaml", "lr=[0.1,0.10000001]"])
-    with pytest.raises(UserError, match=r"lr = 1e-320 is too small to count: it must be at least 1e-30\."):
-        schema.load(GridConfig, None, ["name=x", "run=y.yaml", "lr=[1e-320,1]"])
 
 
 def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_path: Path) -> None:
