@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_bytes
 from pipeline.base.json_record import quoted
 from pipeline.process.installed import shipped
 
@@ -59,7 +58,7 @@ def refuse_other_names(where: str, names: list[str], first: str, of_first: list[
 def read_lines(path: str, setting: str) -> list[str]:
     """The stripped, non-empty lines of a text file. setting: its name, for errors. Raises UserError if unreadable or empty."""
     try:
-        content = read_bytes(shipped(Path(path)))
+        content = shipped(Path(path)).read_bytes()
         lines = content.decode("utf-8-sig").splitlines()  # Editors on Windows write a byte order mark.
     except (OSError, UnicodeDecodeError) as error:
         reason = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror

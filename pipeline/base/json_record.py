@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import MAX_BYTES, read_bytes
 from pipeline.base.words import on_one_line
 
 T = TypeVar("T")
@@ -74,18 +73,17 @@ MAX_SECONDS = 253402300799
 Time = Annotated[float, Limits(0, MAX_SECONDS)]
 
 
-def read(path: Path, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
+def read(path: Path, kind: type[T]) -> T:
     """Returns the content of a JSON file as `kind`: a dataclass, or any type that `convert` accepts.
 
-    Raises FileNotFoundError if the file is missing, and UserError for what is no regular file, a file above `max_bytes`, invalid
-    JSON, and a field that is missing, of the wrong type or out of its range.
+    Raises FileNotFoundError if the file is missing, and UserError for a folder, invalid JSON, and a field that is missing, of the wrong type or out of its range.
     """
     try:
-        content = read_bytes(path, max_bytes)
+        content = path.read_bytes()
     except NotADirectoryError:
         raise FileNotFoundError(path) from None
     except IsADirectoryError:
-        raise UserError(f"{path} is a folder, not a regular file.") from None
+        raise UserError(f"{path} is a folder, not a file.") from None
     return parse(content, kind, str(path))
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.base.errors import UserError, raise_outage
-from pipeline.base.files import open_regular
 from pipeline.base.words import on_one_line, printable
 
 _MAX_REASON = 300
@@ -24,7 +23,7 @@ def read_arrays(
     where: name of the file in errors. Nothing is unpickled. Raises FileNotFoundError, and UserError for all that is no such file.
     """
     try:
-        with io.BytesIO(source) if isinstance(source, bytes) else open_regular(source) as raw:
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as raw:
             file = np.load(raw, allow_pickle=False)
             if isinstance(file, np.ndarray):
                 raise UserError(f"{where}: holds one array; an .npz of named arrays is needed.")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from pipeline.base.errors import UserError, raise_outage
-from pipeline.base.files import did_you_mean, open_regular
+from pipeline.base.files import did_you_mean
 from pipeline.base.json_record import MAX_QUOTED, convert, quoted, shortened
 from pipeline.base.words import on_one_line
 from pipeline.process.installed import shipped
@@ -83,7 +83,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     A relative path `configs/...` that does not exist is the shipped file of that name. Raises OSError while its disk fails.
     """
     try:
-        with open_regular(shipped(path)) as file:
+        with open(shipped(path), "rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise UserError(f"{path} is no config file: it has more than {_MAX_BYTES:,} bytes.")

@@ -4,12 +4,11 @@ import contextlib
 import csv
 import json
 import os
-import random
 import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -577,37 +576,3 @@ def test_what_a_kill_leaves_of_two_reports_is_not_taken_for_one(
     with pytest.raises(KeyboardInterrupt):
         grid._write_report(results, config)
     assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["report.md"]
-
-
-def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
-    data: Path, tmp_path: Path, mutate: Callable[[bytes, random.Random], bytes]
-) -> None:
-    file, rng = tmp_path / "run.yaml", random.Random(0)
-    file.write_text(RUN.replace("DATA", str(data)))
-    config = schema.load(
-        GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "settings=[init.weights=x]", "lr=[0.1]"]
-    )
-    cell = grid.make_run(config, "final", 0.1, 0, 0.0)
-    cell.folder.mkdir(parents=True)
-    originals = {
-        "status.json": json.dumps({"status": "finished", "step": 12, "code": 0, "reason": ""}).encode(),
-        "config.json": json.dumps(schema.to_dict(cell.config)).encode(),
-        "scores.json": json.dumps({"step": 12, "top1": 0.5, "loss": 1.25, "num_samples": 37}).encode(),
-    }
-    answers = []
-    for number in range(301):
-        for name, content in originals.items():
-            (cell.folder / name).write_bytes(content)
-        if number:
-            name = ("config.json", "scores.json")[number % 2]
-            (cell.folder / name).write_bytes(mutate(originals[name], rng))
-        answers.append(read_outcome(cell) is not None)
-        if answers[-1]:
-            assert set(grid.run_to_end(cell, config, lambda *_: pytest.fail("started"))) == {
-                "top1",
-                "loss",
-                "num_samples",
-                "effective_images",
-            }
-    assert answers[0]
-    assert 200 < answers.count(False) < 301

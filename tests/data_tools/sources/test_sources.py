@@ -213,7 +213,6 @@ def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
     ("plan", "said"),
     [
         (b"{", "is not valid JSON (Expecting property name"),
-        (b"[" * 100_000, "is not valid JSON (it is nested too deeply)"),
         (b"{}", "plan.json: settings is missing."),
         (b'{"settings": {}, "source": 3}', "plan.json: source = 3 must be a mapping."),
         (b'{"settings": {}, "source": {"path": "x", "samples": "2"}}', "plan.json: source.samples = '2' must be a whole number."),
