@@ -53,7 +53,7 @@ TRACKING_URI = TextForm(
 class Rule(Limits):
     """What a setting accepts beyond its type: limits of a number or of a length's amount; in a list, values are checked one by one.
 
-    form, choices: of text, where choices may be a table. min_items, distinct: of a list. is_path: the text is a path, where `~` is
+    form, choices: of text, where choices may be a table. min_items (of a required list 1), max_items (0 is any number), distinct: of a list. is_path: the text is a path, where `~` is
     the home folder. command: the text is words as in a shell, with quotes. renamed: earlier name of a value -> its name today.
     needs: settings of the same class, or of the section that has the rule, or else of one that contains it, without one of which it has no
     effect (effect.py): names with | between, each set to anything but 0, empty, null and false, or `name=value,value`, where of a list one is enough and none is all.
@@ -62,6 +62,7 @@ class Rule(Limits):
 
     form: TextForm | None = None
     min_items: int = 0
+    max_items: int = 0
     distinct: bool = False
     choices: typing.Collection[str] = ()
     is_path: bool = False
@@ -94,6 +95,8 @@ def setting(
     says what another value means for what was made with it; a section's is that of its fields which give none, and without any it
     is "result".
     """
+    if default is REQUIRED:
+        rule.setdefault("min_items", 1)
     accepted = Rule(is_path=path or (output is not None and within is None), **rule)
     metadata = {"doc": doc, "rule": accepted, "output": output, "within": within, "holds": holds}
     if default is REQUIRED:
@@ -166,6 +169,8 @@ class _SettingsConverter(Converter):
             if len(items) < rule.min_items:
                 count = "one value" if rule.min_items == 1 else f"{counted(rule.min_items, 'value')}"
                 raise UserError(f"{self.where}: {name} = {quoted(value)} must have at least {count}.")
+            if 0 < rule.max_items < len(items):
+                raise UserError(f"{self.where}: {name} has {counted(len(items), 'value')}: {rule.max_items} at most.")
             if rule.distinct and any(item in items[:i] for i, item in enumerate(items)):
                 raise UserError(
                     f"{self.where}: {name} = {quoted(value)} must have different values: one is there twice."
