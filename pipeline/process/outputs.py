@@ -17,12 +17,14 @@ import dataclasses
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import remove_unfinished
 from pipeline.base.json_record import quoted
+from pipeline.base.locks import only_writer
 
 # file: its folder must exist. folder: created if missing. new: a new file or folder, created with missing parent folders.
 Output = Literal["file", "folder", "folder or URL", "new"]
@@ -48,6 +50,8 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "report of a run": ("report.html",),
     "segmentation": ("segmentation.json", "unfinished.pt"),
 }
+# Locks of the command that runs, see `holding_outputs`.
+_held: contextlib.ExitStack | None = None
 # The longest name of a file until it is complete: see `replacing` in files.py.
 _UNFINISHED = ".{}.00000000.tmp"
 _REASONS = {
@@ -89,7 +93,12 @@ def try_outputs(config: Any, prefix: str = "") -> None:
             )
         if not is_url:
             kind: Output = "folder" if output == "folder or URL" else output
-            try_output(f"{prefix}{field.name}", Path(folder, value), kind, field.metadata.get("holds"))
+            path = Path(folder, value)
+            try_output(f"{prefix}{field.name}", path, kind, field.metadata.get("holds"))
+            if kind == "file":
+                hold(path, is_file=True)
+            else:
+                _refuse_among(f"{prefix}{field.name}", path, getattr(config, "images", []))
 
 
 def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | None = None) -> None:
@@ -109,12 +118,42 @@ def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | 
         raise UserError(f"{name} = {_shown(path)}: {problem}. Choose another path for the output.")
 
 
+@contextlib.contextmanager
+def holding_outputs() -> Iterator[None]:
+    """Of each folder and file that is passed to `hold` in the block, this process is the only writer until the block ends."""
+    global _held
+    with contextlib.ExitStack() as _held:
+        try:
+            yield
+        finally:
+            _held = None
+
+
+def hold(output: Path, is_file: bool = False) -> None:
+    """Refuse a second command that writes the same output at the same time (`only_writer`). No-op but in a command.
+
+    Raises UserError, with the process that writes it.
+    """
+    if _held is not None:
+        _held.enter_context(only_writer(output, is_file))
+
+
 def kind_of(folder: Path) -> Holds | None:
     """What a folder holds, by the files in it; None for anything else."""
     for kind, marks in _MARKS.items():
         if any(True for mark in marks for _ in folder.glob(mark)):
             return kind
     return None
+
+
+def _refuse_among(name: str, path: Path, images: list[str]) -> None:
+    """Raise UserError for an output folder that is one of images, or inside of one: the next command would read its pictures, too."""
+    for place in images:
+        folder = Path(place)
+        if folder.is_dir() and kind_of(folder) is None and path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{name} = {_shown(path)} is in the folder of the images, {place}, and its pictures would be read as such. Choose another folder."
+            )
 
 
 def _of_another_kind(path: Path, output: Output, holds: Holds | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 from pipeline.base.errors import CrashError, UserError, is_outage
 from pipeline.base.words import counted, on_one_line
 from pipeline.process.launcher import forget_launcher
-from pipeline.process.outputs import try_outputs
+from pipeline.process.outputs import holding_outputs, try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
 from pipeline.settings import schema
 from pipeline.settings.changes import facts_of
@@ -65,12 +65,13 @@ def main(
             if more_help and {"-h", "--help"} & set(sys.argv) and (more := more_help(sys.argv[1:])):
                 print(more, end="\n\n")
             settings = read_settings(cls, sys.argv[1:], about, subject, flag)
-            if rank() == 0:
-                try_outputs(settings)
-            run: Callable[[T], object] = (
-                importlib.import_module(function).run if isinstance(function, str) else function
-            )
-            run(settings)
+            with holding_outputs():
+                if rank() == 0:
+                    try_outputs(settings)
+                run: Callable[[T], object] = (
+                    importlib.import_module(function).run if isinstance(function, str) else function
+                )
+                run(settings)
             sys.stdout.flush()  # Here, where a closed pipe is handled without a traceback.
     finally:
         gc.freeze()  # The interpreter would look for garbage among all of torch's objects before it exits, for a second.

@@ -18,7 +18,7 @@ from pipeline.process import outputs
 from pipeline.process.outputs import Holds, Output, kind_of, try_output, try_outputs
 from pipeline.settings import run, schema
 from pipeline.settings.command import main
-from pipeline.settings.commands import data, operate, reports, study, transfer, weights
+from pipeline.settings.commands import data, operate, reports, segment, study, transfer, weights
 
 ROOT = Path(__file__).parents[2]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
@@ -213,6 +213,27 @@ def test_a_folder_of_other_files_may_be_written_into(place: Path) -> None:
     (place / "folder" / "notes.txt").write_text("x")
     for cls, settings in ((weights.ScoreConfig, ["data=d"]), (weights.ExplainConfig, [])):
         try_outputs(load(cls, "weights=w", *settings, f"out={place}/folder"))
+
+
+@pytest.mark.parametrize(
+    ("cls", "given"),
+    [
+        (segment.SegmentConfig, ["masks=m"]),
+        (weights.ExplainConfig, []),
+        (weights.ChooseConfig, ["num=3"]),
+    ],
+)
+def test_pictures_are_not_written_among_the_images(cls: type, given: list[str], tmp_path: Path) -> None:
+    """The sheet of a segmentation was an image of the next one, and had no mask."""
+    photos = tmp_path / "photos"
+    (photos / "cat").mkdir(parents=True)
+    settings = ["weights=w", *given, f"images={photos}"]
+    for out in (photos / "new", photos / "cat" / "new"):
+        assert f"out = {out} is in the folder of the images" in problem(cls, *settings, f"out={out}")
+    for out in (tmp_path / "new", tmp_path / "photos-2"):
+        try_outputs(load(cls, *settings, f"out={out}"))
+    (photos / "dataset.json").touch()  # A data set is read by its manifest.
+    try_outputs(load(cls, *settings, f"out={photos}/new"))
 
 
 def test_every_output_is_declared() -> None:

@@ -20,10 +20,10 @@ from forked import Forge
 from ranks import metrics
 from tiny import make_dataset
 
-from data_tools.driver import only_driver
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.base.locks import only_writer
 from pipeline.checkpoint.store import FORMAT, Counters, State
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
@@ -32,6 +32,7 @@ from pipeline.lifecycle.run_folder import RESUME, RUN_FOLDER, refuse_checkpoint_
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
+from pipeline.process.outputs import holding_outputs
 from pipeline.review import compare
 from pipeline.review.reader import from_folder
 from pipeline.settings import schema
@@ -551,7 +552,11 @@ def test_a_second_grid_in_a_folder_is_refused(data: Path, tmp_path: Path) -> Non
         GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "settings=[init.weights=x]", "lr=[0.1]"]
     )
     command = runpy.run_path(str(ROOT / "launch" / "finetune_grid.py"))["finetune_grid"]
-    with only_driver(tmp_path / "tiny"), pytest.raises(UserError, match=rf"^{tmp_path}/tiny is being written by "):
+    with (
+        only_writer(tmp_path / "tiny"),
+        holding_outputs(),
+        pytest.raises(UserError, match=rf"^{tmp_path}/tiny is being written by "),
+    ):
         command(config)
 
 
