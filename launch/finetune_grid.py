@@ -19,16 +19,16 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
+from pipeline.process.outputs import hold
 from pipeline.settings.command import main
 from pipeline.settings.commands.reports import GridConfig
 
 
 def finetune_grid(config: GridConfig) -> None:
-    from data_tools.driver import only_driver  # Late: --help and mistakes in the settings need no pyarrow.
-    from pipeline.transfer.grid import run
+    from pipeline.transfer.grid import run  # Late: --help and mistakes in the settings need no pyarrow.
 
-    with only_driver(Path(config.out) / config.name):
-        run(config)
+    hold(Path(config.out) / config.name)
+    run(config)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ their checkpoints. A cell that fails or diverges is reported, and the others con
 """
 
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +32,7 @@ from pipeline.process.start import guard
 guard(__name__)
 
 from pipeline.base.errors import UserError
+from pipeline.process.outputs import hold
 from pipeline.settings.command import main
 from pipeline.settings.commands.study import StudyConfig
 
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 
 def study(config: StudyConfig) -> None:
-    from data_tools.driver import only_driver  # Late: --help and mistakes in the settings need no torch.
-    from pipeline.ray_tasks import run_here, shared_path
+    from pipeline.ray_tasks import run_here, shared_path  # Late: --help and mistakes in the settings need no torch.
     from pipeline.study.running.cells import run_for_all
     from pipeline.study.running.driver import run
 
@@ -54,9 +53,10 @@ def study(config: StudyConfig) -> None:
         run(config, at_a_time=config.num_tasks or 1 if config.on == "ray" else 1)
         return
     on_cluster = config.on == "ray" and not (config.slurm or config.report)
-    with only_driver(folder) if not config.slurm else nullcontext():
-        run_jobs, at_a_time = on_ray(config) if on_cluster else (run_here, 1)
-        run(config, run_jobs, at_a_time, in_mlflow)
+    if not config.slurm:
+        hold(folder)
+    run_jobs, at_a_time = on_ray(config) if on_cluster else (run_here, 1)
+    run(config, run_jobs, at_a_time, in_mlflow)
 
 
 def in_mlflow(study: "Study") -> "StudyPage | None":

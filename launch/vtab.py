@@ -25,7 +25,6 @@ is sent to MLflow (mlflow=URI; mlflow=none sends nothing) as a run, with a run b
 
 import sys
 from collections.abc import Iterable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,12 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
+from pipeline.process.outputs import hold
 from pipeline.settings.command import main
 from pipeline.settings.commands.transfer import VtabConfig
 
 
 def vtab(config: VtabConfig) -> None:
-    from data_tools.driver import only_driver
     from pipeline.monitor.mlflow.weights import with_local_weights
     from pipeline.ray_tasks import shared_path  # Late: --help and mistakes in the settings need no torch.
     from pipeline.transfer.track.sweep_page import tracking_uri
@@ -58,8 +57,9 @@ def vtab(config: VtabConfig) -> None:
         if path and not path.startswith("hf://"):
             shared_path(name, path)
     folder = Path(str(shared_path("out", str(output(config)))))
-    with nullcontext() if config.plan else only_driver(folder):
-        run(config, folder, partial(on_ray, config), "" if config.plan else tracking_uri(config))
+    if not config.plan:
+        hold(folder)
+    run(config, folder, partial(on_ray, config), "" if config.plan else tracking_uri(config))
 
 
 def on_ray(config: VtabConfig, *arguments: Any) -> Iterable[tuple[int, Any]]:

@@ -4,7 +4,6 @@ import gc
 import hashlib
 import json
 import os
-import random
 import re
 import signal
 import sys
@@ -48,37 +47,6 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """150 training and 37 validation samples of 4 classes, 16 px."""
     return make_dataset(tmp_path_factory.mktemp("data") / "tiny", {"train": 150, "val": 37})
-
-
-def _mutated(content: bytes, rng: random.Random) -> bytes:
-    """The content with one to eight places changed, removed or doubled, or cut short."""
-    data = bytearray(content)
-    for _ in range(rng.randint(1, 8)):
-        at = rng.randrange(len(data))
-        match rng.randrange(5):
-            case 0:
-                data[at] ^= 1 << rng.randrange(8)
-            case 1:
-                del data[at : at + rng.randint(1, 20)]
-            case 2:
-                data[at:at] = data[at : at + rng.randint(1, 20)]
-            case 3:  # Another value, still JSON more often than not.
-                digits = [i for i, byte in enumerate(data) if chr(byte).isdigit()] or [at]
-                at = rng.choice(digits)
-                data[at : at + 1] = rng.choice(
-                    [b"-1", b"1e999", b'"x"', b"null", b"{}", b"[]", b"9" * 30, b"NaN", b"true"]
-                )
-            case _ if rng.random() < 0.2:
-                del data[at + 1 :]
-        if not data:
-            break
-    return bytes(data)
-
-
-@pytest.fixture
-def mutate() -> Callable[[bytes, random.Random], bytes]:
-    """A function that damages the content of a file."""
-    return _mutated
 
 
 @pytest.fixture

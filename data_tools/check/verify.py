@@ -21,12 +21,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, check_shard, findings_table
-from data_tools.driver import only_driver, remove_leftovers
+from data_tools.driver import remove_leftovers
 from data_tools.progress import data_size
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
+from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
 from pipeline.data.dataset import exclusion, manifest, mapped_index
@@ -54,10 +55,10 @@ def run(config: VerifyConfig) -> dict[str, Any]:
     out = ray_tasks.shared_path("out", config.out) if config.out else dataset.path / "verify"
     if isinstance(out, Path):
         try_output("out", out)  # The data set may be read-only.
-    with only_driver(out), ExitStack() as stack:
+    with only_writer(out), ExitStack() as stack:
         # Checks with other folders write the same list: one that decodes a share would drop what another one just listed.
         with suppress(OSError):  # The list of a read-only data set is not written.
-            stack.enter_context(only_driver(dataset.path / exclusion.FOLDER))
+            stack.enter_context(only_writer(dataset.path / exclusion.FOLDER))
         return _check(dataset, out, config, begin)
 
 

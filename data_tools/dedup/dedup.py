@@ -36,10 +36,10 @@ from data_tools.dedup.compared import (
 from data_tools.dedup.marks import finish
 from data_tools.dedup.pair_sheet import draw_pairs
 from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_images
-from data_tools.driver import only_driver
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.gallery import Tile
+from pipeline.base.locks import only_writer
 from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.exclusion import EXCLUDED, earlier_list
@@ -57,7 +57,7 @@ def run(config: DedupConfig) -> dict[str, Any]:
     if config.within_split:
         return within_split.run(config)
     searched, tests = _open(config)
-    with only_driver(searched.dataset.path / FOLDER):
+    with only_writer(searched.dataset.path / FOLDER):
         return _run(searched, tests, config)
 
 

@@ -37,8 +37,8 @@ from data_tools.dedup.marks import finish
 from data_tools.dedup.pair_sheet import draw_pairs
 from data_tools.dedup.search_shard import BlockJob, Pairs, SearchJob, read_pairs, write_images
 from data_tools.dedup.thumbnails import FINE, PLAIN, load
-from data_tools.driver import only_driver
 from pipeline import ray_tasks
+from pipeline.base.locks import only_writer
 from pipeline.base.words import aligned, counted
 from pipeline.data.dataset.exclusion import EXCLUDED, NEAR_COPIES, excluded_rows, names_of_lists
 from pipeline.data.dataset.manifest import open_dataset
@@ -56,7 +56,7 @@ def run(config: DedupConfig) -> dict[str, Any]:
     """Search, write the report and the exclusion list; returns the report's content. After a UserError no list is written."""
     data = open_dataset(ray_tasks.shared_path("data", config.data))
     own = compared_split(data, config.split, data.path / FOLDER / THUMBNAILS)
-    with only_driver(data.path / FOLDER):
+    with only_writer(data.path / FOLDER):
         return _run(own, config)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.driver import only_driver, remove_leftovers
+from data_tools.driver import remove_leftovers
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups
@@ -32,6 +32,7 @@ from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
+from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
@@ -114,7 +115,7 @@ def run(config: IndexConfig) -> Dataset:
     out = resolve("out", config.out) if config.out else source if source.is_dir() else source.parent
     if isinstance(out, Path):
         try_output("out", out)  # The tars may be on a read-only disk.
-    with only_driver(out):
+    with only_writer(out):
         return _run(source, out, config)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.driver import only_driver, remove_leftovers
+from data_tools.driver import remove_leftovers
 from data_tools.progress import data_size
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained, renamed
 from data_tools.sharding.copies import Copies, copy_notes, exact_copies, merge_copies
@@ -45,6 +45,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv, did_you_mean
 from pipeline.base.json_record import quoted
+from pipeline.base.locks import only_writer
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
@@ -110,7 +111,7 @@ def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
     list_samples: lists the samples of config.source.
     """
     source, out = _folders(config)
-    with only_driver(out):
+    with only_writer(out):
         return _run(source, out, config, list_samples)
 
 

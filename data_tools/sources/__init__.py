@@ -36,8 +36,6 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
     """
     if not source.exists():
         raise UserError(f"source = {source}: no such file or folder.")
-    if not source.is_file() and not source.is_dir():
-        raise UserError(f"source = {source} is neither a regular file nor a folder.")
     plain = source
     may_be_compressed = config.layout == "auto" or LAYOUTS[config.layout].may_be_compressed
     if may_be_compressed and source.is_file() and not is_table(source):

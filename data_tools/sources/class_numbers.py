@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_bytes
 from pipeline.base.json_record import quoted
 from pipeline.process.installed import shipped
 
@@ -62,7 +61,7 @@ def read_lines(path: str, setting: str) -> list[str]:
     Raises UserError if it is unreadable or empty, and for an empty line between others in a file of names by number.
     """
     try:
-        content = read_bytes(shipped(Path(path)))
+        content = shipped(Path(path)).read_bytes()
         text = content.decode("utf-8-sig")  # Editors on Windows write a byte order mark.
     except (OSError, UnicodeDecodeError) as error:
         reason = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import stat
 import struct
 import zlib
 from collections.abc import Iterator
@@ -108,11 +107,7 @@ class _LocalFile:
     """A local file, read by file descriptor: Path and file objects would double the cost of a small read."""
 
     def __init__(self, path: str) -> None:
-        # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(self._file).st_mode):
-            os.close(self._file)
-            raise ValueError("not a regular file")
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_at(self, offset: int, size: int) -> bytes:
         return os.pread(self._file, size, offset)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_tools.driver import only_driver
 from data_tools.sharding.shard import resolve
 from data_tools.vtab.datasets import DATASETS, UNREADABLE
 from data_tools.vtab.keys import KEYS_FILE, by_pool, digest, key_table, read_keys
@@ -20,6 +19,7 @@ from data_tools.vtab.readers.files import MissingError
 from data_tools.vtab.recorded import changes, differences, read_about
 from data_tools.vtab.split import choose, shard_key
 from pipeline.base.errors import UserError
+from pipeline.base.locks import only_writer
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.bucket import remove_tree
@@ -141,7 +141,7 @@ def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problem
     staging = dataset.path / _STAGING
     with ExitStack() as stack:
         with suppress(OSError):  # A read-only data set: see below.
-            stack.enter_context(only_driver(staging))
+            stack.enter_context(only_writer(staging))
         stack.callback(remove_tree, staging)
         try:
             original = read_original(task, origin, staging, about["published"])

@@ -1,7 +1,4 @@
-"""Reads small local files, and creates or replaces files atomically. Standard library only.
-
-Whatever a user or another program names is opened by `open_regular`, or read by `read_bytes`: a FIFO never blocks, a device never
-fills the memory, and `path_inside` keeps names from a file of others inside of a folder.
+"""Creates or replaces files atomically. Standard library only.
 
 A reader of a replaced file sees the old content or the new, never a part: the new content is written to a hidden file in the same
 folder, which is then renamed or linked. A killed process leaves that hidden file behind, and nothing else; `remove_unfinished`
@@ -10,14 +7,12 @@ removes it. It is locked while it is written, so that those of other processes s
 
 import csv
 import difflib
-import errno
 import fcntl
 import io
 import itertools
 import os
 import re
 import shutil
-import stat
 import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -26,85 +21,11 @@ from typing import Any, BinaryIO
 
 from pipeline.base.errors import UserError
 from pipeline.base.locks import FileLock
-from pipeline.base.words import counted, printable
+from pipeline.base.words import printable
 
-# Limit of files that are read as a whole. Most have some KB; a list of 14 million excluded samples has some hundred MB.
-MAX_BYTES = 1 << 30
-_PIECE = 1 << 20
 _MAX_COMPARED = 10_000  # Names of a folder that a misspelt one is compared with.
 # Name of the hidden file of `replacing`, which `remove_unfinished` recognises.
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
-
-
-# ---------------------------------------------------------------------- reading
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file to read its bytes.
-
-    Raises UserError for a FIFO, a socket, a device and a name that no file can have; else what `open` raises, such as
-    FileNotFoundError and IsADirectoryError.
-    """
-    try:
-        # O_NONBLOCK: opening a FIFO would otherwise wait for a writer, also after Ctrl-C where an open is retried.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except ValueError:  # A NUL, or half of a surrogate pair.
-        raise UserError(f"{os.fspath(path)!a} is not a path.") from None
-    except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ELOOP):  # A socket, a device without a driver, links in a circle.
-            raise _not_regular(path) from None
-        raise
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return open(descriptor, "rb")
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise _not_regular(path)
-
-
-def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a regular file. Raises as `open_regular`, and UserError for a file above `max_bytes`."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        parts, length = [], 0
-        # In pieces: `read` would reserve all of the limit, and a size of 0 may be that of an endless file of the system.
-        while size <= max_bytes and length <= max_bytes and (part := file.read(_PIECE)):
-            parts.append(part)
-            length += len(part)
-    content = b"".join(parts)
-    if max(size, len(content)) > max_bytes:
-        raise UserError(f"{path} has {counted(max(size, len(content)), 'byte')}, above the limit of {max_bytes:,}.")
-    return content
-
-
-def path_inside(folder: Path, name: str | os.PathLike[str]) -> Path:
-    """The path of a regular file in a folder that another program may have filled. Links to the folder itself are followed.
-
-    Raises UserError for a name that leaves the folder, for a link on the way or at its end, wherever it leads, and for what is
-    no regular file; FileNotFoundError if there is none.
-    """
-    root = Path(os.path.realpath(folder))
-    path = root / name
-    if Path(name).is_absolute() or os.path.normpath(path) != str(path) or not path.is_relative_to(root):
-        raise UserError(f"{os.fspath(name)!a} leads out of {folder}.")
-    try:
-        mode = os.lstat(path).st_mode
-        is_link = stat.S_ISLNK(mode) or any(os.path.islink(root / parent) for parent in Path(name).parents)
-    except ValueError:
-        raise UserError(f"{os.fspath(name)!a} is not a path.") from None
-    except NotADirectoryError:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
-    if is_link:
-        raise UserError(f"{folder / name} is a link, or lies behind one.")
-    if not stat.S_ISREG(mode):
-        raise _not_regular(folder / name)
-    return folder / name
-
-
-def _not_regular(path: str | os.PathLike[str]) -> UserError:
-    return UserError(f"{os.fspath(path)} is not a regular file.")
-
-
-# ---------------------------------------------------------------------- writing
 
 
 def as_bytes(text: str) -> bytes:
@@ -235,16 +156,8 @@ def _rename(hidden: Path, path: Path) -> None:
 
 def _link(hidden: Path, path: Path) -> None:
     """As a rename, but raises FileExistsError where the path exists."""
-    try:
-        os.link(hidden, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        # exFAT and some shared folders have no hard links. There, another process may see an empty file for a moment.
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-        os.replace(hidden, path)
-    else:
-        hidden.unlink()
+    os.link(hidden, path)
+    hidden.unlink()
 
 
 @contextmanager
@@ -258,7 +171,10 @@ def _replacing(
 ) -> Iterator[BinaryIO]:
     """flag: O_EXCL for a new hidden file, which is locked; O_TRUNC for one that only one process writes."""
     try:
-        with open(_open_hidden(hidden, flag, mode), "wb") as file:
+        with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | flag, mode), "wb") as file:
+            if flag == os.O_EXCL:
+                with suppress(OSError):  # Without locks nothing is removed.
+                    fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
             if durable:
@@ -271,18 +187,6 @@ def _replacing(
         if isinstance(error, OSError) and error.errno is not None and str(error.filename) in ("None", str(hidden)):
             error.filename = str(path)
         raise
-
-
-def _open_hidden(hidden: Path, flag: int, mode: int) -> int:
-    while True:
-        descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | flag, mode)
-        if flag == os.O_TRUNC:
-            return descriptor
-        with suppress(OSError):  # Without locks nothing is removed.
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if hidden.exists():
-            return descriptor
-        os.close(descriptor)  # The `remove_unfinished` of another process had the lock before this one.
 
 
 def did_you_mean(path: object) -> str:

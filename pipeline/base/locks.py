@@ -1,10 +1,20 @@
 """Locks between processes. Standard library only."""
 
+import errno
 import fcntl
+import hashlib
 import os
+import socket
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+
+from pipeline.base.errors import UserError
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FileLock:
@@ -71,3 +81,64 @@ def locked(path: Path) -> Iterator[FileLock]:
     with closing(FileLock(path)) as lock:
         lock.acquire()
         yield lock
+
+
+@contextmanager
+def only_writer(output: object, is_file: bool = False) -> Iterator[None]:
+    """Hold an exclusive lock on an output until the block ends: a second command would mix its files with those of the first.
+
+    output: a folder, which is created, and removed if it stays empty; a file (is_file), whose folder exists; or the URL of a bucket.
+    The lock is a flock on a hidden file in that folder: it ends with its process, and applies to all machines that share the
+    folder if the file system supports locks. Object stores do not: there the lock file is in the local temporary folder, and excludes
+    commands on this machine only. Raises UserError, with the process that holds the lock.
+    """
+    folder, name = Path(str(output)), ".lock"
+    if "://" in str(output):
+        folder = Path(tempfile.gettempdir(), f"vit-pipeline-{os.getuid()}")
+        name = f"{hashlib.sha256(str(output).encode()).hexdigest()[:16]}.lock"
+    elif is_file:
+        folder, name = folder.parent, f".{folder.name}.lock"
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        lock = _lock(folder / name, output)
+        try:
+            yield
+        finally:
+            (folder / name).unlink(missing_ok=True)
+            lock.close()
+    finally:
+        with suppress(OSError):
+            for place in new:
+                place.rmdir()
+
+
+def _lock(path: Path, output: object) -> FileLock:
+    """Lock the file, and write this process's name into it. Creates its folder."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = FileLock(path)
+        except FileNotFoundError:
+            continue  # Another command has just removed the empty folder.
+        try:
+            if not lock.acquire(wait=False):
+                first = lock.read_owner() or "another process"
+                lock.close()
+                raise UserError(f"{output} is being written by {first}. Wait until that ends, or stop it.")
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            print(f"note: {output} has no locks ({error.strerror}): start no second job on it", file=sys.stderr)
+        # The previous holder may have deleted the file after we opened it and before we locked it.
+        if lock.is_current():
+            break
+        lock.close()
+    command = os.path.basename(sys.argv[0]) or "python"
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        lock.write_owner(f"{command} on {socket.gethostname()} (process {os.getpid()}, since {since})")
+    except OSError:
+        path.unlink(missing_ok=True)
+        lock.close()
+        raise
+    return lock

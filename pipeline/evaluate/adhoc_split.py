@@ -153,10 +153,8 @@ def _expand(place: str, broken: list[Path], setting: str) -> Iterator[Path]:
                 f"{setting} = {place}: no image in this folder or below it. For tars, use {path / '*.tar'}."
             )
         yield from found
-    elif path.is_file():
+    else:
         yield path
-    else:  # Opening a FIFO would wait for its writer.
-        raise UserError(f"{setting} = {place} is not a regular file.")
 
 
 def _is_image(name: str) -> bool:

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 from pyarrow.csv import write_csv
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_bytes
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
@@ -133,7 +132,7 @@ def read_class_names(file: str) -> list[str] | None:
     if not file:
         return None
     try:
-        names = read_bytes(Path(file)).decode("utf-8-sig").splitlines()  # Notepad may write a mark.
+        names = Path(file).read_bytes().decode("utf-8-sig").splitlines()  # Notepad may write a mark.
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"class_names = {file} cannot be read: {reason}.") from None

@@ -39,6 +39,7 @@ from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.classification import unnamed_note
+from pipeline.process.outputs import hold
 from pipeline.settings.commands.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
@@ -239,7 +240,9 @@ def _train_split(config: ScoreConfig, dataset: Dataset) -> Split:
 def _folder(config: ScoreConfig) -> Path:
     data = to_path(config.data)
     name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}"
-    return output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
+    folder = output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
+    hold(folder)
+    return folder
 
 
 def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:

@@ -40,6 +40,7 @@ from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.mae import Mae
+from pipeline.process.outputs import hold
 from pipeline.settings.commands.weights import DRAWINGS, ExplainConfig, LookConfig
 from pipeline.settings.quantities import ImageSize, whole_number
 
@@ -75,6 +76,7 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     del content  # whose tensors the models have copied
     drawings = _choose_drawings(config, loaded, mae, skip)
     folder = output_folder(config.out, config.weights, "explain", holds="explanation")
+    hold(folder)
     made_by = {name: loaded.extra.get(name) for name in ("run", "step")}
     results = ExplainResults({"weights": config.weights, **made_by, "model": loaded.model.config.to_dict()})
     _draw_weights(loaded, drawings, results)

@@ -11,12 +11,11 @@ import platform
 import shlex
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -41,11 +40,6 @@ _START_SECONDS = 60.0
 _ANSWER_SECONDS = 120.0
 # Begins the line of a host's answer.
 _ANSWER = b"host_check: "
-_CHUNK = b"\0" * 2**20
-_SENT_SECONDS = 1.0
-_SLOW = 0.5
-# Times that all hosts are asked again while one is slow, which may be due to a busy moment.
-_MORE_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     with hidden_folder(out / _TOKEN) as token, ThreadPoolExecutor(len(slots)) as pool:
         data = [of_run.data.path, *(entry.path for entry in of_run.data.mix)]
         paths = [str(token), *(str(Path(path).resolve()) for path in data if "://" not in path)]
-        answers = ask_all(lambda: list(pool.map(lambda host: ask(host, paths, str(out)), slots)))
+        answers = list(pool.map(lambda host: ask(host, paths, str(out)), slots))
     print(table(slots, answers))
     found = problems(slots, answers, config, str(token))
     for line in found:
@@ -109,34 +103,8 @@ def write_environment(launch: LaunchConfig) -> list[str]:
     return sorted(chosen)
 
 
-def ask_all(ask_each: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns the last answers of all hosts, each with its best network speed, asked again while one is slow.
-
-    ask_each: asks all of them at the same time, because they share this host's network: a host that is asked alone is faster.
-    """
-    answers = ask_each()
-    for _ in range(_MORE_ROUNDS):
-        if not _slow(answers):
-            break
-        again = ask_each()
-        for first, second in zip(answers, again, strict=True):
-            if "error" not in first and "error" not in second:
-                second["gbit_per_second"] = max(first["gbit_per_second"], second["gbit_per_second"])
-        answers = again
-    return answers
-
-
-def _usual_speed(answers: Iterable[dict[str, Any]]) -> float:
-    return statistics.median(a["gbit_per_second"] for a in answers if "error" not in a)
-
-
-def _slow(answers: Sequence[dict[str, Any]]) -> bool:
-    speeds = [a["gbit_per_second"] for a in answers if "error" not in a]
-    return bool(speeds) and min(speeds) < _SLOW * _usual_speed(answers)
-
-
 def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
-    """Return one host's `answer`, with clock offset and network speed; or {"error": reason} if there is none."""
+    """Return one host's `answer`, with its clock offset; or {"error": reason} if there is none."""
     question = json.dumps({"paths": list(paths), "out": out})
     there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.lifecycle.host_check {shlex.quote(question)}"
     # pdsh takes ssh's keys and ports from this variable.
@@ -156,8 +124,8 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     timeout = threading.Timer(_ANSWER_SECONDS, give_up)
     timeout.start()
     try:
-        # Lines before it are of the host's shell, such as a greeting in ~/.bashrc, which disturbs no run either.
-        line = next((found for line in process.stdout if (found := _answer_in(line))), b"")
+        # A host's shell may print before it, as a greeting in ~/.bashrc does, also without a new line.
+        line = next((found for line in process.stdout if (found := line.partition(_ANSWER)[2])), b"")
         if is_late.is_set():
             return {"error": f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:.0f} s"}
         timeout.cancel()
@@ -165,7 +133,7 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
             lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
             return {"error": lines[-1] if lines else f"ssh ended with code {process.returncode}"}
         facts: dict[str, Any] = asdict(json_record.parse(line, Answer, f"the answer of {host}"))
-        facts.update(_measure(facts["addresses"], facts["port"]))
+        facts["clock_offset"] = _clock_offset(facts["addresses"], facts["port"])
         return facts
     except (OSError, ValueError) as error:
         return {"error": str(error)}
@@ -173,12 +141,6 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
         timeout.cancel()
         process.kill()
         process.communicate()
-
-
-def _answer_in(line: bytes) -> bytes:
-    """The answer in a line of a host, if there is one. A shell may have printed before it without a new line, such as a terminal's title."""
-    # An earlier version of this project begins with the answer; its revision is then named.
-    return line.partition(_ANSWER)[2] or (line if line.startswith(b'{"versions"') else b"")
 
 
 def answer(question: dict[str, Any], listener: socket.socket) -> Answer:
@@ -209,7 +171,6 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
     if not fit:
         return lines
     first, reference = next(iter(fit.items()))
-    usual = _usual_speed(fit.values())
     on_gpus = any(a["gpus"] for a in fit.values())  # Then a host without one has a driver that does not answer.
     for host, a in fit.items():
         for name, version in a["versions"].items():
@@ -228,27 +189,25 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
             lines.append(f"{host}: its clock is {a['clock_offset']:+.1f} s from this host's")
         if on_gpus and slots[host] > a["gpus"]:
             lines.append(f"{host}: slots={slots[host]} in the hostfile, but it has {counted(a['gpus'], 'GPU')}")
-        if a["gbit_per_second"] < _SLOW * usual:
-            lines.append(f"{host}: {a['gbit_per_second']:.2f} Gbit/s to it, less than half of the usual {usual:.2f}")
     return lines
 
 
 def table(slots: Mapping[str, int], answers: Sequence[dict[str, Any]]) -> str:
     """Return a text table, one line per host."""
-    rows = [["host", "slots", "GPUs", "cores", "torch", "deepspeed", "free", "clock", "Gbit/s"]]
+    rows = [["host", "slots", "GPUs", "cores", "torch", "deepspeed", "free", "clock"]]
     for (host, number), a in zip(slots.items(), answers, strict=True):
         if "error" in a:
-            rows.append([host, str(number), *["-"] * 7])
+            rows.append([host, str(number), *["-"] * 6])
             continue
         rows.append(
             [host, str(number), str(a["gpus"]), str(a["cores"]), a["versions"]["torch"], a["versions"]["deepspeed"],
-             f"{a['free_bytes'] / 1e9:,.0f} GB", f"{a['clock_offset']:+.3f} s", f"{a['gbit_per_second']:.2f}"]
+             f"{a['free_bytes'] / 1e9:,.0f} GB", f"{a['clock_offset']:+.3f} s"]
         )  # fmt: skip
     return "\n".join(aligned(rows))
 
 
-def _measure(addresses: Sequence[str], port: int) -> dict[str, float]:
-    """Measure clock_offset in seconds (remote minus local) and gbit_per_second over one connection to `_serve`."""
+def _clock_offset(addresses: Sequence[str], port: int) -> float:
+    """A host's clock minus this one's in seconds, asked over a connection to `_serve`, as those that ranks make to each other."""
     connection = _connect(addresses, port)
     with connection, connection.makefile("rb") as replies:
         offsets = []
@@ -258,14 +217,7 @@ def _measure(addresses: Sequence[str], port: int) -> dict[str, float]:
             theirs = float(replies.readline())
             end = time.time()
             offsets.append((end - begin, theirs - (begin + end) / 2))
-        begin, sent = time.perf_counter(), 0
-        while time.perf_counter() - begin < _SENT_SECONDS:
-            connection.sendall(_CHUNK)
-            sent += len(_CHUNK)
-        connection.shutdown(socket.SHUT_WR)
-        replies.readline()  # The host has received everything.
-        seconds = time.perf_counter() - begin
-    return {"clock_offset": min(offsets)[1], "gbit_per_second": 8 * sent / seconds / 1e9}
+    return min(offsets)[1]
 
 
 def _connect(addresses: Sequence[str], port: int) -> socket.socket:
@@ -279,16 +231,13 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket:
 
 
 def _serve(listener: socket.socket) -> None:
-    """Serve one connection of `_measure`."""
+    """Serve one connection of `_clock_offset`."""
     connection, _ = listener.accept()
     with connection:
         connection.settimeout(_START_SECONDS)  # The host that asks may die.
         for _ in range(5):
             connection.recv(1)
             connection.sendall(f"{time.time()}\n".encode())
-        while connection.recv(2**20):
-            pass
-        connection.sendall(b"\n")
 
 
 def _own_addresses() -> list[str]:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_bytes
 from pipeline.lifecycle.run_folder import Failure
 
 Hosts = dict[str, int]  # name -> slots (ranks), in the order of the ranks
@@ -19,7 +18,7 @@ _CONNECT_SECONDS = 10
 def read_hostfile(path: Path) -> Hosts:
     """Parse lines `name slots=N`; empty lines and comments are ignored. Raises UserError."""
     try:
-        lines = read_bytes(path).decode().splitlines()
+        lines = path.read_bytes().decode().splitlines()
     except OSError as error:
         raise UserError(f"{path}: the hostfile cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError:

@@ -37,17 +37,13 @@ class RankStore:
         """Add to a number, which begins as 0; returns the sum."""
         return self._ask("add", key, number)
 
-    def wait(self, key: str, seconds: float) -> None:
-        """Until the key has a value."""
-        self._ask("wait", [key], timedelta(seconds=seconds), more_seconds=seconds)
-
-    def _ask(self, name: str, *arguments: Any, more_seconds: float = 0.0) -> Any:
+    def _ask(self, name: str, *arguments: Any) -> Any:
         answer = Future[Any]()
         is_late = self._late is not None and not self._late.done()
         if name == "set" or not is_late:
             self._requests.put((answer, name, arguments))
         try:
-            return answer.result(0 if is_late else self._seconds + more_seconds)
+            return answer.result(0 if is_late else self._seconds)
         except TimeoutError:
             self._late = self._late if is_late else answer
             raise RuntimeError("rank 0 does not answer") from None

@@ -13,7 +13,6 @@ import os
 import re
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -56,8 +55,7 @@ _FAREWELL_SECONDS = 10.0
 # Reserve before stop_after_minutes, for the current step, MLflow and exit; plus three times the longest commit. Before the first one
 # of a start, its time is that of its bytes on a slow disk.
 _RESERVE_SECONDS, _SLOW_DISK = 30.0, 100e6
-# Timeout for ranks to report when one is lost, and the number of lost ranks named in the error.
-_ROLL_CALL_SECONDS, _NAMED = 3 * _POLL_SECONDS, 8
+_NAMED = 8  # of several ranks that failed
 _LOST_OTHERS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed? ?out", re.IGNORECASE)
 
 
@@ -77,7 +75,6 @@ class Stop:
         self._refused = False
         self._ranks: Ranks | None = None
         self._store: RankStore | None = None
-        self._hosts: list[str] = []  # By rank.
         self._lock = threading.Lock()
         self._interrupted = self._terminated = float("inf")  # Times of the first SIGINT and SIGTERM.
         self._before: dict[int, Any] = {}
@@ -164,7 +161,6 @@ class Stop:
             store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             self._store = RankStore(store, _STORE_SECONDS)
         ranks.barrier()
-        self._hosts = ranks.gather(socket.gethostname())
         self._ranks, self.folder.ours = ranks, True
 
     def expect_checkpoint(self, num_bytes: int) -> None:
@@ -268,64 +264,35 @@ class Stop:
 
     # ------------------------------------------------------------------ after the loss of another rank
     def _leave_lost(self, error: str) -> NoReturn:
-        """Exit with code 1 after one rank has reported, in one line, which ranks were lost.
+        """Exit with code 1 after one rank has said in one line that another was lost.
 
         This rank's own error comes from a collective and does not tell the cause; its traceback goes to `failures/`.
         """
         assert self._store is not None
-        gone: list[int] = []
-        speaks, line, said = True, "", 2
+        said, line = 2, self._loss(error)
         with contextlib.suppress(OSError):
             said = os.dup(2)
             self.folder.take_stderr()  # torch prints C++ frames when the store is lost.
         try:
-            # Now, because the thread, which answers a roll call, cannot while this rank waits to be told.
-            self._store.set(_key(f"here/{self.folder.rank}"), "")
             speaks = self._store.add(_key("speaker"), 1) == 1
-            if speaks:
-                gone = self._roll_call()
         except RuntimeError:  # The store is lost, so rank 0, which hosts it, is.
-            gone, speaks = [0], self.folder.rank == 1
+            speaks = self.folder.rank == 1
+        with contextlib.suppress(OSError):
+            self.folder.say_status(Status("failed", self.step, 1, line))
         if speaks:
-            line = self._loss(gone, error)
-            with contextlib.suppress(OSError):
-                self.folder.say_status(Status("failed", self.step, 1, line))
             with contextlib.suppress(OSError):
                 os.write(said, f"error: {line}\n".encode())
-        # The store ends with rank 0, and a launcher kills the others when one exits.
-        with contextlib.suppress(RuntimeError):
-            if speaks and gone != [0]:
-                self._store.set(_key("told"), line)
-            elif not speaks:
-                self._store.wait(_key("told"), 2 * _ROLL_CALL_SECONDS)
-                line = self._store.get(_key("told"))
-                with contextlib.suppress(OSError):
-                    self.folder.say_status(Status("failed", self.step, 1, line))
+        else:
+            time.sleep(_SPREAD_SECONDS)  # A launcher kills the others when one exits.
         _exit(1)
 
-    def _roll_call(self) -> list[int]:
-        """Return the ranks that do not respond. Raises RuntimeError if the store is lost."""
-        assert self._store is not None
-        missing = set(range(len(self._hosts))) - {self.folder.rank}
-        self._store.set(_key("roll call"), "")
-        deadline = time.monotonic() + _ROLL_CALL_SECONDS
-        while missing and time.monotonic() < deadline:
-            time.sleep(0.2)
-            missing = {rank for rank in missing if not self._store.check(_key(f"here/{rank}"))}
-        return sorted(missing)
-
-    def _loss(self, gone: list[int], error: str) -> str:
-        """Describe which ranks were lost and how to continue. error: this rank's own error."""
-        said = read_failures(self.folder.path)
-        lines = []
-        for rank in gone[:_NAMED]:
-            failure = said.get(rank)
-            own = failure is not None and not failure.lost_others
-            how = f"failed ({failure.error})" if failure and own else "is gone (it, or its host, was killed)"
-            lines.append(f"rank {rank} on {self._hosts[rank]} {how}")
-        if len(gone) > _NAMED:
-            lines.append(f"and so did {len(gone) - _NAMED} more")
-        what = ", ".join(lines) or f"rank {self.folder.rank} on {socket.gethostname()} failed ({error})"
+    def _loss(self, error: str) -> str:
+        """Describe the loss by what ranks recorded of themselves, and how to continue. error: this rank's own error."""
+        own = [f for f in read_failures(self.folder.path).values() if not f.lost_others]
+        lines = [f"rank {failure.rank} on {failure.host} failed ({failure.error})" for failure in own[:_NAMED]]
+        what = (
+            ", ".join(lines) or f"another rank is gone: it, its host or the network failed, or it was killed ({error})"
+        )
         return (
             f"{what}. The other ranks end, too. The same command resumes from the last checkpoint, of step {self.step:,} or "
             f"later; launch/supervise.py gives it by itself. Details: {self.folder.path / 'failures'}"
@@ -342,7 +309,6 @@ class Stop:
                 if reason.startswith(_REFUSED):
                     self._leave_refused(reason.removeprefix(_REFUSED))
                 self._want(reason)
-            self._answer_roll_call()
             if time.monotonic() - self._terminated > _LAST_WORD_SECONDS:
                 self._terminated = float("inf")
                 self.record_failure(f"had not left {_LAST_WORD_SECONDS:.0f} s after SIGTERM", lost_others=True)
@@ -381,11 +347,6 @@ class Stop:
         with contextlib.suppress(RuntimeError):
             return self._store is not None and self._store.check(_key())
         return False
-
-    def _answer_roll_call(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            if self._store is not None and self._store.check(_key("roll call")):
-                self._store.set(_key(f"here/{self.folder.rank}"), "")
 
     def _want(self, reason: str) -> None:
         with self._lock:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, raise_outage
-from pipeline.base.files import as_bytes, did_you_mean, read_bytes, replacing
-from pipeline.base.npz import check_sizes
+from pipeline.base.files import as_bytes, did_you_mean, replacing
 from pipeline.base.words import on_one_line
 from pipeline.model.convert.entries import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, GONE, LATEST, Checksum, checkpoints_of, newest_complete
@@ -43,7 +42,6 @@ _OTHER_FORMATS = {
     ".h5": "a Keras file", ".keras": "a Keras file", ".msgpack": "a Flax file", ".engine": "a TensorRT engine",
 }  # fmt: skip
 _MAX_ERROR = 1000  # Characters of a library's error that are repeated.
-_MAX_JSON = 1 << 26  # Bytes of a configuration file; with 21,843 class names it has 2 MB.
 
 
 def _note(line: str) -> None:
@@ -90,7 +88,7 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
         raise UserError(
             f"{path}: contains neither checkpoints/latest nor {', '.join(FILES)}. Name a checkpoint, a run, or a file."
         )
-    name = read_bytes(pointer).decode(errors="replace").strip()
+    name = pointer.read_bytes().decode(errors="replace").strip()
     if name and name.isprintable() and (file := _weights_in(folder / name)) is not None:
         if damaged:
             say(f"no checkpoint in {folder} is complete: the weights in {name} are read all the same.")
@@ -117,7 +115,7 @@ def _snapshot(folder: Path) -> Path:
     if not (snapshots := folder / "snapshots").is_dir():
         return folder
     with contextlib.suppress(OSError):
-        main = snapshots / read_bytes(folder / "refs" / "main").decode(errors="replace").strip()
+        main = snapshots / (folder / "refs" / "main").read_bytes().decode(errors="replace").strip()
         if main.is_dir():
             return main
     return max(snapshots.iterdir(), key=lambda snapshot: snapshot.stat().st_mtime, default=folder)
@@ -125,7 +123,7 @@ def _snapshot(folder: Path) -> Path:
 
 def open_shards(index: Path) -> dict[str, Tensor]:
     """The tensors of weights in several files, named by their index. Raises UserError for a missing shard or tensor."""
-    places = json_record.convert(json_record.read(index, dict, _MAX_JSON).get("weight_map"), dict[str, str], str(index))
+    places = json_record.convert(json_record.read(index, dict).get("weight_map"), dict[str, str], str(index))
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(places.values())):
         file = index.parent / name
@@ -149,7 +147,7 @@ def config_files(path: Path) -> ConfigFiles:
 def _read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file; {} if it does not exist."""
     try:
-        return json_record.read(path, dict, _MAX_JSON)
+        return json_record.read(path, dict)
     except FileNotFoundError:
         return {}
 
@@ -164,7 +162,6 @@ def open_torch(path: Path) -> Any:
         damaged = None
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                check_sizes(archive)
                 if _is_script(archive):
                     raise ValueError("TorchScript")  # which torch.load would warn about, too
                 damaged = archive.testzip()

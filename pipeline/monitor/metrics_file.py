@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular
 from pipeline.base.json_record import MAX_SECONDS
 
 METRICS_FILE = "metrics.jsonl"
@@ -72,7 +71,7 @@ class Repair:
 def repair(path: Path, last_step: int) -> Repair:
     """Plan to remove records of steps after `last_step`, damaged lines, and repeats of a step's metric but the last.
 
-    Raises UserError for what is no regular file.
+    Raises UserError for a folder.
     """
     old: list[bytes] = []
     with contextlib.suppress(FileNotFoundError), _open(path) as file:
@@ -158,7 +157,7 @@ def parse_line(line: bytes) -> Record | None:
 
 def _open(path: Path) -> BinaryIO:
     try:
-        return open_regular(path)
+        return open(path, "rb")
     except IsADirectoryError:
         raise _is_folder(path) from None
 

@@ -15,7 +15,6 @@ MLflow run from the folder, also in another store.
 import contextlib
 import itertools
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import path_inside, read_bytes, write_text
+from pipeline.base.files import write_text
 from pipeline.base.json_record import Count, Time
 from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import open_to_append
@@ -96,7 +95,7 @@ class PageFolder:
     def read_facts(self) -> SavedFacts:
         """Raises UserError for a run folder without facts.json: of a run that never started, or of an earlier version."""
         try:
-            return json_record.read(path_inside(self.run_folder, f"{PAGE}/{_FACTS}"), SavedFacts)
+            return json_record.read(self.path / _FACTS, SavedFacts)
         except FileNotFoundError:
             raise UserError(
                 f"{self.path / _FACTS} is missing: {self.run_folder} is not the folder of a run, or an earlier version wrote it. "
@@ -106,50 +105,22 @@ class PageFolder:
     def read_end(self) -> End | None:
         """None while the run goes on, and after a kill."""
         with contextlib.suppress(FileNotFoundError, UserError):
-            return json_record.read(path_inside(self.run_folder, f"{PAGE}/{_END}"), End)
+            return json_record.read(self.path / _END, End)
         return None
 
     def starts(self) -> list[Start]:
         """All starts, the first one first; damaged lines, as of a kill, are left out."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, UserError):
-            return parse_starts(read_bytes(path_inside(self.run_folder, f"{PAGE}/{_STARTS}")))[0]
+        with contextlib.suppress(FileNotFoundError):
+            return parse_starts((self.path / _STARTS).read_bytes())[0]
         return []
 
     def artifacts(self, names: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-        """Yield (file, name among the artifacts) of each file to upload that exists. names: of files beside `page/`.
-
-        Only regular files inside of the folder: see `refused`.
-        """
-        for name, found in self._checked(names):
-            if isinstance(found, Path):
-                path = Path(name)
+        """Yield (file, name among the artifacts) of each file to upload that exists. names: of files beside `page/`."""
+        in_page = (path.relative_to(self.run_folder) for path in sorted(self.path.rglob("*")))
+        shown = [path for path in in_page if path.name not in _NOT_UPLOADED and not path.name.startswith(".")]
+        for path in dict.fromkeys([*map(Path, names), *shown]):
+            if (found := self.run_folder / path).is_file():
                 yield found, path.relative_to(PAGE).as_posix() if path.is_relative_to(PAGE) else path.name
-
-    def refused(self, names: tuple[str, ...] = ()) -> list[str]:
-        """Why files of the page, and `names` beside it, are neither sent nor shown: one line each.
-
-        A folder that somebody else made may name any file of this machine, by its path or by a link.
-        """
-        return [str(found) for _, found in self._checked(names) if isinstance(found, UserError)]
-
-    def _checked(self, names: tuple[str, ...]) -> Iterator[tuple[str, Path | UserError]]:
-        for name in dict.fromkeys(self._names(names)):
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    yield name, path_inside(self.run_folder, name)
-                except UserError as error:
-                    yield name, error
-
-    def _names(self, names: tuple[str, ...]) -> Iterator[str]:
-        """`names`, then those of the files in `page/` that are uploaded, relative to the run folder."""
-        yield from names
-        for folder, folders, files in sorted(os.walk(self.path)):
-            inside = Path(folder).relative_to(self.run_folder)
-            # A folder with the name of a file is no file of ours, either.
-            links = [name for name in folders if "." in name or os.path.islink(os.path.join(folder, name))]
-            for file in sorted([*files, *links]):
-                if file not in _NOT_UPLOADED and not file.startswith("."):
-                    yield (inside / file).as_posix()
 
 
 def parse_starts(content: bytes) -> tuple[list[Start], int]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, is_outage
-from pipeline.base.files import read_bytes
 
 NAME = re.compile(r"step-(\d{8,})")
 CHECKSUMS, LATEST = "checksums.json", "latest"
@@ -30,7 +29,7 @@ def read_checksums(path: Any) -> dict[str, Checksum] | None:
     Raises OSError while its disk or file server fails.
     """
     try:
-        content = read_bytes(path / CHECKSUMS) if isinstance(path, Path) else (path / CHECKSUMS).read_bytes()
+        content = (path / CHECKSUMS).read_bytes()
         return json_record.parse(content, dict[str, Checksum], str(path / CHECKSUMS))
     except (OSError, UserError) as error:
         if _is_outage(error, path):

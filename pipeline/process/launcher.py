@@ -13,8 +13,7 @@ VARIABLES = (
 )  # fmt: skip
 # Those that a script may set for all ranks that a launcher of it starts.
 _OF_ALL_RANKS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-_MAX_RANKS, _MAX_PORT = 10_000_000, 65_535
+_NUMBERS = ("RANK", "WORLD_SIZE")
 _PORTS = range(20_000, 29_000)  # Above Ray's, below DeepSpeed's 29,500 and those that Linux assigns, from 32,768.
 
 
@@ -50,8 +49,8 @@ def share_cores() -> None:
 
 
 def check_environment() -> int:
-    """Returns the number of ranks, 1 without a launcher. Raises UserError for invalid or missing variables."""
-    numbers = {name: _number(name) for name in _NUMBERS if name in os.environ}
+    """Returns the number of ranks, 1 without a launcher. Raises UserError for missing variables."""
+    numbers = {name: int(os.environ[name]) for name in _NUMBERS if name in os.environ}
     if "RANK" not in numbers:
         return 1
     if missing := [name for name in ("LOCAL_RANK", *_OF_ALL_RANKS) if name not in os.environ]:
@@ -102,10 +101,3 @@ def busy_port() -> UserError:
         f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use on this host, by another run perhaps. Choose another: "
         "deepspeed --master_port PORT, torchrun --master_port PORT, or in the environment."
     )
-
-
-def _number(name: str) -> int:
-    text, limit = os.environ[name], _MAX_PORT if name == "MASTER_PORT" else _MAX_RANKS
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= limit):
-        raise UserError(f"{name} = {text[:200]!r} in the environment must be a whole number from 0 to {limit:,}.")
-    return int(text)

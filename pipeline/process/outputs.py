@@ -8,8 +8,8 @@ unnamed temporary file must be possible in the nearest existing folder. What a k
 are left to the storage layer.
 
 A folder holds the results of one kind of command, because many write a report.md or a results.json: `holds` names the kind that
-the setting's folder is for, and a folder of another kind is refused. A folder of a run or a grid must not be one of images or shards
-either: `out=. name=photos` would write among them. Anything else may be there before, such as the log files of a scheduler.
+the setting's folder is for, and a folder of another kind is refused. Anything else may be there before, such as the log files of a
+scheduler.
 """
 
 import contextlib
@@ -17,13 +17,14 @@ import dataclasses
 import errno
 import os
 import tempfile
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import remove_unfinished
 from pipeline.base.json_record import quoted
+from pipeline.base.locks import only_writer
 
 # file: its folder must exist. folder: created if missing. new: a new file or folder, created with missing parent folders.
 Output = Literal["file", "folder", "folder or URL", "new"]
@@ -49,19 +50,8 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "report of a run": ("report.html",),
     "segmentation": ("segmentation.json", "unfinished.pt"),
 }
-# Other files of such folders, which the single file that a command writes must not replace either.
-_BESIDE_MARKS = {
-    "config.json", "model.json", "deepspeed.json", "log.txt", "metrics.jsonl", "probe.json", "mlflow.json", "progress.json",
-    "report.md", "results.csv", "pairs.csv", "per_class.csv", "classes.csv", "shards.csv", "samples.parquet",
-    "shards.parquet",
-}  # fmt: skip
-# Suffixes of images (EXTENSIONS in pipeline/data/loading/decode.py) and of shards, among which no run may write.
-_DATA = {
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".hif", ".avif",
-    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".jpx", ".tar", ".parquet",
-}  # fmt: skip
-# The search for them is bounded: levels of folders, folders, entries of each.
-_DATA_LEVELS, _DATA_FOLDERS, _DATA_ENTRIES = 4, 50, 200
+# Locks of the command that runs, see `holding_outputs`.
+_held: contextlib.ExitStack | None = None
 # The longest name of a file until it is complete: see `replacing` in files.py.
 _UNFINISHED = ".{}.00000000.tmp"
 _REASONS = {
@@ -103,7 +93,12 @@ def try_outputs(config: Any, prefix: str = "") -> None:
             )
         if not is_url:
             kind: Output = "folder" if output == "folder or URL" else output
-            try_output(f"{prefix}{field.name}", Path(folder, value), kind, field.metadata.get("holds"))
+            path = Path(folder, value)
+            try_output(f"{prefix}{field.name}", path, kind, field.metadata.get("holds"))
+            if kind == "file":
+                hold(path, is_file=True)
+            else:
+                _refuse_among(f"{prefix}{field.name}", path, getattr(config, "images", []))
 
 
 def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | None = None) -> None:
@@ -123,6 +118,26 @@ def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | 
         raise UserError(f"{name} = {_shown(path)}: {problem}. Choose another path for the output.")
 
 
+@contextlib.contextmanager
+def holding_outputs() -> Iterator[None]:
+    """Of each folder and file that is passed to `hold` in the block, this process is the only writer until the block ends."""
+    global _held
+    with contextlib.ExitStack() as _held:
+        try:
+            yield
+        finally:
+            _held = None
+
+
+def hold(output: Path, is_file: bool = False) -> None:
+    """Refuse a second command that writes the same output at the same time (`only_writer`). No-op but in a command.
+
+    Raises UserError, with the process that writes it.
+    """
+    if _held is not None:
+        _held.enter_context(only_writer(output, is_file))
+
+
 def kind_of(folder: Path) -> Holds | None:
     """What a folder holds, by the files in it; None for anything else."""
     for kind, marks in _MARKS.items():
@@ -131,44 +146,22 @@ def kind_of(folder: Path) -> Holds | None:
     return None
 
 
+def _refuse_among(name: str, path: Path, images: list[str]) -> None:
+    """Raise UserError for an output folder that is one of images, or inside of one: the next command would read its pictures, too."""
+    for place in images:
+        folder = Path(place)
+        if folder.is_dir() and kind_of(folder) is None and path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{name} = {_shown(path)} is in the folder of the images, {place}, and its pictures would be read as such. Choose another folder."
+            )
+
+
 def _of_another_kind(path: Path, output: Output, holds: Holds | None) -> str:
-    """As `_problem`, for results that would mix with those of another kind, or replace them."""
-    if output == "folder":
-        found = kind_of(path) if holds else None
-        if holds and found not in (None, holds):
-            return f"this folder holds {_with_article(found)}, not {_with_article(holds)}"
-        if holds in ("run", "grid") and found is None and (file := _data_in(path)):
-            return f"this folder is not empty (it holds {_shown(file)}), and holds no {holds}"
-        return ""
-    names = _BESIDE_MARKS.union(*_MARKS.values())
-    if path.name in names and path.exists() and (found := kind_of(path.parent)):
-        return f"this file belongs to {_with_article(found)}"
+    """As `_problem`, for a folder whose results would mix with those of another kind."""
+    found = kind_of(path) if output == "folder" and holds else None
+    if holds and found not in (None, holds):
+        return f"this folder holds {_with_article(found)}, not {_with_article(holds)}"
     return ""
-
-
-def _data_in(folder: Path) -> Path | None:
-    """An image or a shard in a folder, its path from there, if at least half of the files found are such; else None.
-
-    Half, because a copy of the code, which some put into the folder of a run, has a few images too.
-    """
-    found, num_data, num_others = None, 0, 0
-    below = [(folder, _DATA_LEVELS)]
-    for _ in range(_DATA_FOLDERS):
-        if not below:
-            break
-        place, levels = below.pop()
-        with contextlib.suppress(OSError), os.scandir(place) as entries:
-            for entry in islice(entries, _DATA_ENTRIES):
-                path = Path(entry.path)
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    below += [(path, levels - 1)] if levels > 1 else []
-                elif path.suffix.lower() in _DATA:
-                    num_data, found = num_data + 1, found or path.relative_to(folder)
-                else:
-                    num_others += 1
-    return found if num_data >= num_others else None
 
 
 def _with_article(kind: Holds) -> str:

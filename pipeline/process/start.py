@@ -1,4 +1,4 @@
-"""A process and its system: standard streams, Ctrl-C, signals, memory. Imports little, and only the standard library.
+"""A process and its system: Ctrl-C, signals, memory. Imports little, and only the standard library.
 
 Every file in `launch/` calls `guard` first, because later imports can take seconds. What is imported here comes before it, so
 ctypes and others, which take longer than all the rest, are imported where they are used. A Ctrl-C while the interpreter itself
@@ -29,32 +29,15 @@ _INTERRUPTED = "stopped: to go on, run the same command again\n"
 
 
 def guard(module: str) -> None:
-    """Open closed standard streams on /dev/null, make any text printable, and make Ctrl-C exit with one line and code 130.
-
-    Also sets HOME where nothing says it.
+    """Make any text printable, and make Ctrl-C exit with one line and code 130; `interruptible()` restores Python's handling.
 
     module: the caller's __name__; does nothing unless it is "__main__", so child processes and tests are not affected.
-
-    A closed stream (`>&-`) is None in Python, and the next opened file gets its descriptor: what a library prints would be
-    written into a checkpoint. `interruptible()` restores Python's handling of Ctrl-C.
     """
     if module != "__main__":
         return
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            # The system assigns the lowest free descriptor, which is this one.
-            os.open(os.devnull, os.O_RDWR if number else os.O_RDONLY)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - open as long as the process
     # A file name may have bytes that are no UTF-8, and a locale may lack characters: they are shown as escapes, as on stderr.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Without HOME and with a user ID that passwd does not list (systemd, cron, `env -i`), pathlib raises for a home folder, and so do
-    # MLflow and the readers of data sets, which have caches there. Container engines set the same.
-    if os.path.expanduser("~") == "~":
-        os.environ["HOME"] = "/"
     # In a background job SIGINT is ignored, and stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -129,9 +112,8 @@ def interruptible() -> None:
 
 
 def rank() -> int:
-    """Returns this process's rank from RANK; 0 for invalid text, which a run refuses (`launcher.py`)."""
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    """This process's rank, from RANK."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def say_interrupted() -> None:

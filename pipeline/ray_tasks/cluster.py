@@ -5,13 +5,10 @@ Ray reads its environment when it is imported, and the import takes a second, so
 
 import contextlib
 import os
-import resource
 import secrets
-import select
 import shutil
 import signal
 import socket
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import on_one_line
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path, utf8_fault
+from pipeline.process import waits
 from pipeline.settings.quantities import whole_number
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -27,14 +25,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _CONNECT_SECONDS = 5.0
 # How long a node of this machine may take to start, in seconds; Ray's 30 are too few on a busy machine.
 _START_SECONDS = 120
-# Type of the first frame that each side of an HTTP/2 connection sends, in byte 3 of the frame's header of 9.
-_SETTINGS = 4
-# Interval at which the processes of a node that starts are looked for, in seconds.
-_SEARCH_SECONDS = 0.1
-# Processes of a node, children of the one that starts it. Ray waits a minute for the second, then aborts.
-_OF_NODE = ("raylet", "gcs_server")
-# Fewer open files than usual limits allow; with 40, processes of a node do not start, and Ray says that it timed out.
-_FEW_FILES = 1024
 # A disk with fewer free bytes is full.
 _FULL_BYTES = 2**20
 # The variable, JSON, that tells the command of `ray job submit` about its job.
@@ -77,7 +67,6 @@ def connect(num_cpus: int = 0) -> int:
     _check_reachable(os.environ.get("RAY_ADDRESS", ""))
     import ray
 
-    _shorten_messages()
     if not ray.is_initialized():
         options: dict[str, Any] = {}
         if _JOB in os.environ:
@@ -88,15 +77,15 @@ def connect(num_cpus: int = 0) -> int:
             # "local", because Ray would otherwise join a cluster that `ray start` left running, and refuse the other options.
             options = {"address": "local", "num_cpus": num_cpus or None, "include_dashboard": False,
                        "object_store_memory": 256 * 2**20}  # fmt: skip
-        is_connected = threading.Event()
-        if options.get("address") == "local":
-            import psutil
-
-            watch = [is_connected, psutil.Process().children()]
-            threading.Thread(target=_exit_with_node, args=watch, name="Ray's node", daemon=True).start()
-            _leave_out_services()
         try:
-            ray.init(logging_level="ERROR", log_to_driver=False, **options)
+            # A process of Ray that dies meanwhile ends this one by a line of Ray's library: ours says what it was about.
+            where = (
+                os.environ.get("RAY_ADDRESS") or "the cluster of this job"
+                if "address" not in options
+                else "this machine"
+            )
+            with waits.waiting(f"Ray to start on {where}", _START_SECONDS):
+                ray.init(logging_level="ERROR", log_to_driver=False, **options)
         except SystemExit as error:
             if error.code != signal.SIGTERM:
                 raise
@@ -108,16 +97,10 @@ def connect(num_cpus: int = 0) -> int:
                 raise UserError(
                     f"RAY_ADDRESS = {address[:200]}: Ray did not join this cluster: {on_one_line(error)[:600] or type(error).__name__}"
                 ) from None
-            files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            few = f"This process may open only {files} files at once: raise the limit (ulimit -n 4096). " * (
-                0 < files < _FEW_FILES
-            )
             raise UserError(
-                f"Ray did not start on this machine: {on_one_line(error)[:600]} {few}Run the same command again when the machine is less busy, "
+                f"Ray did not start on this machine: {on_one_line(error)[:600]} Run the same command again when the machine is less busy, "
                 "or set RAY_TMPDIR to another folder (a short path, free space), where Ray writes its logs: ray/session_latest/logs."
             ) from None
-        finally:
-            is_connected.set()
     # As Ctrl-C. Ray's own handler aborts this process 3 s later, while it waits for the tasks that it cancels.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return int(ray.cluster_resources().get("CPU", 1))
@@ -168,7 +151,9 @@ def _prepare_environment() -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise UserError when no Ray listens at RAY_ADDRESS. Ray itself would print warnings for minutes."""
+    """Raise UserError when nobody listens at RAY_ADDRESS. Ray itself would print warnings for minutes."""
+    if address.startswith(("http://", "https://")):
+        raise _no_cluster(address, "that is the dashboard, for `ray job submit`: a head node's port is usually 6379")
     host, _, port = address.rpartition("://")[2].rpartition(":")
     number = whole_number(port)
     if number is None:
@@ -176,24 +161,9 @@ def _check_reachable(address: str) -> None:
     if not host:
         raise _no_cluster(address, "it names no host")
     try:
-        with socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS) as connection:
-            speaks_http2 = os.environ.get("RAY_USE_TLS", "0") != "0" or _speaks_http2(connection)
+        socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise _no_cluster(address, str(error)) from None
-    if not speaks_http2:
-        raise _no_cluster(
-            address, "what listens there is not a head node: its port is usually 6379, 8265 is the dashboard"
-        )
-
-
-def _speaks_http2(connection: socket.socket) -> bool:
-    """Whether the server answers as gRPC, Ray's protocol, does: with HTTP/2's SETTINGS (RFC 9113, section 3.4), or not yet."""
-    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0]))
-    try:
-        answer = connection.recv(9)
-    except TimeoutError:  # A head node that is busy, perhaps.
-        return True
-    return answer[3:4] == bytes([_SETTINGS])
 
 
 def _no_cluster(address: str, reason: str) -> UserError:
@@ -203,51 +173,6 @@ def _no_cluster(address: str, reason: str) -> UserError:
     )
 
 
-def _exit_with_node(is_connected: threading.Event, earlier: list[Any]) -> None:
-    """Exit with one line of explanation when the Ray node that this process starts dies.
-
-    Ray's library would call exit(1) without a message as soon as it cannot reach the node's memory, also while it starts. A node
-    dies with either of its agents. This knows Ray's processes by their names; in a version that has others, nothing is watched.
-    is_connected: set when `ray.init` has ended, and with it the search for them. earlier: child processes before it, which may be
-    of a Ray that was just left.
-    """
-    import psutil
-    import ray
-
-    this, seen = psutil.Process(), set(earlier)
-    watched, ended = dict[int, str](), list[int]()
-    while not ended:
-        is_last = is_connected.is_set()
-        with contextlib.suppress(psutil.Error, OSError):
-            for node in this.children():
-                if node.name() in _OF_NODE and node not in earlier:
-                    agents = [(child, "node agent") for child in node.children() if _is_agent(child)]
-                    for process, what in ((node, "node"), *agents):
-                        if process not in seen:
-                            watched[os.pidfd_open(process.pid)] = what
-                            seen.add(process)
-        ended = select.select(list(watched), [], [], None if is_last else _SEARCH_SECONDS)[0]
-    if is_connected.is_set() and not ray.is_initialized():
-        return  # Shut down by this process, or not started, which it says itself.
-    what = "node" if "node" in (watched[descriptor] for descriptor in ended) else "node agent"
-    # A node ends itself when its agents are not there within 15 s.
-    why = full_disk() or (
-        "killed, or out of memory: use fewer tasks at a time, num_tasks=..."
-        if is_connected.is_set()
-        else "killed, or the machine is too busy"
-    )
-    lost = f"Ray's {what} on this machine died ({why})."
-    with contextlib.suppress(OSError):
-        os.write(2, f"error: {lost} Run the same command again to continue.\n".encode())
-    os._exit(2)
-
-
-def _is_agent(child: Any) -> bool:
-    """Whether this child process of a node is one of its agents. Workers' arguments contain the agents' names, too."""
-    text = " ".join(child.cmdline())
-    return "agent" in text.lower() and "default_worker" not in text
-
-
 def full_disk() -> str:
     """Says that Ray's folder on this machine has no space left, without which its processes die; empty if it has."""
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
@@ -255,39 +180,6 @@ def full_disk() -> str:
         if shutil.disk_usage(folder).free < _FULL_BYTES:
             return f"no space is left in {folder}, where it writes its logs: free some, or set RAY_TMPDIR to another folder"
     return ""
-
-
-def _leave_out_services() -> None:
-    """Make a node that starts here do without the autoscaler, the monitor of workers' logs and the server of the dashboard.
-
-    Nothing here uses them: the cluster is this machine, `ray.init` is told to print no logs, and to have no dashboard. Each imports
-    Ray: 3 s of processor time at each start, while the node waits for its agents for 15 s at most. Replaces methods of a private class
-    of Ray; in a version without them, all are started.
-    """
-    from ray._private.node import Node
-
-    for name in ("start_monitor", "start_log_monitor", "start_api_server"):
-        if hasattr(Node, name):
-            setattr(Node, name, lambda node, **settings: None)
-
-
-def _shorten_messages() -> None:
-    """Make Ray print one line about a dead node instead of 60 lines of its log.
-
-    Replaces a private function of Ray; in a version without it, all lines are printed.
-    """
-    from ray._private import worker
-
-    original = getattr(worker, "print_to_stdstream", None)
-    if original is None or getattr(original, "is_short", False):
-        return
-
-    def print_short(data: dict[str, Any], *rest: Any, **more: Any) -> None:
-        lines = [str(line).strip().partition("\n")[0][:200] for line in data.get("lines", [])]
-        original({**data, "lines": lines}, *rest, **more)
-
-    print_short.is_short = True  # type: ignore[attr-defined]
-    worker.print_to_stdstream = print_short
 
 
 def first_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_bytes, replacing
+from pipeline.base.files import replacing
 from pipeline.base.words import on_one_line
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.cache import Storage
@@ -89,7 +89,7 @@ def _newest_first(folder: Path) -> float:
 
 def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
     file = folder / PAGE / PREDICTIONS
-    found = parse_predictions(read_bytes(file), str(file), "probability")
+    found = parse_predictions(file.read_bytes(), str(file), "probability")
     config = read_settings(folder)
     data = config.data
     storage = Storage.create(data.retry_minutes, data.cache, data.cache_gb)

@@ -16,7 +16,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import did_you_mean, path_inside, read_bytes
+from pipeline.base.files import did_you_mean
 from pipeline.base.json_record import Count, Share
 from pipeline.base.metric import Metric, from_tag, metric_of
 from pipeline.base.words import counted, on_one_line
@@ -25,7 +25,7 @@ from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
 from pipeline.monitor.mlflow.reading import ReadingStore, open_existing
 from pipeline.monitor.mlflow.state import run_id_of
-from pipeline.monitor.page_folder import PAGE, End, PageFolder, SavedFacts, parse_starts
+from pipeline.monitor.page_folder import PAGE, End, SavedFacts, parse_starts
 from pipeline.monitor.run_page import (
     METRICS_TAG,
     SCORE,
@@ -36,7 +36,7 @@ from pipeline.monitor.run_page import (
     plain_name,
 )
 from pipeline.process.outputs import kind_of
-from pipeline.review.record import PREDICTIONS, RunFiles, RunRecord, Series, as_count, as_number
+from pipeline.review.record import RunFiles, RunRecord, Series, as_count, as_number
 from pipeline.settings import schema
 from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
@@ -50,16 +50,6 @@ T = TypeVar("T")
 _NOT_READ = ("system/", "checkpoint_", "grad_norm", "epoch", "images_seen", "exaflops")
 # MLflow's status in the words of status.json. A killed run stays RUNNING there, since nobody can say otherwise.
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "RUNNING": "running"}
-# Files that are read of a run; a report shows the figures of its page, too.
-_OF_PAGE = ("facts.json", "starts.jsonl", "end.json", "plan.txt", "environment.txt", PREDICTIONS)
-_READ = (
-    "config.json",
-    "config.yaml",
-    architecture.FILE,
-    "results.json",
-    METRICS_FILE,
-    *(f"{PAGE}/{n}" for n in _OF_PAGE),
-)
 # What only the results.json of one kind of run has.
 _KIND_BY_RESULT = {"protocol": "vtab", "trials": "grid", "question": "study"}
 _MAX_STARTS = 100_000
@@ -94,23 +84,23 @@ class _AnyResults:
 # ---------------------------------------------------------------------- from a folder
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a run folder, and of `page/` in it: regular files inside of it, see `RunRecord.ignored`."""
+    """The files of a run folder, and of `page/` in it."""
 
     path: Path
 
     def read(self, name: str) -> bytes | None:
         for inside in (name, f"{PAGE}/{name}"):
             with contextlib.suppress(FileNotFoundError):
-                if (file := _inside(self.path, inside)) is not None:
-                    try:
-                        return read_bytes(file)
-                    except OSError as error:
-                        raise UserError(f"{file} cannot be read ({error.strerror}).") from None
+                try:
+                    return (self.path / inside).read_bytes()
+                except NotADirectoryError:
+                    raise FileNotFoundError from None
+                except PermissionError as error:
+                    raise UserError(f"{self.path / inside} cannot be read ({error.strerror}).") from None
         return None
 
     def figures(self) -> list[str]:
-        names = (f"figures/{file.name}" for file in sorted((self.path / PAGE / "figures").glob("*.png")))
-        return [name for name in names if _inside(self.path, f"{PAGE}/{name}") is not None]
+        return [f"figures/{file.name}" for file in sorted((self.path / PAGE / "figures").glob("*.png"))]
 
     def where(self, name: str) -> str:
         in_page = self.path / PAGE / name
@@ -137,16 +127,6 @@ class StoredFiles:
 
     def where(self, name: str) -> str:
         return f"{name} of MLflow run {self.run_id}"
-
-
-def _inside(folder: Path, name: str) -> Path | None:
-    """The path of a file of a run folder; None if it is none that may be read, or is missing."""
-    try:
-        return path_inside(folder, name)
-    except (FileNotFoundError, UserError):
-        return None
-    except OSError as error:
-        raise UserError(f"{folder / name} cannot be read ({error.strerror}).") from None
 
 
 def is_run(folder: Path) -> bool:
@@ -186,7 +166,6 @@ def from_folder(folder: Path) -> RunRecord:
     end = _parsed(files, "end.json", End)
     facts = _facts(files)
     metrics, num_damaged, ignored = _metrics_of(folder, facts.metrics if facts else {})
-    ignored += PageFolder(folder).refused(_READ)
     tags = end.tags if end else {}
     if not word:
         word = _STATUS.get(
@@ -208,7 +187,7 @@ def from_folder(folder: Path) -> RunRecord:
 
 def _metrics_of(folder: Path, declared: Mapping[str, Metric]) -> tuple[dict[str, Series], int, list[str]]:
     """Returns (metrics, number of damaged lines, phrases that say what else was left out)."""
-    if (file := _inside(folder, METRICS_FILE)) is None:
+    if not (file := folder / METRICS_FILE).exists():
         return {}, 0, []
     records, num_damaged = read_metrics(file)
     points: dict[str, list[tuple[int, float, int]]] = {}

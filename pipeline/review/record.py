@@ -28,7 +28,6 @@ from pipeline.transfer.vtab_tasks import TASKS
 T = TypeVar("T")
 
 PREDICTIONS = "predictions.npz"
-_MAX_PREDICTIONS = 1 << 30  # Bytes of one array; training keeps the predictions of 100,000 images.
 
 
 ACCURACY = Metric("proportion", "higher")
@@ -107,9 +106,7 @@ class LastPredictions:
 def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions:
     """The content of predictions.npz, with the probability if `more` names it. Raises UserError for a damaged file."""
     try:
-        found = npz.read_arrays(
-            content, where, ("rows", "true", "predicted", *more), _MAX_PREDICTIONS, optional=("groups",)
-        )
+        found = npz.read_arrays(content, where, ("rows", "true", "predicted", *more), optional=("groups",))
     except UserError as error:
         raise UserError(f"{where} is damaged ({str(error).removeprefix(f'{where}: ').removesuffix('.')}).") from None
     rows, labels = found["rows"], [found[name] for name in ("true", "predicted", "groups") if name in found]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import path_inside
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.lifecycle.logged_models import logged_models
@@ -75,8 +74,6 @@ def send(folder: Path, uri: str = "") -> str:
         saved, settings = page.read_facts(), _settings(folder)
     except UserError as error:
         raise _DamagedRunError(str(error)) from error
-    for refused in page.refused(saved.facts.artifacts):
-        print(f"{folder}: not sent: {refused}")
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or next(reversed(read_states(folder / STATE_FILE)[0]), "")
     uri = uri or (settings.track.uri if settings else "") or default_uri(folder.parent)
     if "***" in uri:
@@ -116,6 +113,5 @@ def _end_without_word(folder: Path) -> End:
 def _settings(folder: Path) -> RunConfig | None:
     """The settings of a training run; None for a report."""
     with contextlib.suppress(FileNotFoundError):
-        path_inside(folder, "config.json")
         return read_settings(folder)
     return None

@@ -1,23 +1,21 @@
 """The frame of every command: parse arguments, load the settings, call a function, and report mistakes in one line."""
 
 import argparse
-import base64
 import errno
 import gc
 import importlib
-import json
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, get_type_hints
 
 from pipeline.base.errors import CrashError, UserError, is_outage
 from pipeline.base.words import counted, on_one_line
 from pipeline.process.launcher import forget_launcher
-from pipeline.process.outputs import try_outputs
+from pipeline.process.outputs import holding_outputs, try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
 from pipeline.settings import schema
 from pipeline.settings.changes import facts_of
@@ -42,9 +40,6 @@ _WRONG_PATH = {
 _SIGPIPE_CODE = 141
 # How long a rank that leaves an error to rank 0 to say waits, where no launcher ends it.
 SILENT_SECONDS = 30.0
-# Variable with settings that the command line, which `ps` shows, has without their passwords. DeepSpeed's launcher passes variables
-# that begin so to other hosts.
-_HIDDEN_SETTINGS = "MLFLOW_HIDDEN_SETTINGS"
 
 
 def main(
@@ -70,12 +65,13 @@ def main(
             if more_help and {"-h", "--help"} & set(sys.argv) and (more := more_help(sys.argv[1:])):
                 print(more, end="\n\n")
             settings = read_settings(cls, sys.argv[1:], about, subject, flag)
-            if rank() == 0:
-                try_outputs(settings)
-            run: Callable[[T], object] = (
-                importlib.import_module(function).run if isinstance(function, str) else function
-            )
-            run(settings)
+            with holding_outputs():
+                if rank() == 0:
+                    try_outputs(settings)
+                run: Callable[[T], object] = (
+                    importlib.import_module(function).run if isinstance(function, str) else function
+                )
+                run(settings)
             sys.stdout.flush()  # Here, where a closed pipe is handled without a traceback.
     finally:
         gc.freeze()  # The interpreter would look for garbage among all of torch's objects before it exits, for a second.
@@ -121,20 +117,7 @@ def read_settings(
         raise UserError(
             f"--config is given {counted(len(given.config), 'time')} ({', '.join(given.config)}). Give one file, and what differs as setting=value."
         )
-    hidden = json.loads(base64.b64decode(os.environ.get(_HIDDEN_SETTINGS, "e30=")))
-    overrides = [hidden.get(override, override) for override in given.overrides]
-    for override in overrides:
-        if ":***@" in override:
-            raise UserError(
-                f"{override} has *** in place of its password, which the environment of this process has lost. Give it in the file of settings."
-            )
-    return schema.load(cls, given.config[0] if given.config else None, overrides)
-
-
-def hidden_settings(real: Mapping[str, str]) -> dict[str, str]:
-    """Environment by which a command that is started reads settings with passwords. real: argument of its command line -> the setting."""
-    # DeepSpeed's launcher does not quote it for the shell.
-    return {_HIDDEN_SETTINGS: base64.b64encode(json.dumps(real).encode()).decode()} if real else {}
+    return schema.load(cls, given.config[0] if given.config else None, given.overrides)
 
 
 @contextmanager

@@ -312,6 +312,7 @@ class TrainConfig:
     image_sizes: list[ImageSize] = setting(
         list,
         "Smaller image sizes that training begins with, each for an equal part of the run, as [128,160]; the last part has model.image_size.",
+        max_items=32,
     )
     freeze: str = setting(
         "none",

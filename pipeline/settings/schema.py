@@ -31,12 +31,8 @@ T = TypeVar("T")
 OnChange = typing.Literal["nothing", "comparison", "result", "run"]
 
 REQUIRED = dataclasses.MISSING
-# The length of the longest path.
-_MAX_TEXT = 4096
 # Upper limit of a number whose setting has none: a larger one is a mistake and would overflow somewhere.
 _MAX_NUMBER = {int: 1e9, float: 1e30}
-# Lower limit of a number other than 0: a smaller one would become 0 somewhere, as a learning rate of 1e-320 does in fp32.
-_MIN_NUMBER = 1e-30
 
 
 class TextForm(NamedTuple):
@@ -57,8 +53,8 @@ TRACKING_URI = TextForm(
 class Rule(Limits):
     """What a setting accepts beyond its type: limits of a number or of a length's amount; in a list, values are checked one by one.
 
-    form, choices: of text, where choices may be a table. min_items, distinct: of a list. is_path: the text is a path, where `~` is
-    the home folder. command: the text is words as in a shell, with quotes.
+    form, choices: of text, where choices may be a table. min_items (of a required list 1), max_items (0 is any number), distinct: of a list.
+    is_path: the text is a path, where `~` is the home folder. command: the text is words as in a shell, with quotes.
     needs: settings of the same class, or of the section that has the rule, or else of one that contains it, without one of which it has no
     effect (effect.py): names with | between, each set to anything but 0, empty, null and false, or `name=value,value`, where of a list one is enough and none is all.
     ignores_section: it has an effect without what its section needs.
@@ -66,6 +62,7 @@ class Rule(Limits):
 
     form: TextForm | None = None
     min_items: int = 0
+    max_items: int = 0
     distinct: bool = False
     choices: typing.Collection[str] = ()
     is_path: bool = False
@@ -97,6 +94,8 @@ def setting(
     says what another value means for what was made with it; a section's is that of its fields which give none, and without any it
     is "result".
     """
+    if default is REQUIRED:
+        rule.setdefault("min_items", 1)
     accepted = Rule(is_path=path or (output is not None and within is None), **rule)
     metadata = {"doc": doc, "rule": accepted, "output": output, "within": within, "holds": holds}
     if default is REQUIRED:
@@ -157,6 +156,8 @@ class _SettingsConverter(Converter):
             if len(items) < rule.min_items:
                 count = "one value" if rule.min_items == 1 else f"{counted(rule.min_items, 'value')}"
                 raise UserError(f"{self.where}: {name} = {quoted(value)} must have at least {count}.")
+            if 0 < rule.max_items < len(items):
+                raise UserError(f"{self.where}: {name} has {counted(len(items), 'value')}: {rule.max_items} at most.")
             if rule.distinct and any(item in items[:i] for i, item in enumerate(items)):
                 raise UserError(
                     f"{self.where}: {name} = {quoted(value)} must have different values: one is there twice."
@@ -199,13 +200,15 @@ class _SettingsConverter(Converter):
         if origin is typing.Literal or rule.choices:
             return _choice(rule.choices or typing.get_args(kind), value)
         if kind == dict[str, Any] and isinstance(value, dict):
-            return {_checked_text(str(key)): item for key, item in value.items()}  # Whoever reads it checks the values.
+            return {str(key): item for key, item in value.items()}  # Whoever reads it checks the values.
         if origin is dict and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
-            return {_checked_text(str(key)): _checked_text(text) for key, text in value.items()}
+            return {str(key): text for key, text in value.items()}
         if kind is bool and isinstance(value, bool):
             return value
         if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            text = _checked_text(str(value), rule.form)
+            text = str(value)
+            if rule.form is not None and not re.fullmatch(rule.form.pattern, text):
+                raise RefusedError(f"must be {rule.form.name}.")
             if rule.command:
                 try:
                     shlex.split(text)
@@ -234,26 +237,8 @@ def _check_range(number: float | None, rule: Rule, limit: float = math.inf) -> N
         return
     if not rule.accepts(number):
         raise RefusedError(f"must be {rule.range}.")
-    if 0 < abs(number) < _MIN_NUMBER:
-        or_0 = " or 0" if rule.accepts(0) else ""
-        raise RefusedError(f"is too small to count: it must be at least {_MIN_NUMBER:g}{or_0}.")
     if rule.max is None and abs(number) > limit:
         raise RefusedError(f"must be at most {plain(limit)}.")
-
-
-def _checked_text(text: str, form: TextForm | None = None) -> str:
-    """The text, if a file name can contain it (no NUL, no lone surrogate) and it has the form."""
-    if len(text) > _MAX_TEXT:
-        raise RefusedError(f"must be at most {_MAX_TEXT:,} characters long.")
-    try:
-        encoded = os.fsencode(text)
-    except UnicodeEncodeError:
-        encoded = b"\0"
-    if b"\0" in encoded:
-        raise RefusedError("has a character that no file name can have.")
-    if form is not None and not re.fullmatch(form.pattern, text):
-        raise RefusedError(f"must be {form.name}.")
-    return text
 
 
 def _expanded(path: str) -> str:
@@ -416,8 +401,6 @@ def _did_you_mean(cls: type, prefix: str, key: str, rest: tuple[str, ...] = (), 
 def _whole(value: Any) -> int | None:
     text = str(value)
     if re.fullmatch(r"[-+]?[0-9]+", text):
-        # A float has 53 bits, and a seed may have more. int() raises for thousands of digits; 21 exceed every limit.
-        digits = text.lstrip("+-").lstrip("0")
-        return int(digits[:21] or "0") * (-1 if text.startswith("-") else 1)
+        return int(text)  # A float has 53 bits, and a seed may have more.
     number = finite(value)
     return int(number) if number is not None and number.is_integer() else None

@@ -1,10 +1,9 @@
-"""Reads YAML text as plain values, within limits of size; every mistake is a one-line error. Knows no settings class.
+"""Reads YAML text as plain values; every mistake is a one-line error. Knows no settings class.
 
 `read_table` reads the tables of facts that stand beside the modules which explain their fields.
 """
 
 import copy
-import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from pipeline.base.errors import UserError, raise_outage
-from pipeline.base.files import did_you_mean, open_regular
+from pipeline.base.files import did_you_mean
 from pipeline.base.json_record import MAX_QUOTED, convert, quoted, shortened
 from pipeline.base.words import on_one_line
 from pipeline.process.installed import shipped
@@ -21,10 +20,6 @@ T = TypeVar("T")
 
 # A file of settings has some KB; PyYAML reads about 100 KB in a second.
 _MAX_BYTES = 1 << 20
-# What Python makes of such bytes (surrogateescape).
-_NOT_UTF8 = re.compile("[\udc80-\udcff]")
-# Number of values after aliases (`*a`) are expanded, which can double with each line.
-_MAX_VALUES = 100_000
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -38,10 +33,6 @@ class _YamlLoader(yaml.SafeLoader):
         first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[1] in ("null", "bool", "merge")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def check_printable(self, data: str) -> None:
-        """Allow, beside YAML's characters, bytes of file names on the command line that are no UTF-8."""
-        super().check_printable(_NOT_UTF8.sub("x", data))
 
     def construct_yaml_bool(self, node: yaml.Node) -> bool:
         value = self.construct_scalar(node).lower()  # type: ignore[arg-type]
@@ -60,26 +51,23 @@ class _YamlLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML text as plain values. Raises ValueError, in one line, for invalid YAML and for text that is too large."""
+    """YAML text as plain values. Raises ValueError, in one line, for invalid YAML."""
     try:
         loader = _YamlLoader(text)
         try:
             node = loader.get_single_node()
             if node is None:
                 return None
-            if _num_values(node, {}) > _MAX_VALUES:
-                raise _error(node, f"aliases make it more than {_MAX_VALUES:,} values")
+            _refuse_duplicates(node)
             return loader.construct_document(node)
         finally:
             loader.dispose()
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"(line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         problem = " ".join(part for part in (error.context, error.problem, place) if part)
         raise ValueError(shortened(on_one_line(problem), 2 * MAX_QUOTED)) from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # "\\UFFFFFFFF" and `%YAML 99...9` raise no YAMLError.
+    except yaml.YAMLError as error:
         raise ValueError(shortened(on_one_line(error), 2 * MAX_QUOTED)) from None
 
 
@@ -95,7 +83,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     A relative path `configs/...` that does not exist is the shipped file of that name. Raises OSError while its disk fails.
     """
     try:
-        with open_regular(shipped(path)) as file:
+        with open(shipped(path), "rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise UserError(f"{path} is no config file: it has more than {_MAX_BYTES:,} bytes.")
@@ -128,24 +116,18 @@ def as_typed(value: Any) -> str:
     return shortened(value) if isinstance(value, str) and value and value.isprintable() else quoted(value)
 
 
-def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Number of values after aliases are expanded. Raises YAMLError for duplicate keys and self-references."""
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = -1  # Being counted.
-        children = node.value
-        if isinstance(node, yaml.MappingNode):
-            seen = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                    raise _error(key, f"{as_typed(key.value)} is set twice")
-                seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-            children = [child for pair in node.value for child in pair]
-        known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
-    if known[id(node)] < 0:
-        raise _error(node, "an anchor contains itself")
-    return known[id(node)]
+def _refuse_duplicates(node: yaml.Node) -> None:
+    """Raise YAMLError for a key that a mapping has twice, of which PyYAML would take the last."""
+    children = [] if isinstance(node, yaml.ScalarNode) else node.value
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, _ in children:
+            if str(key.value) in seen:
+                raise _error(key, f"{as_typed(key.value)} is set twice")
+            seen.add(str(key.value))
+        children = [value for _, value in children]
+    for child in children:
+        _refuse_duplicates(child)
 
 
 def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:

@@ -26,7 +26,6 @@ from pipeline.process.committed import checkpoints_of
 from pipeline.process.start import check_program, dying_with_parent
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Change
-from pipeline.settings.command import hidden_settings
 from pipeline.settings.run import RunConfig, TrackConfig
 
 _COMMANDS = Path(__file__).resolve().parents[2] / "launch"
@@ -108,7 +107,6 @@ def start_command(
 ) -> int:
     """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None is ours.
 
-    Settings with a password are passed in the environment, because all users of the machine can read command lines.
     Raises UserError where there is no such file or no such launcher.
     """
     script = _COMMANDS / f"{command}.py"
@@ -121,11 +119,9 @@ def start_command(
     # Find the launchers beside this interpreter even if its environment is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     check_program(start[0], path)
-    shown = [hide_passwords(argument) for argument in arguments]
-    hidden = {there: real for there, real in zip(shown, arguments, strict=True) if there != real}
     return subprocess.run(
-        [*start, str(script), *shown],
-        env={**environment, "PATH": path, **hidden_settings(hidden)},
+        [*start, str(script), *arguments],
+        env={**environment, "PATH": path},
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
         # A command whose driver or Ray worker is killed commits its state and ends, so that another can continue it.

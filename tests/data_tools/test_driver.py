@@ -14,9 +14,9 @@ import pytest
 
 from data_tools.check import verify
 from data_tools.dedup import dedup
-from data_tools.driver import only_driver
 from data_tools.sharding import index, shard
 from pipeline.base.errors import UserError
+from pipeline.base.locks import only_writer
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.settings.commands.data import DedupConfig, IndexConfig, ShardConfig, VerifyConfig
@@ -24,10 +24,10 @@ from pipeline.settings.commands.data import DedupConfig, IndexConfig, ShardConfi
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys
-from data_tools.driver import only_driver
+from pipeline.base.locks import only_writer
 from pipeline.data.storage.bucket import to_path
 sys.argv[0] = "launch/shard.py"
-with only_driver(to_path(sys.argv[1])):
+with only_writer(to_path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -52,20 +52,20 @@ def test_the_second_is_refused_by_name_and_a_dead_one_holds_nobody(
     folder = to_path(place) if "://" in place else tmp_path / place
     first = hold(folder)
     try:
-        with pytest.raises(UserError, match="Wait until that ends, or stop it") as error, only_driver(folder):
+        with pytest.raises(UserError, match="Wait until that ends, or stop it") as error, only_writer(folder):
             pass
         name = f"{folder} is being written by shard.py on {socket.gethostname()} (process {first.pid}, since 20"
         assert str(error.value).startswith(name)
         assert "\n" not in str(error.value)
         # Another folder is another matter.
-        with only_driver(tmp_path / "other"):
+        with only_writer(tmp_path / "other"):
             pass
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
     left = list(tmp_path.rglob("*lock"))
     assert left, "the file stays, the lock does not"
-    with only_driver(folder):
+    with only_writer(folder):
         (tmp_path / "kept").touch()
         assert f"(process {os.getpid()}," in left[0].read_text()
     assert not list(tmp_path.rglob("*lock"))
@@ -81,11 +81,11 @@ def test_every_driver_asks(ray_cluster: int, dataset: Dataset, source: Path, tmp
         dataset.path / "dedup": lambda: dedup.run(DedupConfig(data=data, split="train", against=[f"{data}:val"])),
     }
     for folder, run in runs.items():
-        with only_driver(folder), pytest.raises(UserError, match=rf"^{folder} is being written by"):
+        with only_writer(folder), pytest.raises(UserError, match=rf"^{folder} is being written by"):
             run()
         assert not folder.exists(), "an empty folder does not stay"
     # Two checks with folders of their own would write the same list.
-    with only_driver(dataset.path / "exclude"), pytest.raises(UserError, match="exclude is being written by"):
+    with only_writer(dataset.path / "exclude"), pytest.raises(UserError, match="exclude is being written by"):
         runs[tmp_path / "verify"]()
 
 
@@ -118,7 +118,7 @@ def test_one_that_ends_while_another_begins(tmp_path: Path, monkeypatch: pytest.
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", too_late)
-    with only_driver(out), pytest.raises(UserError, match="is being written by"), only_driver(out):
+    with only_writer(out), pytest.raises(UserError, match="is being written by"), only_writer(out):
         pass
     assert not out.exists()
 
@@ -128,7 +128,7 @@ def test_a_full_disk_is_named_and_leaves_no_lock(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left") as error, only_driver(tmp_path / "out"):
+    with pytest.raises(OSError, match="No space left") as error, only_writer(tmp_path / "out"):
         pass
     assert error.value.filename == str(tmp_path / "out" / ".lock")
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,6 @@
 """Images named on the command line as a split."""
 
 import io
-import os
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,9 +130,3 @@ def test_a_photograph_that_cannot_be_decoded_is_not_ignored(tmp_path: Path) -> N
         (tmp_path / name).write_bytes(b"x")
     found = open_adhoc_split([str(tmp_path)], "val", "all", []).split
     assert found.keys(range(len(found))) == [str(tmp_path / name) for name in ("a.HEIC", "b.jpg", "d.jxl", "e.ppm")]
-
-
-def test_a_fifo_does_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.jpg")
-    with pytest.raises(UserError, match=r"a\.jpg is not a regular file"):
-        open_adhoc_split([str(tmp_path / "a.jpg")], "val", "all", [])

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +24,16 @@ COMMANDS = {
     "evaluate": ["data=IMAGES", "out=OUT", "shots=0"],
     "export": ["format=huggingface", "out=OUT"],
 }
+
+
+def hold(out: Path, is_file: bool) -> subprocess.Popen[str]:
+    """A process that writes an output."""
+    script = "import sys; from pathlib import Path; from pipeline.base.locks import only_writer\nwith only_writer(Path(sys.argv[1]), sys.argv[2] == 'True'): print(); sys.stdin.read()"
+    command = [sys.executable, "-c", script, str(out), str(is_file)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "\n"
+    return process
 
 
 def broken(kind: str, folder: Path) -> tuple[Path, str]:
@@ -79,6 +90,41 @@ def test_broken_weights_are_one_line(
     assert len(said) == 1, said
     assert message in said[0]
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "is_file"),
+    [("predict", ["images=IMAGES", "out=TABLE"], True), ("features", ["images=IMAGES", "out=TABLE"], True), ("evaluate", COMMANDS["evaluate"], False),
+     ("explain", COMMANDS["explain"], False)],
+)  # fmt: skip
+def test_a_second_command_that_writes_the_same_is_refused(
+    script: str,
+    given: list[str],
+    is_file: bool,
+    tmp_path: Path,
+    make_dataset: MakeDataset,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_dataset({"val": [[0], [1], [2]]}, ["a", "b", "c"])
+    save(create("ViT-mu/4", 8, 3), tmp_path / "model.pt")
+    out = tmp_path / ("out.parquet" if is_file else "out")
+    COMMANDS[script] = given
+    monkeypatch.setattr(sys, "argv", [script, *arguments(script, tmp_path / "model.pt", tmp_path)])
+    first = hold(out, is_file)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(ROOT / "launch" / f"{script}.py"), run_name="__main__")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 2
+        assert f"process {first.pid}," in line
+        assert f"{out} is being written" in line
+    finally:
+        first.kill()
+        first.wait()
+    if script == "features":  # What a killed command locked holds nobody up.
+        runpy.run_path(str(ROOT / "launch" / f"{script}.py"), run_name="__main__")
+        assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "photos", "out.parquet"}
 
 
 @pytest.mark.parametrize("preprocessing", [

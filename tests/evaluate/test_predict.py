@@ -302,12 +302,13 @@ def test_names_that_are_no_utf_8_are_shown_and_written(
 ) -> None:
     """A photo named in Latin-1 ended in a UnicodeEncodeError."""
     name = os.fsdecode(b"caf\xe9.jpg")
-    (tmp_path / name).write_bytes(files_of(data)[0])
-    with tarfile.open(tmp_path / "some.tar", "w") as tar:
-        tar.add(tmp_path / name, name)
+    (folder := tmp_path / "odd").mkdir()
+    (folder / name).write_bytes(files_of(data)[0])
+    with tarfile.open(folder / "some.tar", "w") as tar:
+        tar.add(folder / name, name)
     out, stdout = tmp_path / "out.csv", io.TextIOWrapper(io.BytesIO(), "utf-8", "strict")  # As of a locale in UTF-8.
     command = [str(ROOT / "launch" / "predict.py"), f"weights={weights}", f"out={out}",
-               f"images=[{tmp_path / name},{tmp_path / 'some.tar'}]", "device=cpu"]  # fmt: skip
+               f"images={folder}/*", "device=cpu"]  # fmt: skip
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setattr(sys, "argv", command)
     runpy.run_path(command[0], run_name="__main__")

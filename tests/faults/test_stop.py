@@ -175,7 +175,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     assert (status().status, status().code) == ("failed", 1)
     assert [failure.lost_others for failure in read_failures(folder).values()] == [True]
     loss = one_line(run.said(0))
-    assert loss.startswith(f"error: rank 1 on {os.uname().nodename} is gone (it, or its host, was killed). The other")
+    assert loss.startswith("error: another rank is gone: ")
     assert f"resumes from the last checkpoint, of step {status().step:,} or later" in loss
     assert "Traceback" in (folder / "failures" / "rank-00000.txt").read_text()
 
@@ -184,7 +184,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     run.send(0, signal.SIGKILL)
     run.send(1, signal.SIGCONT)
     assert run.wait() == [-signal.SIGKILL, 1]
-    assert one_line(run.said(1)).startswith(f"error: rank 0 on {os.uname().nodename} is gone")
+    assert one_line(run.said(1)).startswith("error: another rank is gone: ")
 
     # A second SIGINT, a second after the first, does not wait for anything: here, for a rank that does not answer.
     run = start("step", status().step + 1)

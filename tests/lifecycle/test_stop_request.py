@@ -6,18 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import HashStore
 
 from pipeline.base.errors import OneRankError
-from pipeline.lifecycle.rank_store import RankStore
 from pipeline.lifecycle.run_folder import RESUME, Failure, Status, is_stop_asked, read_failures, read_status
-from pipeline.lifecycle.stop import Stop, _key
+from pipeline.lifecycle.stop import Stop
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
@@ -34,26 +31,6 @@ def test_a_folder_that_cannot_be_read_asks_for_no_stop(tmp_path: Path) -> None:
     assert not is_stop_asked(tmp_path / ("x" * 5000))
     (tmp_path / "stop").touch()
     assert is_stop_asked(tmp_path)
-
-
-def test_a_rank_that_waits_to_be_told_which_ranks_are_lost_is_none_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its wait occupies its connection to the store, on which its thread would have answered."""
-    monkeypatch.setattr("pipeline.lifecycle.stop._exit", lambda code: None)
-    monkeypatch.setattr("pipeline.lifecycle.run_folder.RunFolder.take_stderr", lambda self: None)
-    store, hosts = HashStore(), ["node1", "node1"]
-    store.add(_key("speaker"), 1)
-    with stop_of(tmp_path / "0") as first, stop_of(tmp_path / "1") as second:
-        for rank, stop in enumerate((first, second)):
-            stop.folder.rank, stop._hosts, stop._store = rank, hosts, RankStore(store, 20.0)
-        waiting = threading.Thread(target=second._leave_lost, args=("Connection closed by peer",))
-        waiting.start()
-        while store.add(_key("speaker"), 0) < 2:
-            time.sleep(0.01)
-        assert first._roll_call() == []
-        store.set(_key("told"), "rank 2 is gone")
-        waiting.join()
 
 
 def test_ranks_that_wait_for_one_that_prepares_leave_with_it(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import random
 import shutil
 import sqlite3
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -614,11 +612,8 @@ def test_an_evaluation_that_is_done_again_is_recorded_once(out: Path) -> None:
 DAMAGED = {
     "cut": lambda text: text[:40],
     "empty": lambda text: "",
-    "binary": lambda text: "\0\1\2",
     "list": lambda text: "[1, 2]",
-    "deep": lambda text: "[" * 100_000,
     "type": lambda text: text.replace('"sent_bytes": ', '"sent_bytes": "x", "was": '),
-    "range": lambda text: text.replace('"sent_bytes": ', '"sent_bytes": 1' + "0" * 40),
     "no id": lambda text: text.replace('"run_id": "', '"run_id": "../'),
 }
 
@@ -708,23 +703,3 @@ def test_a_fresh_folder_does_not_take_the_mlflow_run_of_a_removed_one(
     shutil.rmtree(out / "run")
     live(out, range(1, 6), 2.0, step=0)
     assert sorted(len(client(out).get_metric_history(run.info.run_id, "train/loss")) for run in runs(out)) == [5, 10]
-
-
-@pytest.mark.slow
-def test_mutated_files_of_a_run_never_end_its_tracking(
-    out: Path, capfd: pytest.CaptureFixture[str], mutate: Callable[[bytes, random.Random], bytes]
-) -> None:
-    """With both files damaged as by a bad disk, the run continues, and all readable lines are sent."""
-    live(out, range(1, 11), 1.0, step=0)
-    originals = {name: (out / "run" / name).read_bytes() for name in ("mlflow.json", "metrics.jsonl")}
-    rng = random.Random(0)
-    for number in range(16):
-        name = ("mlflow.json", "metrics.jsonl")[number % 2]
-        for file, content in originals.items():
-            (out / "run" / file).write_bytes(content)
-        (out / "run" / name).write_bytes(mutate(originals[name], rng))
-        live(out, range(11, 13), 1.0, step=10)
-        assert written(out)[-1]["step"] == 12
-        assert "cannot be reached" not in capfd.readouterr().err
-        run_id = run_id_of(out / "run")
-        assert {m.step for m in client(out).get_metric_history(run_id, "train/loss")} >= {11, 12}

@@ -26,17 +26,6 @@ def test_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_environment() == 2
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["x", "", "-1", "1.5", "9" * 5000, "٣"])
-def test_what_is_no_number(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other, good in WHOLE.items():
-        monkeypatch.setenv(other, good)
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^{name} = .* in the environment must be a whole number from 0 to") as error:
-        check_environment()
-    assert len(str(error.value)) < 300
-
-
 def test_what_does_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     # Each rank says these itself: with a RANK left in the environment there is no rank 0.
@@ -47,9 +36,6 @@ def test_what_does_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (WHOLE | {"RANK": "2"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(OneRankError, match="RANK = 2 must be below WORLD_SIZE = 2"):
-        check_environment()
-    monkeypatch.setenv("MASTER_PORT", "70000")
-    with pytest.raises(UserError, match=r"MASTER_PORT = '70000' .* from 0 to 65,535"):
         check_environment()
 
 

@@ -14,12 +14,11 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import hidden_folder, replacing
-from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.process import outputs
 from pipeline.process.outputs import Holds, Output, kind_of, try_output, try_outputs
 from pipeline.settings import run, schema
 from pipeline.settings.command import main
-from pipeline.settings.commands import data, operate, reports, study, transfer, weights
+from pipeline.settings.commands import data, operate, reports, segment, study, transfer, weights
 
 ROOT = Path(__file__).parents[2]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
@@ -216,63 +215,25 @@ def test_a_folder_of_other_files_may_be_written_into(place: Path) -> None:
         try_outputs(load(cls, "weights=w", *settings, f"out={place}/folder"))
 
 
-IMAGES_AND_SHARDS = [
-    ["1.jpg", "2.JPEG", "labels.csv"],
-    ["train/cat/1.png", "train/dog/2.png", "readme.txt"],
-    ["train-0000.tar", "train-0001.tar"],
-]
-
-
-@pytest.mark.parametrize("files", IMAGES_AND_SHARDS, ids=lambda files: files[0])
-def test_a_run_does_not_begin_among_images_or_shards(files: list[str], tmp_path: Path) -> None:
-    """It wrote checkpoints and metrics there, without a word."""
-    for name in files:
-        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "photos" / name).write_text("x")
-    before = everything_in(tmp_path)
-    for cls, kind, settings in ((run.RunConfig, "run", RUN[1:]), (reports.GridConfig, "grid", ["run=r", "lr=1"])):
-        said = problem(cls, *settings, f"out={tmp_path}", "name=photos")
-        found = next(name for name in sorted(files) if f"(it holds {name})" in said)
-        assert said == (
-            f"name = {tmp_path}/photos: this folder is not empty (it holds {found}), and holds no {kind}. "
-            "Choose another path for the output."
-        )
-    assert everything_in(tmp_path) == before
-    (tmp_path / "photos" / "status.json").write_text("{}")  # A run that has begun there goes on.
-    try_outputs(load(run.RunConfig, *RUN[1:], f"out={tmp_path}", "name=photos"))
-
-
 @pytest.mark.parametrize(
-    "files",
+    ("cls", "given"),
     [
-        [],
-        ["stop"],  # launch/slurm.sh, launch/kubernetes_job.yaml
-        ["supervise.log", "supervise.jsonl", "hostfile", "failures/rank-00000.json"],  # launch/supervise.py
-        ["lock", "log.txt", "checkpoints/step-00000010/model.safetensors"],  # killed before config.yaml
-        ["vit-17.txt", "17.err", "logs/none_x/attempt_0/0/stdout.log"],  # SLURM, torchrun --log-dir
-        ["code/train.py", "code/model.py", "code/data.py", "code/docs/plot.png", "code/docs/logo.png"],
-        [".snapshot/1.jpg"],
+        (segment.SegmentConfig, ["masks=m"]),
+        (weights.ExplainConfig, []),
+        (weights.ChooseConfig, ["num=3"]),
     ],
-)  # fmt: skip
-def test_other_files_may_be_in_the_folder_of_a_run(files: list[str], tmp_path: Path) -> None:
-    (tmp_path / "try").mkdir()
-    for name in files:
-        (tmp_path / "try" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "try" / name).write_text("x")
-    try_outputs(load(run.RunConfig, *RUN, f"out={tmp_path}"))
-
-
-def test_the_images_that_a_run_does_not_begin_among_are_those_that_are_read() -> None:
-    assert EXTENSIONS | {".tar", ".parquet"} == outputs._DATA
-
-
-def test_a_single_file_does_not_replace_one_of_a_run_or_a_study(place: Path) -> None:
-    for name in ("study.json", "results.csv", "mine.csv"):
-        (place / "folder" / name).write_text("x")
-    said = problem(weights.PredictConfig, *WEIGHTS, f"out={place}/folder/results.csv")
-    assert "results.csv: this file belongs to a study. Choose another path" in said
-    try_outputs(load(weights.PredictConfig, *WEIGHTS, f"out={place}/folder/mine.csv"))
-    try_outputs(load(weights.PredictConfig, *WEIGHTS, f"out={place}/folder/pairs.csv"))  # It does not exist.
+)
+def test_pictures_are_not_written_among_the_images(cls: type, given: list[str], tmp_path: Path) -> None:
+    """The sheet of a segmentation was an image of the next one, and had no mask."""
+    photos = tmp_path / "photos"
+    (photos / "cat").mkdir(parents=True)
+    settings = ["weights=w", *given, f"images={photos}"]
+    for out in (photos / "new", photos / "cat" / "new"):
+        assert f"out = {out} is in the folder of the images" in problem(cls, *settings, f"out={out}")
+    for out in (tmp_path / "new", tmp_path / "photos-2"):
+        try_outputs(load(cls, *settings, f"out={out}"))
+    (photos / "dataset.json").touch()  # A data set is read by its manifest.
+    try_outputs(load(cls, *settings, f"out={photos}/new"))
 
 
 def test_every_output_is_declared() -> None:

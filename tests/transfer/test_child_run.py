@@ -1,11 +1,8 @@
 """Commands that a grid or a study starts."""
 
-import os
 import signal
-import string
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ from polling import until
 
 from pipeline.base.errors import UserError
 from pipeline.process import waits
-from pipeline.settings import command, schema
+from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import RunConfig
@@ -75,32 +72,6 @@ def test_a_machine_without_the_command_says_how_to_bring_it(monkeypatch: pytest.
     monkeypatch.setattr(child_run, "_COMMANDS", tmp_path)
     with pytest.raises(UserError, match=r"has no .*/pretrain.py. On a Ray cluster, use: ray job submit --working-dir"):
         child_run.start_command("pretrain", [])
-
-
-def test_a_password_is_in_the_environment_of_a_run_and_not_on_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ps` shows command lines to every user of the machine."""
-    started = list[tuple[list[str], dict[str, str]]]()
-
-    def start(words: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[bytes]:
-        started.append((words, env))
-        return subprocess.CompletedProcess(words, 0)
-
-    monkeypatch.setattr(subprocess, "run", start)
-    own = [f"track.uri=postgresql://ann:{password}@h/db" for password in ("pa$s'%wörd", "other")]
-    settings = ["name=x", "data.path=d", "train.length=1 steps"]
-    run = child_run.make_child("x", "configs/pretrain/cifar10_small.yaml", [*settings, own[0]])
-    run = child_run.with_track(run, replace(run.config.track, uri=own[1].partition("=")[2]))
-    child_run.start_command("pretrain", ["--config", run.file, *run.overrides], "torchrun --nproc_per_node 2")
-    ((words, environment),) = started
-    assert "track.uri=postgresql://ann:***@h/db" in words
-    assert not [text for text in (*words, *environment.values()) if "wörd" in text or "other@" in text]
-    (hidden,) = environment.keys() - {*os.environ, "PATH"}
-    assert set(environment[hidden]) <= {*string.ascii_letters, *string.digits, *"+/="}  # No shell changes it.
-    monkeypatch.setenv(hidden, environment[hidden])
-    assert command.read_settings(RunConfig, words[words.index("--config") :]) == run.config
-    monkeypatch.delenv(hidden)  # As a launcher that starts with an environment of its own.
-    with pytest.raises(UserError, match=r"^track\.uri=.*:\*\*\*@h/db has \*\*\* in place of its password"):
-        command.read_settings(RunConfig, words[words.index("--config") :])
 
 
 @pytest.mark.parametrize("launcher", ["nosuchlauncher --num_gpus 8", "''", "/dev/null"])

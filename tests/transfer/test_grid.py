@@ -4,12 +4,11 @@ import contextlib
 import csv
 import json
 import os
-import random
 import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,10 +20,10 @@ from forked import Forge
 from ranks import metrics
 from tiny import make_dataset
 
-from data_tools.driver import only_driver
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.base.locks import only_writer
 from pipeline.checkpoint.store import FORMAT, Counters, State
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
@@ -33,6 +32,7 @@ from pipeline.lifecycle.run_folder import RESUME, RUN_FOLDER, refuse_checkpoint_
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
+from pipeline.process.outputs import holding_outputs
 from pipeline.review import compare
 from pipeline.review.reader import from_folder
 from pipeline.settings import schema
@@ -463,13 +463,11 @@ def test_settings_that_the_grid_sets_itself_are_refused() -> None:
 
 
 def test_rates_that_cannot_be_told_apart_or_are_none_are_refused_with_the_settings() -> None:
-    """Two that print alike had one run folder; 1e-320 is 0 in fp32. Both took 43 s to say so."""
+    """Two that print alike had one run folder; it took 43 s to say so."""
     with pytest.raises(
         UserError, match=r"lr = \[0\.1, 0\.10000001\]: the runs of two .* would both be called lr-0\.1\. Give"
     ):
         schema.load(GridConfig, None, ["name=x", "run=y.yaml", "lr=[0.1,0.10000001]"])
-    with pytest.raises(UserError, match=r"lr = 1e-320 is too small to count: it must be at least 1e-30\."):
-        schema.load(GridConfig, None, ["name=x", "run=y.yaml", "lr=[1e-320,1]"])
 
 
 def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_path: Path) -> None:
@@ -554,7 +552,11 @@ def test_a_second_grid_in_a_folder_is_refused(data: Path, tmp_path: Path) -> Non
         GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "settings=[init.weights=x]", "lr=[0.1]"]
     )
     command = runpy.run_path(str(ROOT / "launch" / "finetune_grid.py"))["finetune_grid"]
-    with only_driver(tmp_path / "tiny"), pytest.raises(UserError, match=rf"^{tmp_path}/tiny is being written by "):
+    with (
+        only_writer(tmp_path / "tiny"),
+        holding_outputs(),
+        pytest.raises(UserError, match=rf"^{tmp_path}/tiny is being written by "),
+    ):
         command(config)
 
 
@@ -579,38 +581,3 @@ def test_what_a_kill_leaves_of_two_reports_is_not_taken_for_one(
     with pytest.raises(KeyboardInterrupt):
         grid._write_report(results, config)
     assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["report.md"]
-
-
-def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
-    data: Path, tmp_path: Path, mutate: Callable[[bytes, random.Random], bytes]
-) -> None:
-    file, rng = tmp_path / "run.yaml", random.Random(0)
-    file.write_text(RUN.replace("DATA", str(data)))
-    config = schema.load(
-        GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "settings=[init.weights=x]", "lr=[0.1]"]
-    )
-    cell = grid.make_run(config, "final", 0.1, 0, 0.0)
-    cell.folder.mkdir(parents=True)
-    originals = {
-        "status.json": json.dumps({"status": "finished", "step": 12, "code": 0, "reason": ""}).encode(),
-        "config.json": json.dumps(schema.to_dict(cell.config)).encode(),
-        "scores.json": json.dumps({"step": 12, "top1": 0.5, "loss": 1.25, "num_samples": 37}).encode(),
-    }
-    answers = []
-    for number in range(301):
-        for name, content in originals.items():
-            (cell.folder / name).write_bytes(content)
-        if number:
-            name = ("config.json", "scores.json")[number % 2]
-            (cell.folder / name).write_bytes(mutate(originals[name], rng))
-        answers.append(read_outcome(cell) is not None)
-        if answers[-1]:
-            assert set(grid.run_to_end(cell, config, lambda *_: pytest.fail("started"))) == {
-                "top1",
-                "loss",
-                "num_samples",
-                "effective_images",
-                "trained_by",
-            }
-    assert answers[0]
-    assert 200 < answers.count(False) < 301

@@ -4,10 +4,8 @@ import base64
 import csv
 import json
 import os
-import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -348,23 +346,3 @@ def test_files_that_are_no_results(tmp_path: Path) -> None:
         else:
             place[key] = value
         refused(spoiled, said)
-
-
-def test_mutated_results_are_shown_or_refused_in_one_line(
-    tmp_path: Path, mutate: Callable[[bytes, random.Random], bytes]
-) -> None:
-    original, rng = json.dumps(whole(seeds=2)).encode(), random.Random(0)
-    refusals: list[str] = []
-    for _ in range(200):
-        (tmp_path / "results.json").write_bytes(mutate(original, rng))
-        try:
-            table = columns([tmp_path])
-        except UserError as error:
-            refusals.append(str(error))
-            continue
-        pictures = dict.fromkeys(("means.png", "tasks.png"), b"")
-        assert list(report.page(table, pictures))
-        assert list(report.summary(table[0]))
-        assert report.for_mlflow(table[0])
-    assert len(refusals) > 50
-    assert [said for said in refusals if "\n" in said or str(tmp_path) not in said] == []

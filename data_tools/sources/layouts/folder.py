@@ -2,7 +2,6 @@
 
 import errno
 import os
-import stat
 from pathlib import Path
 
 from data_tools.sources.ignored import is_hidden
@@ -12,8 +11,6 @@ from pipeline.base.json_record import shortened
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
 from pipeline.settings.commands.data import ShardConfig
-
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
@@ -72,8 +69,7 @@ def _look_at(entry: os.DirEntry) -> tuple[int, int, str]:
         # A broken link: one named as an image is listed, so that the job reports it as unreadable; another may be to a folder.
         is_image = os.path.splitext(entry.name)[1].lower() in EXTENSIONS
         return 0, 0, "" if is_image else "a link that leads nowhere"
-    kind = _KINDS.get(stat.S_IFMT(found.st_mode))
-    return found.st_size, found.st_mtime_ns, f"{kind}, not a regular file" if kind else ""
+    return found.st_size, found.st_mtime_ns, ""
 
 
 def _holds_itself(source: Path, name: str) -> bool:

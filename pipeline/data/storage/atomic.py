@@ -9,8 +9,8 @@ from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder
 
 
 def read_bytes(path: AnyPath) -> bytes:
-    """The content of a file: see `pipeline.base.files.read_bytes`; or of an object. Raises FileNotFoundError."""
-    return path.read_bytes() if isinstance(path, BucketPath) else files.read_bytes(path)
+    """The content of a file or an object. Raises FileNotFoundError."""
+    return path.read_bytes()
 
 
 def replacing(path: AnyPath) -> AbstractContextManager[BinaryIO]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular
 from pipeline.data.storage.object_store import BucketPath, key_of_url, temporary_file
 from pipeline.data.storage.retry import Retry
 
@@ -77,15 +76,15 @@ def version(path: AnyPath) -> str:
 
 
 def open_file(path: AnyPath) -> BinaryIO:
-    """A file or an object to read its bytes. Raises FileNotFoundError, and UserError for a local path that is no regular file."""
-    return path.open() if isinstance(path, BucketPath) else open_regular(path)
+    """A file or an object to read its bytes. Raises FileNotFoundError."""
+    return path.open() if isinstance(path, BucketPath) else open(path, "rb")
 
 
 @contextlib.contextmanager
 def fetched(path: AnyPath) -> Iterator[BinaryIO]:
     """The file on a local disk, for random access: an object is downloaded to a temporary file. Raises FileNotFoundError."""
     if isinstance(path, Path):
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             yield file
         return
     with temporary_file("download-") as copy:

@@ -12,7 +12,7 @@ from pipeline.evaluate.intervals import freedom_of_groups, quantile
 
 FILE = "pixel_counts.npz"
 _NAMES = ("rows", "right", "predicted", "true")
-_MAX_BYTES = 1 << 30  # Of one array: a million images in 128 classes.
+
 # Resamples that are drawn at a time: 8 bytes of each for each image or group.
 _BLOCK = 50
 _RESAMPLES = 1000
@@ -133,7 +133,7 @@ def as_file(counts: PixelCounts) -> bytes:
 
 def parse_counts(content: bytes, where: str) -> PixelCounts:
     """The counts in a file's content. Raises UserError for a damaged one."""
-    found = npz.read_arrays(content, where, _NAMES, _MAX_BYTES, optional=("groups",))
+    found = npz.read_arrays(content, where, _NAMES, optional=("groups",))
     rows, parts = found["rows"], [found[name] for name in _NAMES[1:]]
     if (
         any(array.dtype.kind not in "iu" for array in found.values())

@@ -20,6 +20,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.gallery import DPI
 from pipeline.base.page import markdown, png
+from pipeline.base.progress import duration
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted, printable
@@ -41,11 +42,14 @@ from pipeline.model.files import find_file, open_safetensors
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts
+from pipeline.process.outputs import hold
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import LookConfig
 
 _RESULTS, _UNFINISHED, _HEAD, _MASKS = "segmentation.json", "unfinished.pt", "head.safetensors", "predicted_masks"
 _SECONDS_BETWEEN_SAVES = 60
+# A training that will take longer is announced after its first step.
+_LONG_SECONDS = 120.0
 # Another number makes all layers be trained again: for a change of how they are trained.
 _FORMAT = 1
 # Settings that change no layer, or only by the pairs that they select.
@@ -75,6 +79,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     train, test = open_pairs(config)
     data, split = _scored_on(config)
     folder = output_folder(config.out, config.weights, "segment", f"{data}-{split}", holds="segmentation")
+    hold(folder)
     others = open_others(config, folder / _MASKS) if config.apply else None
     refuse_without_dataset(
         config, split=["images", "masks"], val_split=["images", "masks", "val_images", "val_masks"], apply_split=["apply"],
@@ -98,6 +103,11 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     print(
         f"{counted(len(classes.names), 'class')}; {counted(len(train), 'image')} to learn from, {counted(len(test), 'image')} to be scored "
         f"on, of whose pixels {1 - scored.sum():.1%} have no class"
+    )
+    side = min(loaded.image_size)
+    print(
+        f"{counted(config.steps, 'step')} of {counted(config.train_batch, 'crop')} of {side} px, {counted(tokens.model.config.num_tokens, 'token')} each",
+        flush=True,
     )
 
     # ---------------------------------------------------------------------- the layer and its score
@@ -226,8 +236,15 @@ def _train(
         total=config.steps, initial=training.step, desc="layer", unit=" steps", disable=None
     ) as bar:  # fmt: skip
         crops = batches(reader, config, loaded.view, min(loaded.image_size), training.step, problems)
+        begin, first = time.monotonic(), training.step + 1
         for step in training.run(crops):
             bar.update()
+            seconds = (time.monotonic() - begin) * (config.steps - step)
+            if step == first and seconds > _LONG_SECONDS:
+                print(
+                    f"a step takes {duration(seconds / (config.steps - step))}: the other steps take about {duration(seconds)}",
+                    flush=True,
+                )
             if len(problems) > allowed:
                 _refuse(problems.copy(), pairs, config)  # Threads go on to fill it.
             if step % _STEPS_BETWEEN_LOOKS and step < config.steps:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import path_inside
 from pipeline.base.words import counted
 from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
 from pipeline.monitor.mlflow.refusals import Refusals, one_line
@@ -149,13 +148,12 @@ class RunMirror:
     def _create(self, store: ModelStore, experiment_id: str, run_id: str, model: ModelFacts) -> SentModel:
         file: Path | None = None
         if self.config.upload_weights and "://" not in model.path:
-            with contextlib.suppress(FileNotFoundError):  # Of a checkpoint that was just removed.
-                file = path_inside(Path(model.path), WEIGHTS)
+            file = Path(model.path, WEIGHTS)
         tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
         name = f"{_NOT_IN_MODEL_NAMES.sub('_', self.facts.name)}-step-{model.step:08d}"
         kind = self.facts.tags.get("model", "")
         model_id = store.create_model(experiment_id, run_id, name, model.step, kind, tags)
-        if file:
+        if file and file.is_file():  # The checkpoint may just have been removed.
             self.refusals.allows(
                 store, run_id, str(file), partial(store.client.log_model_artifact, model_id, str(file))
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular, remove_unfinished, write_text
+from pipeline.base.files import remove_unfinished, write_text
 from pipeline.base.locks import FileLock
 from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
@@ -248,7 +248,7 @@ class MlflowSender:
 
     def _unsent_lines(self, state: SyncState) -> deque[bytes]:
         """The complete lines from `sent_bytes` on; all lines if that is not at the end of a line."""
-        with open_regular(self.path) as file:
+        with open(self.path, "rb") as file:
             if state.sent_bytes:
                 file.seek(state.sent_bytes - 1)
                 if file.read(1) != b"\n":  # The file was removed, and this is another one.
@@ -260,7 +260,7 @@ class MlflowSender:
     def _has_lost(self, last_steps: Mapping[str, int], state: SyncState) -> bool:
         """Whether a run lacks the last record that it has received: then it may lack any. last_steps: of its metrics."""
         record: Record | None = None
-        with contextlib.suppress(OSError, UserError), open_regular(self.path) as file:
+        with contextlib.suppress(OSError, UserError), open(self.path, "rb") as file:
             file.seek(max(0, state.sent_bytes - _LAST_RECORDS))
             found = map(parse_line, reversed(file.read(min(state.sent_bytes, _LAST_RECORDS)).splitlines()))
             record = next((record for record in found if record and record.metrics), None)

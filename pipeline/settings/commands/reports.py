@@ -27,7 +27,6 @@ class VtabReportConfig:
         REQUIRED,
         "Result folders of launch/vtab.py, as [runs/vit_b16/vtab/vit_paper-finetune]; the first is reported, the others "
         "are compared with it",
-        min_items=1,
         path=True,
     )
     names: list[str] = setting(list, "Names of the sweeps in the report; empty uses the folders' names.")
@@ -97,7 +96,7 @@ class RunReportConfig:
 class SyncConfig:
     """Sending run folders to MLflow afterwards."""
 
-    runs: list[str] = setting(REQUIRED, "Run folders, or folders that contain some, as [runs]", min_items=1, path=True)
+    runs: list[str] = setting(REQUIRED, "Run folders, or folders that contain some, as [runs]", path=True)
     uri: str = mlflow_uri(
         "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db."
     )
@@ -111,7 +110,7 @@ class GridConfig:
     run: str = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml", path=True)
     settings: list[str] = setting(list, "Settings that override the run's file, as [init.weights=runs/vit_l16].")
     lr: list[float] = setting(
-        REQUIRED, "Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]", above=0, min_items=1, distinct=True
+        REQUIRED, "Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]", above=0, distinct=True
     )
     dev_share: float = setting(
         0.1, "Share of the training split held out to choose lr (data.dev_share).", above=0, below=1

@@ -79,7 +79,7 @@ class StudyConfig:
     settings: list[str] = setting(
         list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
     )
-    models: list[StudyModel] = setting(REQUIRED, "The models that are compared", min_items=1)
+    models: list[StudyModel] = setting(REQUIRED, "The models that are compared")
     data_sizes: list[Limit] = setting(
         list,
         "Sizes of the training set to compare, as [1000,10000,100%]; larger ones contain smaller ones. Empty is data.limit of the run.",

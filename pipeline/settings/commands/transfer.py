@@ -40,7 +40,6 @@ class ProtocolConfig:
         REQUIRED,
         "Training lengths to try, as [2500 steps, 10000 steps]",
         above=0,
-        min_items=1,
         distinct=True,
         needs="method=finetune",
     )
@@ -51,7 +50,6 @@ class ProtocolConfig:
         REQUIRED,
         "Peak learning rates to try, as [0.1, 0.01]",
         above=0,
-        min_items=1,
         distinct=True,
         needs="method=finetune",
     )

@@ -362,3 +362,16 @@ def test_what_is_not_read_is_named_as_such(encode: Encode) -> None:
     for file in (brands(b"qt  "), brands(b"mp42", b"isom")):  # Videos of phones.
         with pytest.raises(DecodeError, match="no image: begins with"):
             decode(file)
+
+
+def test_a_damaged_tiff_is_an_error_and_no_line_without_its_name(capfd: pytest.CaptureFixture[str]) -> None:
+    """libtiff printed on stderr itself."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(
+        buffer, "TIFF", compression="tiff_lzw"
+    )
+    data = bytearray(buffer.getvalue())
+    data[3000:3100] = bytes(100)
+    with pytest.raises(DecodeError):
+        decode(bytes(data))
+    assert capfd.readouterr().err == ""

@@ -152,9 +152,7 @@ def test_a_damaged_part_is_made_again(job: ShardingJob, tmp_path: Path) -> None:
     assert num_made > 48
 
 
-@pytest.mark.parametrize(
-    "about", [b"{", b"3", b'{"shard": 3}', b'{"shard": {"name": "x"}, "skipped": []}', b"[" * 50_000]
-)
+@pytest.mark.parametrize("about", [b"{", b"3", b'{"shard": 3}', b'{"shard": {"name": "x"}, "skipped": []}'])
 def test_a_part_that_says_something_else_is_none(about: bytes, job: ShardingJob, tmp_path: Path) -> None:
     write_shard(job)
     part = tmp_path / "out" / PARTS / "train-000000.parquet"

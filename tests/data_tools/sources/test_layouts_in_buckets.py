@@ -131,7 +131,7 @@ def test_class_tars_in_a_bucket_are_read_side_by_side_and_once(tmp_path: Path, s
 
     # A list that was damaged since is made again.
     kept = sorted(path for path, *_ in walk_files(out))
-    for path, content in zip(kept, (b"?", gzip.compress(b'[["x", 1]]'), gzip.compress(b"[" * 99_999)), strict=False):
+    for path, content in zip(kept, (b"?", gzip.compress(b'[["x", 1]]'), gzip.compress(b"[")), strict=False):
         path.write_bytes(content)
     listing, read = _listing_of_tars(server, there, out)
     assert len(read) == min(3, len(kept))

@@ -218,7 +218,6 @@ def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
     ("plan", "said"),
     [
         (b"{", "is not valid JSON (Expecting property name"),
-        (b"[" * 100_000, "is not valid JSON (it is nested too deeply)"),
         (b"{}", "plan.json: settings is missing."),
         (b'{"settings": {}, "source": 3}', "plan.json: source = 3 must be a mapping."),
         (b'{"settings": {}, "source": {"path": "x", "samples": "2"}}', "plan.json: source.samples = '2' must be a whole number."),
@@ -250,7 +249,14 @@ def test_help_tells_every_setting() -> None:
 
 
 def test_photographs_of_phones_and_netpbm_s_are_images(tmp_path: Path) -> None:
-    files = {"cat/2.HEIC": b"?", "cat/3.hif": b"?", "fox/1.avif": b"?", "fox/2.ppm": b"?", "fox/3.pgm": b"?", "fox/4.jxl": b"?"}
+    files = {
+        "cat/2.HEIC": b"?",
+        "cat/3.hif": b"?",
+        "fox/1.avif": b"?",
+        "fox/2.ppm": b"?",
+        "fox/3.pgm": b"?",
+        "fox/4.jxl": b"?",
+    }
     source = write_folder({**GOOD, **files}, tmp_path / "raw")
     found = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
     assert not found.skipped

@@ -23,7 +23,6 @@ from raw_images import write_folder
 from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
 
 from data_tools import progress
-from data_tools.driver import only_driver
 from data_tools.sources import Reader
 from data_tools.sources.images import png
 from data_tools.sources.layouts import archive
@@ -35,6 +34,7 @@ from data_tools.vtab.readers import convert
 from data_tools.vtab.readers.files import DatasetFiles
 from data_tools.vtab.split import SPLITS
 from pipeline.base.errors import UserError
+from pipeline.base.locks import only_writer
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, file_sha256, open_dataset
 from pipeline.data.loading.decode import decode
 from pipeline.settings.commands.data import VtabPrepareConfig
@@ -125,7 +125,7 @@ def test_splits_that_were_made_are_proved(
 
     # One that unpacks the same archives is waited for, not disturbed.
     again = settings(folder / "out", prove=True, originals=str(folder / "originals"), tasks=["pets"])
-    with only_driver(folder / "out" / "pets" / ".prove"), small_splits():
+    with only_writer(folder / "out" / "pets" / ".prove"), small_splits():
         with pytest.raises(UserError, match=r"\.prove is being written by .* Wait until that ends"):
             run(again)
         assert (folder / "out" / "pets" / ".prove").exists()

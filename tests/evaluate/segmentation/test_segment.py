@@ -16,11 +16,13 @@ from safetensors import safe_open
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
+from pipeline.base.locks import only_writer
 from pipeline.base.trained_on import TrainedSet
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.evaluate.segmentation import apply, linear, run
 from pipeline.evaluate.segmentation.counts import parse_counts
 from pipeline.evaluate.segmentation.pairs import open_pairs
+from pipeline.process.outputs import holding_outputs
 from pipeline.review import compare, statistics
 from pipeline.review.budgets import curves
 from pipeline.review.reader import RunReader
@@ -362,3 +364,25 @@ def test_scores_of_images_that_weights_were_trained_on_are_marked(
 def test_names_of_data(images: str, name: tuple[str, str]) -> None:
     assert run._scored_on(settings("i", "m", f"val_images={images}", "val_masks=v")) == name
     assert run._scored_on(settings(images, "m")) == (name[0], "held-out")
+
+
+def test_a_second_command_for_the_same_folder_is_refused(write_pairs: Write, weights: Path, tmp_path: Path) -> None:
+    given = command(weights, write_pairs(6), tmp_path / "out", "steps=1")
+    with only_writer(tmp_path / "out"), holding_outputs(), pytest.raises(UserError, match="out is being written by"):
+        run.run(given)
+
+
+def test_a_long_training_says_how_long(
+    write_pairs: Write,
+    weights: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Windows of 4096 px took minutes, without a word."""
+    for limit, said in ((0.0, True), (1e9, False)):
+        monkeypatch.setattr(run, "_LONG_SECONDS", limit)
+        run.run(command(weights, write_pairs(6, f"{said}"), tmp_path / f"out-{said}", "steps=2", "num_drawn=0"))
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line.startswith("2 steps of") and line.endswith(" tokens each")]
+        assert any(line.startswith("a step takes") for line in lines) == said
