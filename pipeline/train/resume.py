@@ -204,7 +204,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
         console.say(note)
     if config.init.weights:
         num_classes = objectives.num_classes(config, dataset.num_classes)
-        adaptation = objectives.adaptation(config, dataset.num_classes)
+        adaptation = objectives.adaptation(config, dataset.num_classes, dataset.pixels)
         content = models.read_weights(config.init.weights, console.say)
         names = content.extra.get("classes")
         model = models.load(config.init.weights, seed=config.seed, content=content, say=console.say, **adaptation)
@@ -221,7 +221,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
         if num_classes and not config.init.new_head and (not names or len(names) == num_classes):
             _compare_classes(config, names or (), dataset.classes, console)
         return model
-    return models.build(objectives.new_backbone(config, dataset.num_classes), config.seed)
+    return models.build(objectives.new_backbone(config, dataset.num_classes, dataset.pixels), config.seed)
 
 
 def _compare_classes(config: RunConfig, of_weights: Sequence[str], of_data: Sequence[str], console: Console) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, ImageFile
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.words import counted
 from pipeline.data.loading import jpeg_region
 from pipeline.data.loading.jpeg_region import Region
@@ -75,6 +76,7 @@ def decode(
     choose: Callable[[int, int], Region] | None = None,
     factor: Callable[[], int] = lambda: 1,
     by_region: bool = True,
+    pixels: Pixels = RGB8,
 ) -> np.ndarray:
     """Decode an image of one of the EXTENSIONS to uint8 (H, W, 3) RGB, turned upright by its EXIF tag (HEIC and AVIF: by irot and imir).
 
@@ -87,6 +89,8 @@ def decode(
     factor: asked after `choose`, by what (1, 2, 4 or 8) to reduce the region of a JPEG (`jpeg_region.reduced`); other formats are not reduced.
     by_region: False always decodes the whole image.
     """
+    if not pixels.is_rgb8:
+        return _decode_npy(data, choose, pixels)
     is_jpeg = _format(data) == "jpg"
     orientation = exif_orientation(data) if is_jpeg else 1
     if is_jpeg:
@@ -99,12 +103,28 @@ def decode(
             part = _decode_jpeg(data, stored, factor)
         if part is not None:
             return upright(part, orientation)
-    pixels, orientation = with_pillow(data, _to_rgb)
-    pixels = upright(pixels, orientation)
+    found, orientation = with_pillow(data, _to_rgb)
+    found = upright(found, orientation)
     if choose is None:
-        return pixels
-    top, left, height, width = choose(*pixels.shape[:2])
-    return pixels[top : top + height, left : left + width]
+        return found
+    top, left, height, width = choose(*found.shape[:2])
+    return found[top : top + height, left : left + width]
+
+
+def _decode_npy(data: bytes, choose: Callable[[int, int], Region] | None, pixels: Pixels) -> np.ndarray:
+    if not data.startswith(b"\x93NUMPY"):
+        raise DecodeError(f"no .npy file: begins with {data[:12]!r}")
+    try:
+        found = np.load(io.BytesIO(data), allow_pickle=False)
+    except ValueError as error:
+        raise DecodeError(_reason(error)) from None
+    found = found[..., None] if found.ndim == 2 else found
+    if found.ndim != 3 or found.shape[2] != pixels.num_channels or found.dtype != np.dtype(pixels.type):
+        raise DecodeError(f"an array {found.shape} of {found.dtype}, not (H, W, {pixels.num_channels}) of {pixels.type}")
+    if choose is None:
+        return found
+    top, left, height, width = choose(*found.shape[:2])
+    return found[top : top + height, left : left + width]
 
 
 def decode_with_orientation(data: bytes) -> tuple[np.ndarray, int]:
