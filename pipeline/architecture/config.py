@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
 from pipeline.architecture.option import REQUIRED, Fields, Option, option
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.architecture.resnets import (
     ResNetConfig,
     check_small_stem,
@@ -28,6 +29,8 @@ Pool = Literal["token", "gap", "map", "mean", "both", "attentive"]
 Masked = Literal["mean_color", "small_patch", "pixels"]
 # How learned positions are resampled to another patch grid (pipeline/model/position.py).
 Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
+# How weights of 8-bit RGB begin on images of other channels (pipeline/model/channels.py).
+ChannelRule = Literal["auto", "repeat", "zero", "random"]
 
 # Far above every published model: a damaged file must not allocate more than these.
 _MAX_TOKENS = 2**17
@@ -168,6 +171,7 @@ class ViTConfig(Fields):
         min=16,
         max=2**12,
     )
+    pixels: Pixels = RGB8  # what the values of its images mean; from the data set of its training
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,6 +207,11 @@ class ViTConfig(Fields):
             self._check_masked()
 
     def _check_masked(self) -> None:
+        if self.masked != "pixels" and not self.pixels.is_rgb8:
+            raise UserError(
+                f"model: masked = {self.masked} predicts colours of 8-bit RGB, and images have {self.pixels.describe()}. Use masked pixels "
+                "(train.loss=masked_pixels)."
+            )
         if self.num_classes or self.representation or self.pools_by_attention or self.axial:
             raise UserError(
                 "model: masked patch prediction reads patch tokens, so it has no classes, representation layer, attention "
@@ -342,7 +351,12 @@ class ViTConfig(Fields):
     @property
     def patch_outputs(self) -> int:
         """Number of outputs for each corrupted patch."""
-        return {None: 0, "mean_color": 512, "small_patch": 16 * 512, "pixels": 3 * self.patch_pixels**2}[self.masked]
+        return {
+            None: 0,
+            "mean_color": 512,
+            "small_patch": 16 * 512,
+            "pixels": self.pixels.num_channels * self.patch_pixels**2,
+        }[self.masked]
 
     @property
     def num_outputs(self) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, cast
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits, quoted
@@ -44,12 +45,13 @@ class Fields:
 
     image_size: tuple[int, int]
     num_classes: int
+    pixels: Pixels
 
     def __post_init__(self) -> None:
         """Raise UserError for a value of another type or out of its range."""
         hints = json_record.type_hints(cast(Any, type(self)))
         for field in dataclasses.fields(cast(Any, self)):
-            if not isinstance(value := getattr(self, field.name), tuple):
+            if not isinstance(value := getattr(self, field.name), tuple | Pixels):
                 json_record.Converter("model").convert(value, hints[field.name], field.name, field.metadata.get("rule"))
         if not all(1 <= side <= _MAX_SIDE for side in self.image_size):
             raise UserError(f"model: image_size = {quoted(self.image_size)} must be from 1 to {_MAX_SIDE:,} pixels.")
@@ -64,4 +66,6 @@ class Fields:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, YAML and weights files; tuples become lists."""
         values = {name: vars(self)[name] for name in _FIRST_SAVED if name in vars(self)} | self.added()
+        if "pixels" in values:
+            values["pixels"] = self.pixels.to_dict()
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

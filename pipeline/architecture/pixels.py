@@ -7,7 +7,7 @@ An image is an array (H, W, C) of `type`. A model reads, for each channel,
 so that 8-bit RGB becomes value / 127.5 - 1, as in the ViT paper's code.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pipeline.base import json_record
@@ -23,8 +23,8 @@ FULL_RANGE: dict[str, tuple[float, float]] = {"bool": (0, 1)} | {
     for sign in ("u", "")
     for bits in (8, 16, 32, 64)
 }
-# Types that are cropped, resized and sent to the device as they are, or in one that OpenCV can resize; all others are scaled
-# to [0, 1] as float32 before that.
+# Types that are cropped, resized and sent to the device as they are, or in one that OpenCV can resize (bool as 0 and 255, so that
+# edges have levels); all others are scaled to [0, 1] as float32 before that.
 _BATCH_TYPES: dict[str, Literal["uint8", "uint16", "int16"]] = {
     "bool": "uint8", "uint8": "uint8", "int8": "int16", "uint16": "uint16", "int16": "int16",
 }  # fmt: skip
@@ -95,7 +95,8 @@ class Pixels:
         """(low, high) per channel of the values in a batch."""
         if self.batch_type == "float32":
             return (0.0,) * self.num_channels, (1.0,) * self.num_channels
-        return self.low, self.high
+        times = 255 if self.type == "bool" else 1
+        return tuple(times * low for low in self.low), tuple(times * high for high in self.high)
 
     @property
     def is_clipped(self) -> bool:
@@ -103,6 +104,25 @@ class Pixels:
         return self.batch_type != "float32" and (
             FULL_RANGE[self.type] != (min(self.low), max(self.high)) or len({*self.low}) + len({*self.high}) > 2
         )
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """The places of the three channels that a picture shows: red, green and blue, else the first three; of one or two, the first one."""
+        if set(RGB_CHANNELS) <= set(self.channels):
+            return tuple(map(self.channels.index, RGB_CHANNELS))
+        return (0, 1, 2) if self.num_channels > 2 else (0, 0, 0)
+
+    def reading(self, data: "Pixels", weights: str, where: str) -> "Pixels":
+        """How a model of these pixels reads images of a data set: by its own range, with the data set's nodata.
+
+        weights, where: names of both in an error. Raises UserError for other channels or another type.
+        """
+        if (self.channels, self.type) != (data.channels, data.type):
+            raise UserError(
+                f"{weights} reads images of {self.describe()}, and {where} has {data.describe()}: use weights and data of the same "
+                "channels and type."
+            )
+        return replace(self, nodata=data.nodata)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON and weights files."""
@@ -123,6 +143,8 @@ class Pixels:
     def describe(self) -> str:
         """In words, such as "3 channels uint8 (red, green, blue)"."""
         return f"{counted(self.num_channels, 'channel')} {self.type} ({', '.join(self.channels)})"
+
+    __str__ = describe
 
 
 RGB8 = Pixels()

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Annotated
 
 from pipeline.architecture.option import Fields
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits, quoted
 
@@ -20,6 +21,7 @@ class ResNetConfig(Fields):
     image_size: tuple[int, int]  # height, width, in pixels
     num_classes: Annotated[int, Limits(0, 2**24)]  # 0: no head, the model returns its features
     head_bias: Annotated[float, Limits(-1000, 1000)] = 0.0  # initial bias of the head
+    pixels: Pixels = RGB8  # what the values of its images mean; from the data set of its training
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -199,7 +199,7 @@ def _saved_by(
 def meta_inputs(config: Config, images: int, dtype: torch.dtype) -> list[Tensor]:
     """Inputs of a model on the meta device: pixels, and for masked patch prediction the masks."""
     with torch.device("meta"):
-        pixels = torch.empty(images, 3, *config.image_size, dtype=dtype)
+        pixels = torch.empty(images, config.pixels.num_channels, *config.image_size, dtype=dtype)
         if isinstance(config, ResNetConfig) or not config.masked:
             return [pixels]
         rows, columns = config.grid

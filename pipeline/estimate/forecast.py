@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.loading.balance import describe_balance
 from pipeline.data.mixture.label_use import label_notes
@@ -46,6 +47,7 @@ class Data:
     source: str
     balance: str = ""
     label_notes: list[str] = field(default_factory=list)
+    pixels: Pixels = RGB8
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
     """Compute all figures. Raises UserError for an impossible batch, length or cluster."""
     cluster = Cluster.parse(config.cluster) if config.cluster else None
     config, data, names = _data(config)
-    model = _model(config, data.classes, names)
+    model = _model(config, data.classes, names, data.pixels)
     measured = read_measured(config, model, cluster) if cluster and config.bench else None
     if cluster and measured:
         config = replace(config, mfu=measured_mfu(config, model, cluster, measured))
@@ -207,25 +209,36 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
         source = f"manifests; {split.describe()}"
     num_bytes = int(split.shard_bytes.sum())
     notes = label_notes(found, config.train.loss)
-    data = Data(len(split), found.epoch_samples, found.dataset.num_classes, used, num_bytes, source, balance, notes)
+    data = Data(
+        len(split),
+        found.epoch_samples,
+        found.dataset.num_classes,
+        used,
+        num_bytes,
+        source,
+        balance,
+        notes,
+        split.pixels,
+    )
     return config, data, found.dataset.classes
 
 
-def _model(config: PlanConfig, num_classes: int, names: Sequence[str]) -> Config:
+def _model(config: PlanConfig, num_classes: int, names: Sequence[str], pixels: Pixels) -> Config:
     """Returns the architecture: from the settings, from `variant`, or from init.weights."""
     refuse_without_labels(config, num_classes)
     objectives.check(config, num_classes, names)
+    objectives.check_pixels(config, pixels)
     if not config.init.weights:
-        return objectives.new_backbone(config, num_classes)
+        return objectives.new_backbone(config, num_classes, pixels)
     if config.variant:
         plain: dict[str, Any] = {"name": config.variant, "representation": False}
         if config.train.freeze == ENCODER and not config.init.attentive_pool:
             plain["pool"] = "map"  # Only weights with such a pool, as SigLIP's, can be trained so.
         named = replace(config.model, **plain)
-        found = objectives.new_backbone(replace(config, model=named), num_classes, covered=False)
+        found = objectives.new_backbone(replace(config, model=named), num_classes, pixels, covered=False)
     else:
         try:
             found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=config.out)).config
         except UserError as error:
             raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
-    return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes))
+    return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes, pixels))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.estimate.activations import of_many, saved_by_loss, saved_bytes
 from pipeline.estimate.plan import Plan
@@ -257,17 +258,24 @@ def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
     """Bytes of all views of a micro-batch's images."""
     precision, cls = config.engine.precision, kind(config.train.loss)
     if cls.trains_backbone_alone:
-        return input_bytes(model.image_size, micro_batch, precision)
+        return input_bytes(model.image_size, micro_batch, precision, model.pixels)
     teacher = cls.teacher_config(config, model)
-    resized = [(teacher.image_size, 1)] if teacher and teacher.image_size != model.image_size else []
-    views = [(ImageSize.parse(group.size), group.count) for group in cls.views(config)]
-    return sum(input_bytes(size, count * micro_batch, precision) for size, count in views + resized)
+    views = [(ImageSize.parse(group.size), group.count, model.pixels) for group in cls.views(config)]
+    if teacher and (teacher.image_size, teacher.pixels) != (model.image_size, model.pixels):
+        views.append((ImageSize(*teacher.image_size), 1, teacher.pixels))
+    return sum(input_bytes(size, count * micro_batch, precision, pixels) for size, count, pixels in views)
 
 
-def input_bytes(size: tuple[int, int], micro_batch: int, precision: TrainPrecision) -> int:
+def input_bytes(size: tuple[int, int], micro_batch: int, precision: TrainPrecision, pixels: Pixels = RGB8) -> int:
     """Bytes of a micro-batch's images of a size (height, width): normalised in fp32, and the 16-bit copy that the model reads."""
     height, width = size
-    return micro_batch * 3 * height * width * (4 if precision == "fp32" else 4 + dtype_of(precision).itemsize)
+    return (
+        micro_batch
+        * pixels.num_channels
+        * height
+        * width
+        * (4 if precision == "fp32" else 4 + dtype_of(precision).itemsize)
+    )
 
 
 def checkpoint_bytes(model: Config, config: RunConfig) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.architecture.pixels import RGB8
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, did_you_mean
 from pipeline.base.words import counted
@@ -52,7 +52,12 @@ class AdhocSplit:
 
 
 def open_adhoc_split(
-    places: Sequence[str], split: str, exclude: str, names: Sequence[str], setting: str = "images"
+    places: Sequence[str],
+    split: str,
+    exclude: str,
+    names: Sequence[str],
+    setting: str = "images",
+    pixels: Pixels = RGB8,
 ) -> AdhocSplit:
     """Open the images of a command. Files of a folder are sorted by path; files given by name keep their order.
 
@@ -61,7 +66,7 @@ def open_adhoc_split(
     names: class names of the weights. The label of an image file is the name of its folder if that is one of `names`. In a
     tar, the label is the number in the sample's .cls file, into the classes of the data set that the tar belongs to, else
     into `names`.
-    setting: that names the places, for errors.
+    setting: that names the places, for errors. pixels: how files are read; a data set says it itself.
     Raises UserError for a place that is missing or holds no image, and for a data set next to other places.
     """
     if is_dataset(places):
@@ -94,7 +99,7 @@ def open_adhoc_split(
     if broken:
         left_out.append(_lead_nowhere(broken))
     note = f"left out: {', and '.join(left_out)}" if left_out else ""
-    return AdhocSplit(_as_split(images, note), list(of_labels))
+    return AdhocSplit(_as_split(images, note, pixels), list(of_labels))
 
 
 def is_dataset(places: Sequence[str]) -> bool:
@@ -220,7 +225,7 @@ def _names_in(folder: Path) -> tuple[str, ...]:
     return tuple(open_dataset(folder).classes) if (folder / INFO).is_file() else ()
 
 
-def _as_split(images: list[_Image], note: str) -> Split:
+def _as_split(images: list[_Image], note: str, pixels: Pixels) -> Split:
     """Build the split. Consecutive images of the same file form a shard. note: see `ManifestIndex`."""
     firsts = [i for i, image in enumerate(images) if i == 0 or image.path != images[i - 1].path]
     starts = np.array([*firsts, len(images)])
@@ -250,5 +255,5 @@ def _as_split(images: list[_Image], note: str) -> Split:
         excluded_rows=np.empty(0, np.int64),
         excluded_by={},
         table=SampleTable(table, range(table.num_row_groups)),
-        pixels=RGB8,
+        pixels=pixels,
     )

@@ -346,7 +346,7 @@ def _accept(name: str, difference: LogitDifference, what: str, tolerance: float,
 
 def _images(config: Config) -> Tensor:
     """NUM_IMAGES images of uniform noise, always the same."""
-    shape = (NUM_IMAGES, 3, *config.image_size)
+    shape = (NUM_IMAGES, config.pixels.num_channels, *config.image_size)
     return torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 

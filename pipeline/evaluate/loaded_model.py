@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pipeline import model as models
+from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -59,23 +60,36 @@ class LoadedModel:
             remedy = "Check the images, or raise max_bad_share."
             budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
             yield SplitReader(
-                split, self.image_size, self.view, config.batch, config.threads, alone, bar.update, budget=budget
+                split,
+                self.image_size,
+                self.view,
+                config.batch,
+                config.threads,
+                alone,
+                bar.update,
+                budget=budget,
+                pixels=self.pixels,
             )
 
+    @property
+    def pixels(self) -> Pixels:
+        """What the values of its images mean."""
+        return self.model.config.pixels
+
     def images(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, H, W, 3) -> (B, 3, H, W), the model's input."""
-        return normalise(pixels, self.device, self.dtype)
+        """Images (B, H, W, C) of a batch -> (B, C, H, W), the model's input."""
+        return normalise(pixels, self.device, self.dtype, self.pixels)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, H, W, 3) -> (B, D), the head's input."""
+        """images (B, H, W, C) -> (B, D), the head's input."""
         return self.model.features(self.images(pixels))
 
     def logits(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, H, W, 3) -> float32 (B, K)."""
+        """images (B, H, W, C) -> float32 (B, K)."""
         return self.model.head(self.features(pixels)).float()
 
     def probabilities(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, H, W, 3) -> float32 (B, K), class probabilities."""
+        """images (B, H, W, C) -> float32 (B, K), class probabilities."""
         return probabilities_of(self.logits(pixels), self.loss_kind)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
@@ -22,6 +23,7 @@ class SplitReader:
 
     progress: called with the number of images after each batch of this rank. stop: polled between batches; all ranks stop together.
     budget: how many of the images that are read may be unreadable: a score on the rest says nothing about the weights.
+    pixels: of the model.
     views: those of an objective; if there are several, they are read instead of the evaluation view, drawn from (seed, epoch,
     sample, view). The requests of `eval_requests` are of epoch 0, so these views are the same at each evaluation.
     """
@@ -35,6 +37,7 @@ class SplitReader:
     progress: Callable[[int], object] | None = None
     stop: StopRequest | None = None
     budget: BadBudget = BadBudget(share=0.001)
+    pixels: Pixels = RGB8
     views: tuple[Views, ...] = ()
     seed: int = 0
 
@@ -44,13 +47,14 @@ class SplitReader:
     ) -> Iterator[tuple[Iterator[Batch], dict[int, str]]]:
         """Yields (this rank's batches, problems: row -> reason, filled while reading). Collective.
 
-        num_samples: number of samples that all ranks read together. Iterating raises Stopped on all ranks when they agree to
+        num_samples: number of samples that all ranks read together. Raises UserError for images of other channels or another type. Iterating raises Stopped on all ranks when they agree to
         stop, and OneRankError when this rank alone exceeds the budget; `problems_of_all` checks that of all ranks.
         """
         is_stop_wanted = self.stop.is_wanted if self.stop else lambda: False
-        writer = eval_view(self.view, self.image_size)
+        pixels = self.pixels.reading(self.split.pixels, "the model", f"split {self.split.name!r}")
+        writer = eval_view(self.view, self.image_size, pixels)
         if sum(group.count for group in self.views) > 1:
-            writer = train_views(self.views, self.seed)
+            writer = train_views(self.views, self.seed, pixels=pixels)
         with Loader(
             self.split, writer, self.threads, prefetch=2, max_bad_share=1.0, is_stop_wanted=is_stop_wanted
         ) as loader:

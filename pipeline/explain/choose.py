@@ -38,10 +38,12 @@ def run(config: ChooseConfig) -> list[str]:
     config = with_local_weights(config)
     loaded = load_model(config)
     names = read_class_names(config.class_names) or loaded.extra.get("classes") or []
-    images = open_adhoc_split(config.images, config.split, config.exclude, names)
+    images = open_adhoc_split(config.images, config.split, config.exclude, names, pixels=loaded.pixels)
     labelled = None
     if config.labelled:
-        labelled = open_adhoc_split(config.labelled, config.labelled_split, config.exclude, names, "labelled")
+        labelled = open_adhoc_split(
+            config.labelled, config.labelled_split, config.exclude, names, "labelled", loaded.pixels
+        )
     refuse_without_dataset(config, split=["images"], labelled_split=["labelled"], exclude=["images", "labelled"])
     for line in images.split.notes() + (labelled.split.notes() if labelled else []):
         print(line)

@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
@@ -20,6 +21,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader, normalise
+from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import ViewWriter, eval_view, shown_view
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import AdhocSplit
@@ -146,7 +148,7 @@ def _draw_weights(loaded: LoadedModel, drawings: set[str], results: ExplainResul
     model = loaded.model
     if "filters" in drawings:
         filters = principal_filters(model)
-        results.drawings["filters"] = figures.draw_filters(filters)
+        results.drawings["filters"] = figures.draw_filters(filters, loaded.pixels.shown)
         results.numbers["filter_variance_shares"] = filters.shares.tolist()
     if not isinstance(model, VisionTransformer):
         return
@@ -178,15 +180,25 @@ def _draw_images(
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_read = max(config.num_drawn, config.num_averaged if "distance" in drawings else 0)
-    rows, pixels = _read(config, pictures.split, order[:num_read], eval_view(loaded.view, loaded.image_size))
+    rows, pixels = _read(
+        config,
+        pictures.split,
+        order[:num_read],
+        eval_view(loaded.view, loaded.image_size, _read_as(loaded, pictures.split)),
+    )
     rows, drawn = rows[: config.num_drawn], pixels[: config.num_drawn]
     shown = read_shown(config, loaded, pictures.split, rows)[1]
     captions = [_caption(pictures, row) for row in rows.tolist()]
     results.numbers["images"] = pictures.split.keys(rows)
+    if not loaded.pixels.is_rgb8:
+        results.numbers["shown_channels"] = [loaded.pixels.channels[place] for place in loaded.pixels.shown]
+        print(
+            f"pictures show {', '.join(results.numbers['shown_channels'])} as red, green and blue, by the recorded range"
+        )
 
     model = loaded.model
     if isinstance(model, VisionTransformer) and "patches" in drawings:
-        results.drawings["patches"] = figures.draw_patches(drawn[0].numpy(), model.config)
+        results.drawings["patches"] = figures.draw_patches(to_rgb(drawn[0].numpy(), loaded.pixels), model.config)
     if isinstance(model, VisionTransformer) and drawings & _ATTENTION_DRAWINGS:
         images = loaded.images(pixels)
         _draw_attention(config, model, drawings, images, shown, captions, results)
@@ -196,10 +208,14 @@ def _draw_images(
         results.numbers["component_variance_shares"] = found.shares.tolist()
     if "reconstruction" in drawings and mae is not None:
         painted = reconstruct(
-            mae.to(loaded.device), normalise(drawn, loaded.device, torch.float32), rows, config.seed, config.batch
+            mae.to(loaded.device),
+            normalise(drawn, loaded.device, torch.float32, loaded.pixels),
+            rows,
+            config.seed,
+            config.batch,
         )
         results.drawings["reconstruction"] = galleries.draw_reconstruction(
-            painted, mae.normalise, drawn.numpy(), captions
+            painted, mae.normalise, to_rgb(drawn.numpy(), loaded.pixels), captions
         )
         results.numbers["reconstruction_losses"] = painted.losses.tolist()
     if "gradcam" in drawings:
@@ -213,8 +229,12 @@ def read_shown(
     config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows that can be read, and what the model sees of them with enough pixels for people, uint8 (n, H, W, 3). Raises UserError for none."""
-    kept, pixels = _read(config, split, rows, shown_view(loaded.view, loaded.image_size))
-    return kept, pixels.numpy()
+    kept, images = _read(config, split, rows, shown_view(loaded.view, loaded.image_size, _read_as(loaded, split)))
+    return kept, to_rgb(images.numpy(), loaded.pixels)
+
+
+def _read_as(loaded: LoadedModel, split: Split) -> Pixels:
+    return loaded.pixels.reading(split.pixels, "the model", f"split {split.name!r}")
 
 
 def _read(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWriter) -> tuple[np.ndarray, Tensor]:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
 from pipeline.base.gallery import DPI
@@ -47,11 +48,12 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
         try_output("sheet", _sheet(config), "file")
     loaded = load_model(config)
     names = read_class_names(config.class_names) or loaded.extra.get("classes") or []
-    images = with_readable_labels(open_adhoc_split(config.images, config.split, config.exclude, names), loaded)
+    opened = open_adhoc_split(config.images, config.split, config.exclude, names, pixels=loaded.pixels)
+    images = with_readable_labels(opened, loaded)
     refuse_without_dataset(config, split=["images"], exclude=["images"])
     for line in images.split.notes():
         print(line)
-    query = _open_query(config) if config.like else None
+    query = _open_query(config, loaded.pixels) if config.like else None
     if query is not None:
         _refuse_others_file(config, [*query.split.shard_paths, *images.split.shard_paths])
     wanted = None if query is None else _features_of(config, loaded, query)
@@ -88,11 +90,11 @@ def _is(file: os.stat_result, path: str) -> bool:
         return False
 
 
-def _open_query(config: FeaturesConfig) -> AdhocSplit:
+def _open_query(config: FeaturesConfig, pixels: Pixels) -> AdhocSplit:
     path = to_path(config.like)
     if not (isinstance(path, Path) and path.is_file()):
         raise UserError(f"like = {config.like} is no image file on this machine. Give the path of one.")
-    query = open_adhoc_split([config.like], "", "none", [])
+    query = open_adhoc_split([config.like], "", "none", [], pixels=pixels)
     if len(query.split) != 1:
         raise UserError(f"like = {config.like} has {counted(len(query.split), 'image')}. Give the path of one.")
     return query

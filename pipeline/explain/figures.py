@@ -116,11 +116,11 @@ def _sheet(tiles: np.ndarray, gap: int, fill: float) -> np.ndarray:
     return sheet.swapaxes(1, 2).reshape(rows * (height + gap), columns * (width + gap), *channels)[:-gap, :-gap]
 
 
-def draw_filters(filters: Filters) -> Figure:
-    """Principal components, each with its share of the variance; grey is zero, and each is scaled on its own."""
+def draw_filters(filters: Filters, shown: Sequence[int] = (0, 1, 2)) -> Figure:
+    """Principal components, each with its share of the variance; grey is zero, and each is scaled on its own. shown: `Pixels.shown`."""
     tiles = []
     for number, (component, share) in enumerate(zip(filters.components, filters.shares.tolist(), strict=True), start=1):
-        pixels = 0.5 + component / (2 * component.abs().max())
+        pixels = 0.5 + component[list(shown)] / (2 * component.abs().max())
         tiles.append(Tile(pixels.permute(1, 2, 0).numpy(), [f"{number}: {share:.1%}"]))
     count, of = len(tiles), f"{counted(filters.num_filters, 'filter')}"
     height, width = filters.components.shape[2:]

@@ -26,7 +26,7 @@ class Reconstruction:
 
 @torch.no_grad()
 def reconstruct(model: Mae, images: Tensor, rows: np.ndarray, seed: int, batch: int) -> Reconstruction:
-    """Paint the removed patches of images (B, 3, H, W) in [-1, 1], `batch` of them at a time, on their device.
+    """Paint the removed patches of images (B, C, H, W), as the model reads them, `batch` of them at a time, on their device.
 
     rows: their numbers, from which, with the seed, the masks are drawn. A decoder of normalised pixels does not predict the mean and
     deviation of a patch: they are the image's own.
@@ -45,16 +45,19 @@ def reconstruct(model: Mae, images: Tensor, rows: np.ndarray, seed: int, batch: 
         if model.normalise:
             variance, mean = torch.var_mean(as_predicted, dim=-1, keepdim=True)
             predicted = predicted * (variance + 1e-6).sqrt() + mean
-        mean, std = (torch.tensor(v, device=part.device).repeat(config.patch_size**2) for v in (model.mean, model.std))
-        patches = patches_of(part.float(), config.patch_size) * 0.5 + 0.5
+        pixels, P = config.pixels, config.patch_size
+        read = pixels.mean, pixels.std
+        predicts = (model.mean, model.std) if pixels.is_rgb8 else read
+        own_mean, own_std, mean, std = (torch.tensor(v, device=part.device).repeat(P**2) for v in (*read, *predicts))
+        patches = patches_of(part.float(), P) * own_std + own_mean
         masked.append(_image_of(torch.where(removed, _GREY, patches), config))
         painted.append(_image_of(torch.where(removed, predicted * std + mean, patches), config))
     return Reconstruction(np.concatenate(masked), np.concatenate(painted), torch.cat(losses))
 
 
 def _image_of(patches: Tensor, config: ViTConfig) -> np.ndarray:
-    """(B, N, 3 P P) in [0, 1] -> uint8 (B, H, W, 3)."""
+    """(B, N, C P P) in [0, 1] -> uint8 (B, H, W, 3), of `Pixels.shown`."""
     P, (rows, columns) = config.patch_size, config.grid
-    cut = patches.view(len(patches), rows, columns, P, P, 3).permute(0, 1, 3, 2, 4, 5)
-    pixels = cut.reshape(len(patches), rows * P, columns * P, 3)
+    cut = patches.view(len(patches), rows, columns, P, P, -1).permute(0, 1, 3, 2, 4, 5)
+    pixels = cut.reshape(len(patches), rows * P, columns * P, -1)[..., list(config.pixels.shown)]
     return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()

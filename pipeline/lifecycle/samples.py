@@ -215,13 +215,14 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
     import cv2  # Late: tables need neither OpenCV nor torch.
 
     from pipeline.data.loading.loader import Loader
+    from pipeline.data.loading.values import to_rgb
     from pipeline.data.loading.views import train_views
     from pipeline.objectives import kind
 
-    writer = train_views(kind(config.train.loss).views(config), config.seed)
+    writer = train_views(kind(config.train.loss).views(config), config.seed, pixels=split.pixels)
     with Loader(split, writer, config.data.threads, prefetch=1, max_bad_share=1.0) as loader:
         batch = next(loader.batches([(rows, epochs)]))
-    views = [view for group in batch.views for view in group.numpy()]
+    views = [to_rgb(view, split.pixels) for group in batch.views for view in group.numpy()]
     scale = min(1, _TILE / max(max(view.shape[1:3]) for view in views))
     sizes = [[round(scale * side) for side in view.shape[1:3]] for view in views]
     height, width = max(size[0] for size in sizes), sum(size[1] for size in sizes)

@@ -28,12 +28,13 @@ def forward_macs(config: Config) -> int:
     pooling (1 % of ViT-B/16), representation layer and head.
     """
     if isinstance(config, ResNetConfig):
-        return _resnet_macs(config.units, config.width, config.image_size)
-    stem, channels = 0, 3
+        return _resnet_macs(config.pixels.num_channels, config.units, config.width, config.image_size)
+    inputs = config.pixels.num_channels
+    stem, channels = 0, inputs
     if config.stem is not None:
-        stem, channels = _resnet_macs(config.stem, STEM_WIDTH, config.image_size), stem_channels(config.stem)
+        stem, channels = _resnet_macs(inputs, config.stem, STEM_WIDTH, config.image_size), stem_channels(config.stem)
     if config.small_stem is not None:
-        stem, channels = _small_stem_macs(config.small_stem, config.image_size), config.small_stem[-1]
+        stem, channels = _small_stem_macs(inputs, config.small_stem, config.image_size), config.small_stem[-1]
     N, D, M = config.num_tokens, config.width, config.mlp_width
     embedding = config.num_patches * channels * config.patch_size**2 * D
     dense = N * (4 * D**2 + (3 if config.swiglu else 2) * D * M)  # q, k, v, out; MLP
@@ -64,9 +65,9 @@ def training_flops_per_image(config: Config, trained_blocks: int | None = None) 
     return 2 * (macs + 2 * trained_blocks * deeper * config.depth // config.num_blocks)
 
 
-def _resnet_macs(units: tuple[int, ...], width: int, image_size: tuple[int, int]) -> int:
+def _resnet_macs(channels: int, units: tuple[int, ...], width: int, image_size: tuple[int, int]) -> int:
     height, columns = (-(-side // 2) for side in image_size)
-    macs = height * columns * 7 * 7 * 3 * width  # the root's convolution; its pooling halves the sides again
+    macs = height * columns * 7 * 7 * channels * width  # the root's convolution; its pooling halves the sides again
     sides = [-(-height // 2), -(-columns // 2)]
     for inputs, mid, stride in unit_shapes(units, width):
         before = sides[0] * sides[1]
@@ -78,9 +79,9 @@ def _resnet_macs(units: tuple[int, ...], width: int, image_size: tuple[int, int]
     return macs
 
 
-def _small_stem_macs(channels: tuple[int, ...], image_size: tuple[int, int]) -> int:
+def _small_stem_macs(inputs: int, channels: tuple[int, ...], image_size: tuple[int, int]) -> int:
     height, width = image_size
-    macs = height * width * 9 * 3 * channels[0]
+    macs = height * width * 9 * inputs * channels[0]
     for inputs, outputs in pairwise((channels[0], *channels)):
         if outputs > inputs:
             height, width = -(-height // 2), -(-width // 2)

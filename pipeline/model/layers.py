@@ -92,13 +92,13 @@ def kernel_names(model: nn.Module) -> set[str]:
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
 
 
-def check_images(images: Tensor, image_size: tuple[int, int] | None) -> None:
-    """Raises ValueError for images that are not (B, 3, height, width) or not floats. image_size: None is any."""
-    expected = (3, *(images.shape[2:] if image_size is None else image_size))
+def check_images(images: Tensor, channels: int, image_size: tuple[int, int] | None) -> None:
+    """Raises ValueError for images that are not (B, channels, height, width) or not floats. image_size: None is any."""
+    expected = (channels, *(images.shape[2:] if image_size is None else image_size))
     if images.shape[1:] != expected or images.ndim != 4:
         raise ValueError(
             f"images are {tuple(images.shape)}, but this model reads (B, {', '.join(map(str, expected))}). "
             f"Resize the images, or load the weights with image_size=(height, width)."
         )
     if not images.is_floating_point():
-        raise ValueError(f"images are {images.dtype}, but this model reads floats in [-1, 1]: x / 127.5 - 1.")
+        raise ValueError(f"images are {images.dtype}, but this model reads floats, of 8-bit RGB x / 127.5 - 1.")

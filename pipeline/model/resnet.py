@@ -72,14 +72,14 @@ class ResNet(nn.Module):
         super().__init__()
         self.config = config
         self.activation_checkpointing = False
-        self.root = StdConv(3, config.width, 7, stride=2)
+        self.root = StdConv(config.pixels.num_channels, config.width, 7, stride=2)
         self.units = nn.ModuleList(PreActivationUnit(*shape) for shape in unit_shapes(config.units, config.width))
         self.norm = nn.GroupNorm(GROUPS, config.num_features, eps=1e-5)
         self.head = Dense(config.num_features, config.num_classes) if config.num_classes else nn.Identity()
         self.initialize(seed)
 
     def forward(self, images: Tensor, *, any_size: bool = False) -> Tensor:
-        """(B, 3, height, width) floats in [-1, 1] -> (B, K) logits, or (B, C) features if the model has no head.
+        """(B, C, height, width) floats in [-1, 1] -> (B, K) logits, or (B, C) features if the model has no head.
 
         any_size: also read images of another size than `config.image_size`.
         Raises ValueError for images of another shape or of an integer type.
@@ -87,12 +87,12 @@ class ResNet(nn.Module):
         return self.head(self.features(images, any_size=any_size))
 
     def features(self, images: Tensor, *, any_size: bool = False) -> Tensor:
-        """(B, 3, height, width) -> (B, C), the input of the head: the mean of the feature map."""
+        """(B, C, height, width) -> (B, C), the input of the head: the mean of the feature map."""
         return self.feature_map(images, any_size=any_size).mean((2, 3))
 
     def feature_map(self, images: Tensor, *, any_size: bool = False) -> Tensor:
-        """(B, 3, height, width) -> (B, C, h, w)"""
-        check_images(images, None if any_size else self.config.image_size)
+        """(B, C, height, width) -> (B, C, h, w)"""
+        check_images(images, self.config.pixels.num_channels, None if any_size else self.config.image_size)
         # Zero padding as in the authors' code: values may be negative here, and max_pool2d itself pads with minus infinity.
         x = F.max_pool2d(F.pad(self.root(images), (1, 1, 1, 1)), kernel_size=3, stride=2)
         for unit in self.units:
@@ -165,13 +165,13 @@ class HybridStem(nn.Module):
 
     units: units of each stage. (3, 4, 6, 3) is ResNet-50, which downsamples 32 times; (3, 4, 9) moves the units of its last
     stage into the third and downsamples 16 times; () is the root alone, 4 times.
-    (B, 3, height, width) -> (B, num_channels, h, w).
+    (B, C, height, width) -> (B, num_channels, h, w).
     """
 
-    def __init__(self, units: tuple[int, ...]):
+    def __init__(self, units: tuple[int, ...], inputs: int = 3):
         super().__init__()
         self.num_channels = stem_channels(units)
-        self.root = SameStdConv(3, STEM_WIDTH, 7, stride=2)
+        self.root = SameStdConv(inputs, STEM_WIDTH, 7, stride=2)
         self.norm = nn.GroupNorm(GROUPS, STEM_WIDTH, eps=1e-6)
         self.units = nn.Sequential(*(PostActivationUnit(*shape) for shape in unit_shapes(units, STEM_WIDTH)))
 
@@ -215,13 +215,13 @@ class SmallStem(nn.Module):
     """The stem of a hybrid for small images: a 3 x 3 root that keeps the size, then a `BasicUnit` for each of `channels`.
 
     As the ResNets for CIFAR-10 (arXiv 1512.03385, section 4.2), whose map is halved where the channels grow.
-    (B, 3, height, width) -> (B, channels[-1], h, w).
+    (B, C, height, width) -> (B, channels[-1], h, w).
     """
 
-    def __init__(self, channels: tuple[int, ...]):
+    def __init__(self, channels: tuple[int, ...], inputs: int = 3):
         super().__init__()
         self.num_channels = channels[-1]
-        self.root = StdConv(3, channels[0], 3)
+        self.root = StdConv(inputs, channels[0], 3)
         self.norm = nn.GroupNorm(channels[0] // 16, channels[0], eps=1e-6)
         self.units = nn.Sequential(*(BasicUnit(*pair) for pair in pairwise((channels[0], *channels))))
 

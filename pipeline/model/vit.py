@@ -214,10 +214,11 @@ class VisionTransformer(nn.Module):
         self.config = config
         self.activation_checkpointing = False
 
-        self.stem: HybridStem | SmallStem | None = None if config.stem is None else HybridStem(config.stem)
+        inputs = config.pixels.num_channels
+        self.stem: HybridStem | SmallStem | None = None if config.stem is None else HybridStem(config.stem, inputs)
         if config.small_stem is not None:
-            self.stem = SmallStem(config.small_stem)
-        self.patch_embedding = PatchEmbedding(3 if self.stem is None else self.stem.num_channels, config)
+            self.stem = SmallStem(config.small_stem, inputs)
+        self.patch_embedding = PatchEmbedding(inputs if self.stem is None else self.stem.num_channels, config)
         self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if config.has_class_token else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         self.positions = position.new_table(config)  # a parameter if learned, a buffer if fixed, or None
@@ -249,7 +250,7 @@ class VisionTransformer(nn.Module):
         masked: tuple[Tensor, Tensor] | None = None,
         with_patches: bool = False,
     ) -> Any:
-        """(B, 3, height, width) floats in [-1, 1] -> (B, K) logits, or (B, D) features if the model has no head.
+        """(B, C, height, width) floats in [-1, 1] -> (B, K) logits, or (B, D) features if the model has no head.
 
         The keywords are for objectives:
         any_size: also read images of another size than `config.image_size`, as small views are: positions are resampled in each
@@ -266,7 +267,7 @@ class VisionTransformer(nn.Module):
         return (output, tokens[:, -patches.shape[1] :]) if with_patches else output
 
     def features(self, images: Tensor, *, any_size: bool = False) -> Tensor:
-        """(B, 3, height, width) -> (B, D), the input of the head.
+        """(B, C, height, width) -> (B, D), the input of the head.
 
         It is the class token, the mean of the patch tokens (pool "gap" or "mean"), class token and mean (pool "both": 2D wide), or the
         attention pooling of all tokens ("map" or "attentive"), followed by the representation layer and its tanh, if there is one.
@@ -288,12 +289,12 @@ class VisionTransformer(nn.Module):
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
     def embed(self, images: Tensor, *, any_size: bool = False) -> Tensor:
-        """(B, 3, height, width) -> (B, rows*columns, D) patch embeddings, without positions."""
-        check_images(images, None if any_size else self.config.image_size)
+        """(B, C, height, width) -> (B, rows*columns, D) patch embeddings, without positions."""
+        check_images(images, self.config.pixels.num_channels, None if any_size else self.config.image_size)
         return self.patch_embedding(images if self.stem is None else self.stem(images))
 
     def grid_of(self, images: Tensor) -> tuple[int, int]:
-        """(rows, columns) of the patches of images (B, 3, height, width)."""
+        """(rows, columns) of the patches of images (B, C, height, width)."""
         height, width = images.shape[-2:]
         return self.config.grid if (height, width) == self.config.image_size else self.config.grid_at(height, width)
 
@@ -306,7 +307,7 @@ class VisionTransformer(nn.Module):
         return self.encode_tokens(self.add_registers(x), grid)
 
     def encode_kept(self, images: Tensor, kept: Tensor) -> Tensor:
-        """(B, 3, height, width) -> (B, 1 + registers + K, D): as `encode`, but the blocks run on K of the patches only, at their places.
+        """(B, C, height, width) -> (B, 1 + registers + K, D): as `encode`, but the blocks run on K of the patches only, at their places.
 
         kept: int64 (B, K), the numbers of these patches in each image. The class token, if any, and registers come first. For models that
         `check_encodes_kept` of settings/objective_checks.py accepts.

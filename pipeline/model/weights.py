@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import OPTIONS, Config, Gelu, Kernel, ViTConfig
+from pipeline.architecture.config import OPTIONS, ChannelRule, Config, Gelu, Kernel, ViTConfig
+from pipeline.architecture.pixels import Pixels
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -23,6 +24,7 @@ from pipeline.base.trained_on import TrainedSet
 from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
+from pipeline.model.channels import with_channels
 from pipeline.model.convert.entries import DecoderFacts, Weights, check_tensors
 from pipeline.model.convert.mae import DECODER
 from pipeline.model.convert.official import read_npz
@@ -209,6 +211,8 @@ def load(
     kernel: Kernel | None = None,
     mean_pool: bool = False,
     attentive_pool: bool = False,
+    pixels: Pixels | None = None,
+    channels: ChannelRule = "auto",
     content: Weights | None = None,
     say: Say = lambda line: None,
     **training: Any,
@@ -230,6 +234,8 @@ def load(
     mean_pool: with a new head, it reads the mean of the patches after a new LayerNorm, which takes the place of the last one
         (MAE's fine-tuning); a class token is kept, and not read.
     attentive_pool: with a new head, it reads a new attention pool of all tokens after the last LayerNorm.
+    pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others as `channels` says
+        (`channels.with_channels`); other weights read images of their own channels and type only, by their own range.
     content: what `read_weights` returned for this path, so that it is not read again.
     say: called with one line for each assumption, conversion and omission.
     training: fields that act in training only (`only_trains` in architecture/config.py), such as dropout and drop_path.
@@ -239,12 +245,22 @@ def load(
     weights = content or read_weights(path, say)
     old, state = weights.config, weights.state
     pools = {"mean_pool": mean_pool, "attentive_pool": attentive_pool}
-    options: dict[str, Any] = {"gelu": gelu, "representation": representation, "kernel": kernel, **pools, **training}
+    options: dict[str, Any] = {
+        "gelu": gelu,
+        "representation": representation,
+        "kernel": kernel,
+        "pixels": pixels,
+        **pools,
+        **training,
+    }
     config = adapted(old, path, image_size, num_classes, new_head=new_head, **options)
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
         for note in resizing_notes(old, config):
             say(note)
         state = resample_state(state, old, config)
+    if (config.pixels.channels, config.pixels.type) != (old.pixels.channels, old.pixels.type):
+        state, note = with_channels(state, old, config, channels, seed)
+        say(note)
     model = build(config, seed)
     new = model.state_dict()
     keep_head = not new_head and config.num_classes == old.num_classes > 0
@@ -266,6 +282,8 @@ def adapted(
     kernel: Kernel | None = None,
     mean_pool: bool = False,
     attentive_pool: bool = False,
+    pixels: Pixels | None = None,
+    channels: ChannelRule = "auto",
     **training: Any,
 ) -> Config:
     """The configuration of the model that `load` builds, with the same arguments and errors. old, path: of the weights."""
@@ -278,6 +296,7 @@ def adapted(
         image_size=old.image_size if image_size is None else as_pair(image_size),
         num_classes=num_classes,
         head_bias=old.head_bias if keep_head else 0.0,
+        pixels=_pixels_read(old.pixels, pixels, path),
     )
     if wrong := training.keys() - {name for name, option in OPTIONS.items() if option.only_trains}:
         raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
@@ -319,6 +338,13 @@ def adapted(
             )
         changes["pool"] = "attentive" if config.has_class_token else "map"
     return replace(config, representation=representation, **changes)
+
+
+def _pixels_read(old: Pixels, new: Pixels | None, path: StrPath) -> Pixels:
+    """The pixels of a model of weights of `old`, for images of `new`. Raises UserError for those that it cannot read."""
+    if new is None:
+        return old
+    return new if old.is_rgb8 and not new.is_rgb8 else old.reading(new, str(path), "the data set")
 
 
 def _as_json(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
@@ -78,6 +79,12 @@ def check(config: RunConfig, num_classes: int | None = None, classes: Sequence[s
     best_from(config, num_classes)
 
 
+def check_pixels(config: RunConfig, pixels: Pixels) -> None:
+    """Raise UserError for settings that do not fit images of these pixels, those of the data set."""
+    for part in config.parts():
+        kind(config.train.loss).check_pixels(part, pixels)
+
+
 def create(config: RunConfig, backbone: Model) -> Objective:
     """Returns the objective of a run, which trains this backbone. Raises UserError for settings that do not fit it."""
     with torch.random.fork_rng(
@@ -144,18 +151,18 @@ def num_classes(config: RunConfig, of_dataset: int) -> int:
     return kind(config.train.loss).of_backbone(config, of_dataset)["num_classes"]
 
 
-def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> Config:
+def new_backbone(config: RunConfig, num_classes: int, pixels: Pixels = RGB8, covered: bool = True) -> Config:
     """Returns the configuration of a run's new model. Raises UserError if it cannot be built.
 
-    num_classes: of the data set. covered: whether patches must cover all pixels.
+    num_classes, pixels: of the data set. covered: whether patches must cover all pixels.
     """
     refuse_without_labels(config, num_classes)
     check(config, num_classes)
-    return kind(config.train.loss).new_backbone(config, num_classes, covered)
+    return kind(config.train.loss).new_backbone(config, num_classes, pixels, covered)
 
 
-def adaptation(config: RunConfig, of_dataset: int) -> dict[str, Any]:
-    """How a run changes the model of init.weights, as arguments of `pipeline.model.load`. of_dataset: classes of its data set."""
+def adaptation(config: RunConfig, of_dataset: int, pixels: Pixels = RGB8) -> dict[str, Any]:
+    """How a run changes the model of init.weights, as arguments of `pipeline.model.load`. of_dataset: classes of its data set. pixels: its."""
     # 0 for an objective that does not predict classes: its own head is not a part of the model.
     predicted = num_classes(config, of_dataset)
     return {
@@ -166,5 +173,7 @@ def adaptation(config: RunConfig, of_dataset: int) -> dict[str, Any]:
         "kernel": config.init.kernel,
         "mean_pool": config.init.mean_pool,
         "attentive_pool": config.init.attentive_pool,
+        "pixels": pixels,
+        "channels": config.init.channels,
         **config.model.for_weights(),
     }

@@ -15,7 +15,7 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
 from pipeline.model import Model
-from pipeline.objectives.objective import Inputs, Objective, mean_of_valid, normalised
+from pipeline.objectives.objective import Inputs, Objective, mean_of_valid
 from pipeline.settings.objective_checks import check_small_views
 from pipeline.settings.run import RunConfig
 
@@ -24,7 +24,7 @@ TOP = 5
 
 
 class Classification(Objective):
-    """Softmax or sigmoid cross-entropy against class labels. kind: see `losses`. read: uint8 pixels -> model input."""
+    """Softmax or sigmoid cross-entropy against class labels. kind: see `losses`. read: in place of `normalised`."""
 
     predicts_classes = True
     trains_backbone_alone = True
@@ -47,10 +47,10 @@ class Classification(Objective):
         backbone: Model,
         kind: str,
         label_smoothing: float = 0.0,
-        read: Callable[[Tensor, torch.device], Tensor] = normalised,
+        read: Callable[[Tensor, torch.device], Tensor] | None = None,
     ) -> None:
         super().__init__(backbone)
-        self.loss_kind, self.label_smoothing, self.read = kind, label_smoothing, read
+        self.loss_kind, self.label_smoothing, self.read = kind, label_smoothing, read or self.normalised
         self.any_size = False  # Whether images may have another size than the model's.
 
     def sized(self, config: RunConfig) -> Self:

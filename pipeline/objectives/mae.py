@@ -5,7 +5,7 @@ decoder gets their tokens in the order of the image, with a mask token in each r
 Details as in facebookresearch/mae. What is removed is drawn from (seed, epoch, sample), so it is the same on
 any number of ranks and after a restart.
 
-Shapes: B batch, N patches, K kept patches, D width of the backbone, E width of the decoder, P patch side in pixels.
+Shapes: B batch, C channels, N patches, K kept patches, D width of the backbone, E width of the decoder, P patch side in pixels.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
@@ -45,7 +46,7 @@ class MaeSettings:
     decoder_heads: int = setting(16, "Attention heads of the decoder.", min=1, max=2**12)
     normalise: bool = setting(True, "Predict the pixels of a patch minus their mean, divided by their deviation.")
     pixels: Literal["half", "imagenet"] = setting(
-        "half", "Mean and deviation of the images whose pixels are predicted: 0.5, as the backbone reads them, or ImageNet's, as in "
+        "half", "Mean and deviation of the images whose pixels are predicted: those that the backbone reads (0.5 for 8-bit RGB), or ImageNet's, as in "
         "facebookresearch/mae.",
     )  # fmt: skip
 
@@ -61,7 +62,7 @@ class MaeSettings:
 def loss(images: Tensor, predictions: Tensor, removed: Tensor, patch_size: int, normalise: bool) -> Tensor:
     """The mean over the removed patches of a batch of the mean squared difference to their pixels; float32 scalar, 0 if none is removed.
 
-    images: (B, 3, H, W), those of `Mae.as_predicted`. predictions: (B, N, 3 P P), the values of a patch in the order row, column,
+    images: (B, C, H, W), those of `Mae.as_predicted`. predictions: (B, N, C P P), the values of a patch in the order row, column,
     channel. removed: bool (B, N). patch_size: P. normalise: predict (pixels - mean) / sqrt(variance + 1e-6) of each patch.
     """
     return (errors(images, predictions, patch_size, normalise) * removed).sum() / removed.sum().clamp(min=1)
@@ -77,7 +78,7 @@ def errors(images: Tensor, predictions: Tensor, patch_size: int, normalise: bool
 
 
 def patches_of(images: Tensor, patch_size: int) -> Tensor:
-    """(B, 3, H, W) -> (B, N, 3 P P): patches row by row, each in the order row, column, channel."""
+    """(B, C, H, W) -> (B, N, C P P): patches row by row, each in the order row, column, channel."""
     P = patch_size
     B, C, H, W = images.shape
     cut = images.view(B, C, H // P, P, W // P, P)
@@ -94,6 +95,15 @@ class Mae(Objective):
     def check(cls, config: RunConfig) -> None:
         super().check(config)
         cls.settings(config).check()
+
+    @classmethod
+    def check_pixels(cls, config: RunConfig, pixels: Pixels) -> None:
+        super().check_pixels(config, pixels)
+        if cls.settings(config).pixels == "imagenet" and not pixels.is_rgb8:
+            raise UserError(
+                f"objective.pixels = imagenet is the mean and deviation of 8-bit RGB, and images have {pixels.describe()}: use "
+                "objective.pixels=half, as the backbone reads them."
+            )
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
@@ -122,7 +132,7 @@ class Mae(Objective):
             Block(decoder, SelfAttention(decoder, decoder.num_tokens), 0.0) for _ in range(decoder.depth)
         )
         self.decoder_norm = nn.LayerNorm(E, eps=vit.layer_norm_eps)
-        self.decoder_pred = Dense(E, 3 * vit.patch_size**2)
+        self.decoder_pred = Dense(E, vit.pixels.num_channels * vit.patch_size**2)
         nn.init.normal_(self.mask_token, std=0.02)
         for name, part in self.named_modules():
             if isinstance(part, Dense) and name.startswith("decoder_"):
@@ -229,14 +239,14 @@ class Mae(Objective):
         )
 
     def as_predicted(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) in [-1, 1] -> the same images with the mean and deviation of the pixels that are predicted."""
+        """(B, C, H, W) as the backbone reads them -> the same images with the mean and deviation of the pixels that are predicted."""
         if (self.mean, self.std) == (HALF, HALF):
             return images
         mean, std = (to_device(torch.tensor(v), images.device).view(1, 3, 1, 1) for v in (self.mean, self.std))
         return (images * 0.5 + 0.5 - mean) / std
 
     def predict(self, images: Tensor, kept: Tensor, places: Tensor) -> Tensor:
-        """(B, 3, H, W), `kept` and `places` as `inputs` gives them -> the pixels of all patches, (B, N, 3 P P)."""
+        """(B, C, H, W), `kept` and `places` as `inputs` gives them -> the pixels of all patches, (B, N, C P P)."""
         return self.decode(self.encode(images, kept), places)
 
     def encode(self, images: Tensor, kept: Tensor) -> Tensor:
@@ -244,7 +254,7 @@ class Mae(Objective):
         return cast(VisionTransformer, self.backbone).encode_kept(images, kept)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Tokens of `encode` -> predictions (B, N, 3 P P). Registers are left out."""
+        """Tokens of `encode` -> predictions (B, N, C P P). Registers are left out."""
         x = self.decoder_embed(tokens)
         K, first = self.num_kept, self.decoder_positions.shape[1] - self.num_patches
         choices = torch.cat([x[:, -K:], self.mask_token.expand(x.shape[0], -1, -1)], dim=1)

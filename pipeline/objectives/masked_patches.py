@@ -19,10 +19,10 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose
-from pipeline.data.loading.loader import Batch, to_device
+from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import MaskedViT, Model, ViTConfig
-from pipeline.objectives.objective import Inputs, Objective, mean_of_valid, normalised
+from pipeline.objectives.objective import Inputs, Objective, mean_of_valid
 from pipeline.settings.run import RunConfig
 
 _COLORS = 512  # 3 bits per channel
@@ -74,7 +74,7 @@ class MaskedPatches(Objective):
         sources, corrupted = self.masking.inputs(batch, device)
         targets = self.masking.targets(pixels, corrupted)
         facts = {"sources": sources, "corrupted": corrupted, "targets": targets, "valid": valid}
-        return Inputs((normalised(pixels, device),), facts)
+        return Inputs((self.normalised(pixels, device),), facts)
 
     def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         predictions = self.backbone(views[0], facts["sources"], facts["corrupted"])
@@ -119,16 +119,20 @@ class Masking:
         return to_device(torch.from_numpy(sources), device), to_device(torch.from_numpy(corrupted), device)
 
     def targets(self, images: Tensor, corrupted: Tensor) -> Tensor:
-        """Targets (B, C, T) of the corrupted patches of uint8 images (B, height, width, 3).
+        """Targets (B, C, T) of the corrupted patches of a batch's images (B, height, width, K).
 
-        mean_color: int64, T = 1. small_patch: int64, T = 16, row by row. pixels: float32 in [-1, 1], T = 3 P P.
+        mean_color: int64, T = 1. small_patch: int64, T = 16, row by row. pixels: float32, as the model reads them, T = K P P.
         """
+        if self.predicts_pixels:
+            planes = normalise(images, images.device, torch.float32, self.config.pixels)
+        else:
+            planes = images.permute(0, 3, 1, 2)
         P, stride = self.config.patch_pixels, self.config.stride * self.config.reduction
-        patches = images.permute(0, 3, 1, 2).unfold(2, P, stride).unfold(3, P, stride)  # (B, 3, rows, columns, P, P)
-        patches = patches.flatten(2, 3).transpose(1, 2)  # (B, N, 3, P, P)
+        patches = planes.unfold(2, P, stride).unfold(3, P, stride)  # (B, K, rows, columns, P, P)
+        patches = patches.flatten(2, 3).transpose(1, 2)  # (B, N, K, P, P)
         patches = patches[torch.arange(len(images), device=images.device)[:, None], corrupted]
         if self.predicts_pixels:
-            return patches.flatten(2).float() / 127.5 - 1
+            return patches.flatten(2)
         return mean_colors(patches, 1 if self.config.masked == "mean_color" else 4)
 
     def losses(self, predictions: Tensor, targets: Tensor) -> Tensor:

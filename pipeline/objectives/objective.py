@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import OPTIONS
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, normalise, to_device
@@ -52,7 +53,7 @@ class NoSettings:
 class Inputs(NamedTuple):
     """What an objective reads of a batch, on the device.
 
-    views: a tensor for each group of views, float32 (V * B, 3, H, W) in [-1, 1], all first views before all second ones; the trainer
+    views: a tensor for each group of views, float32 (V * B, C, H, W), all first views before all second ones; the trainer
     casts them to the precision of training. facts: other tensors by name, as they are.
     """
 
@@ -112,6 +113,12 @@ class Objective(nn.Module):
                 )
 
     @classmethod
+    def check_pixels(cls, config: RunConfig, pixels: Pixels) -> None:
+        """Raise UserError for settings of a run that do not fit images of these pixels."""
+        for group in cls.views(config):
+            group.augment.check_views(ImageSize.parse(group.size), pixels)
+
+    @classmethod
     def check_classes(cls, config: RunConfig, num_classes: int, names: Sequence[str]) -> str:
         """Raise UserError for classes of a data set that do not fit this objective; returns a line about those that may not, or "".
 
@@ -161,11 +168,11 @@ class Objective(nn.Module):
         return {"num_classes": 0, "representation": False}
 
     @classmethod
-    def new_backbone(cls, config: RunConfig, num_classes: int, covered: bool = True) -> Config:
+    def new_backbone(cls, config: RunConfig, num_classes: int, pixels: Pixels = RGB8, covered: bool = True) -> Config:
         """Returns the configuration of a run's new model. Arguments and errors: see `objectives.new_backbone`."""
         assert config.model.name, "config.check refuses a run with neither model.name nor init.weights"
         given = {name: getattr(config.model, name) for name in OPTIONS} | cls.of_backbone(config, num_classes)
-        return configure(config.model.name, config.model.image_size, covered=covered, **given)
+        return configure(config.model.name, config.model.image_size, covered=covered, pixels=pixels, **given)
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> "Objective":
@@ -239,12 +246,16 @@ class Objective(nn.Module):
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         """Returns what `loss` and `measure` read. mixing: how images are mixed in pairs, None for not at all.
 
-        By default, of each group of V `views` (V * B, 3, H, W), all first views before all second ones, and which samples are valid.
+        By default, of each group of V `views` (V * B, C, H, W), all first views before all second ones, and which samples are valid.
         """
         assert mixing is None
         groups = [group.to(device, non_blocking=True) for group in batch.views]
-        views = tuple(normalised(group.flatten(0, 1), device) for group in groups)
+        views = tuple(self.normalised(group.flatten(0, 1), device) for group in groups)
         return Inputs(views, {"valid": to_device(batch.valid, device)})
+
+    def normalised(self, images: Tensor, device: torch.device) -> Tensor:
+        """Images (B, H, W, C) of a batch -> float32 (B, C, H, W) as the backbone reads them, on the device."""
+        return normalise(images, device, torch.float32, self.backbone.config.pixels)
 
     def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the scalar loss, the sum over valid samples divided by B, and scalars to log by name.
@@ -359,11 +370,6 @@ def constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 f"{prefix}.{name} is {tensor.dtype}; checkpoints hold floating-point tensors"
             )
             yield f"{prefix}.{name}".lstrip("."), tensor
-
-
-def normalised(pixels: Tensor, device: torch.device) -> Tensor:
-    """uint8 (B, H, W, 3) -> float32 (B, 3, H, W) in [-1, 1] on the device."""
-    return normalise(pixels, device, torch.float32)
 
 
 def mean_of_valid(losses: Tensor, valid: Tensor) -> Tensor:

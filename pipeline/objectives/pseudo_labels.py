@@ -27,7 +27,7 @@ from pipeline.settings.schema import setting
 
 # What the teacher's view has of `augment`. Not the distortions that it has none of, to which others may be added.
 _CROP_AND_FLIP = (
-    "crop", "area_min", "area_max", "aspect_min", "aspect_max", "resize_to", "padding", "flip", "resize_filter", "scaled_decoding",
+    "crop", "area_min", "area_max", "aspect_min", "aspect_max", "resize_to", "padding", "flip", "flip_vertical", "turns", "resize_filter", "scaled_decoding",
     "eval_resize", "eval_crop",
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from pipeline.base.page import COLOURS, add_legend, png, style_axes
 from pipeline.base.words import counted, shorten
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import shown_view
 from pipeline.evaluate.classify import per_class
 from pipeline.evaluate.probes.features import read_pixels
@@ -155,14 +156,14 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
         return None
     right = found.true[known] == found.predicted[known]
     chosen = known[galleries.order_by_mistake(right, found.probability[known], _NUM_IMAGES)]
-    view = shown_view(config.augment, config.model.image_size)
+    view = shown_view(config.augment, config.model.image_size, split.pixels)
     with Loader(split, view, _THREADS, prefetch=2, max_bad_share=1.0) as loader:
         rows, pixels = read_pixels(loader, found.rows[chosen], 16)
     if not len(rows):
         return None
     chosen = chosen[np.isin(found.rows[chosen], rows)]
     figure = galleries.draw_predictions(
-        pixels.numpy(), found.true[chosen], found.predicted[chosen], names, found.probability[chosen],
+        to_rgb(pixels.numpy(), split.pixels), found.true[chosen], found.predicted[chosen], names, found.probability[chosen],
         galleries.note_on_mistakes(right), config.model.image_size,
     )  # fmt: skip
     return png(figure, DPI)

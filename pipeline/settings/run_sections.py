@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, make_dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
@@ -12,11 +12,16 @@ from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS, ImageSize, Leng
 from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.shared import batch_size, cpu_threads, minutes, pixels, share
 
+if TYPE_CHECKING:
+    from pipeline.architecture.pixels import Pixels
+
 T = TypeVar("T")
 
 Precision = Literal["fp32", "bf16"]
 # What settings need of training crops that choose a box of the image, and of those that resize it first.
 _BOX, _RESIZE = "crop=inception,random_resized", "crop=resize_crop,resize_small_crop"
+# Augmentations that are defined for 8-bit RGB only.
+_OF_COLOURS = ("color_jitter", "saturation", "hue", "three_augment", "grey", "solarise", "randaugment_layers")
 
 
 def _with_options(cls: type[T]) -> type[T]:
@@ -228,6 +233,8 @@ class AugmentConfig:
         needs=_RESIZE,
     )
     flip: bool = setting(True, "Flip horizontally with probability 0.5.")
+    flip_vertical: bool = setting(False, "Flip vertically with probability 0.5, for images without an up and down.")
+    turns: bool = setting(False, "Turn by 0, 90, 180 or 270 degrees, each with probability 0.25; square views only.")
     resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] = setting(
         "linear",
         "linear: bilinear without antialias in training, as the papers' code (in resize_small_crop area), and area in evaluation; antialias: Pillow's "
@@ -249,6 +256,14 @@ class AugmentConfig:
     color_jitter_probability: float = share(
         1.0, "Probability of colour jitter (0.8 in DINO).", needs="color_jitter|saturation|hue"
     )
+    channel_brightness: float = share(
+        0.0,
+        "Multiply the values of each channel, above its low end, by a random factor of its own, from 1 - channel_brightness to 1 + "
+        "channel_brightness.",
+    )
+    channel_contrast: float = share(
+        0.0, "The same for their distances from the channel's mean in the view, by factors from 1 - channel_contrast."
+    )
     three_augment: float = share(
         0.0,
         "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third of it, before the "
@@ -269,7 +284,14 @@ class AugmentConfig:
         "in the published AugReg and big_vision runs.",
         needs="randaugment_layers",
     )
+    noise: float = share(
+        0.0,
+        "Add normal noise to each value, with a standard deviation that is drawn for each view, from 0 to this share of the channel's range.",
+    )
     erase: float = share(0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.")
+    drop_channels: float = share(
+        0.0, "Probability with which each channel is replaced by its low end, black; one is always left."
+    )
     mixup: float = share(0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.")
     cutmix: float = share(
         0.0,
@@ -287,6 +309,22 @@ class AugmentConfig:
         "resize the whole image to eval_resize and crop the centre (resize_center, big_vision's few-shot).",
         ignores_section=True,
     )
+
+    def check_views(self, size: ImageSize, pixels: "Pixels") -> None:
+        """Raise UserError for augmentations that views of this size and these pixels cannot have."""
+        if self.turns and size.height != size.width:
+            raise UserError(f"augment.turns = true turns views by 90 degrees, and they are {size}: use a square size.")
+        if self.drop_channels and pixels.num_channels == 1:
+            raise UserError(
+                f"augment.drop_channels = {self.drop_channels} needs several channels, and images have one."
+            )
+        if not pixels.is_rgb8 and (given := [name for name in _OF_COLOURS if getattr(self, name)]):
+            dino = ", which is objective.solarise of train.loss=dino," if "solarise" in given else ""
+            raise UserError(
+                f"{', '.join(f'augment.{name}' for name in given)}{dino} changes colours of 8-bit RGB, and images have "
+                f"{pixels.describe()}: set it to 0. For any images there are channel_brightness, channel_contrast, noise, blur, erase and "
+                "drop_channels."
+            )
 
     @property
     def mixes_pairs(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline import objectives
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import OneRankError
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch
@@ -39,7 +40,8 @@ def dry_run_on_all_ranks(engine: Engine, prepared: Prepared, stop: Stop) -> None
     """
     config, data, plan = prepared.config, prepared.data, prepared.plan
     views = engine.objective.views(config)
-    batch = _blank(plan.micro_batch, views, data.split.max_labels)
+    pixels = engine.objective.backbone.config.pixels
+    batch = _blank(plan.micro_batch, views, data.split.max_labels, pixels)
     micro_batches = [batch] * min(2, plan.accumulation)  # The second has gradients and activations in memory.
     mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
     with engine.untouched(len(micro_batches)):
@@ -48,14 +50,14 @@ def dry_run_on_all_ranks(engine: Engine, prepared: Prepared, stop: Stop) -> None
         most = max(len(split) for _, split in data.evaluated.values())
         with _trial("evaluation", config, -(-most // plan.world_size), stop) as count:
             if engine.objective.predicts_classes:
-                engine.forward(_images(count, config))
+                engine.forward(_images(count, config, pixels))
             else:
-                engine.measure(_blank(count, views, 0))
+                engine.measure(_blank(count, views, 0, pixels))
     if probe := prepared.run_probe:
         read = [len(probe.labelled.choice.rows), len(probe.labelled.test)] if probe.labelled else []
         most = max(*read, min(config.probe.rankme_images, len(probe.own)), 0)
         with _trial("probe", config, most, stop) as count:
-            engine.features(_images(count, config))
+            engine.features(_images(count, config, pixels))
 
 
 @contextmanager
@@ -106,14 +108,18 @@ def _is_of_memory(error: BaseException) -> bool:
     )
 
 
-def _images(count: int, config: RunConfig) -> Tensor:
-    return torch.zeros(count, *config.model.image_size, 3, dtype=torch.uint8)
+def _images(count: int, config: RunConfig, pixels: Pixels) -> Tensor:
+    return _zeros(count, *config.model.image_size, pixels=pixels)
 
 
-def _blank(count: int, views: tuple[Views, ...], num_labels: int) -> Batch:
-    """A batch of black images of class 0."""
+def _zeros(*shape: int, pixels: Pixels) -> Tensor:
+    return torch.zeros(*shape, pixels.num_channels, dtype=getattr(torch, pixels.batch_type))
+
+
+def _blank(count: int, views: tuple[Views, ...], num_labels: int, pixels: Pixels) -> Batch:
+    """A batch of images of zeros and class 0."""
     return Batch(
-        tuple(torch.zeros(group.count, count, *ImageSize.parse(group.size), 3, dtype=torch.uint8) for group in views),
+        tuple(_zeros(group.count, count, *ImageSize.parse(group.size), pixels=pixels) for group in views),
         torch.zeros(count, num_labels, dtype=torch.int64),
         torch.ones(count, dtype=torch.bool),
         np.zeros(count, dtype=np.int64),

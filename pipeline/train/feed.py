@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch, Loader, train_requests
 from pipeline.data.loading.order import batch_of_step
@@ -19,11 +20,16 @@ from pipeline.settings.run import RunConfig
 class Feed:
     """Prefetches this rank's share of the training split; the clock counts the time spent waiting for it."""
 
-    def __init__(self, config: RunConfig, plan: Plan, split: Split, ranks: Ranks, stop: Stop, clock: StepClock) -> None:
+    def __init__(
+        self, config: RunConfig, plan: Plan, split: Split, ranks: Ranks, stop: Stop, clock: StepClock, pixels: Pixels
+    ) -> None:
+        """pixels: of the model. Raises UserError if the images have other channels or another type."""
         self.plan, self.ranks, self.stop, self.clock = plan, ranks, stop, clock
         self.order = train_order(split, config.data, config.seed, plan.global_batch)
         # What makes the views in each equal part of training.
-        self.writers = [train_views(kind(config.train.loss).views(part), config.seed) for part in config.parts()]
+        pixels = pixels.reading(split.pixels, "the model", config.data.path)
+        views = [kind(config.train.loss).views(part) for part in config.parts()]
+        self.writers = [train_views(groups, config.seed, pixels=pixels) for groups in views]
         self.loader = Loader(
             split, self.writers[-1], config.data.threads, config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_stop_wanted=stop.is_wanted,
             processes=config.data.processes, writers=self.writers,

@@ -213,7 +213,7 @@ def initial_model(
     before = recorded(teacher[2]) if teacher else []
     if config.init.weights:
         num_classes = objectives.num_classes(config, dataset.num_classes)
-        adaptation = objectives.adaptation(config, dataset.num_classes)
+        adaptation = objectives.adaptation(config, dataset.num_classes, dataset.pixels)
         content = models.read_weights(config.init.weights, console.say)
         names, before = content.extra.get("classes"), [*recorded(content.extra), *before]
         model = models.load(config.init.weights, seed=config.seed, content=content, say=console.say, **adaptation)
@@ -230,7 +230,7 @@ def initial_model(
         if num_classes and not config.init.new_head and (not names or len(names) == num_classes):
             _compare_classes(config, names or (), dataset.classes, console)
         return model, before
-    return models.build(objectives.new_backbone(config, dataset.num_classes), config.seed), before
+    return models.build(objectives.new_backbone(config, dataset.num_classes, dataset.pixels), config.seed), before
 
 
 def _compare_classes(config: RunConfig, of_weights: Sequence[str], of_data: Sequence[str], console: Console) -> None:

@@ -124,12 +124,12 @@ class _StartingPoint:
 
 def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
     config, plan, ranks, console = context.config, context.plan, context.ranks, context.console
-    dataset = context.prepared.data.dataset
+    dataset, pixels = context.prepared.data.dataset, context.prepared.data.split.pixels
     gpu_memory = device_memory(ranks.device)
     least = min(ranks.gather(gpu_memory or host_memory()))  # Hosts may have other GPUs.
     of = "its GPU" if gpu_memory else "its share of the host"
     if config.model.name:  # Checked before the model is built, which takes long if it is too large.
-        new = objectives.new_backbone(config, dataset.num_classes)
+        new = objectives.new_backbone(config, dataset.num_classes, pixels)
         ranks.on_main(partial(refuse_too_large, config, plan, new, least, of))
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, context.identity, plan.steps, ranks, console)
@@ -167,7 +167,7 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
     clock = StepClock(ranks.device)
 
     def begin_feed() -> Feed:
-        feed = Feed(config, plan, context.prepared.data.split, ranks, context.stop, clock)
+        feed = Feed(config, plan, context.prepared.data.split, ranks, context.stop, clock, start.model.config.pixels)
         undone.enter_context(feed.loader)
         return feed
 

@@ -87,8 +87,9 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
     objectives.check(config, data.dataset.num_classes, data.dataset.classes)
+    objectives.check_pixels(config, data.split.pixels)
     if not config.init.weights:  # Refuses what cannot be built while there is no run folder yet.
-        objectives.new_backbone(config, data.dataset.num_classes)
+        objectives.new_backbone(config, data.dataset.num_classes, data.split.pixels)
     balance = describe_balance(data.split.parts[0], data.own.classes, config.data.balance)
     plan = plan.measuring(objectives.metrics(config), objectives.measures_held_out(config))
     plan = replace(plan, best_from=objectives.best_from(config, data.dataset.num_classes), balance=balance)

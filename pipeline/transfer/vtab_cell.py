@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeline import model as models
+from pipeline.architecture.pixels import RGB8
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
@@ -136,7 +137,7 @@ def finetune(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch
     size, augment = view_of(protocol, cell.task)
     model = models.load(
         config.weights, image_size=size, num_classes=dataset.num_classes, new_head=True, dropout=protocol.dropout,
-        drop_path=0.0, seed=cell.seed, kernel=config.kernel,
+        drop_path=0.0, seed=cell.seed, kernel=config.kernel, pixels=RGB8,
     ).to(device)  # fmt: skip
     steps, diverged = train_model(model, train, cell, config, device)
     outcome: dict[str, Any] = {"steps": steps, "num_images": len(tested), "accuracy": 0.0}
@@ -245,7 +246,9 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
     """Score ridge regression (l2) or nearest neighbours (their number) on features: chosen on val200, then scored on test."""
     protocol = config.protocol
     size, augment = view_of(protocol, cell.task)
-    model = models.load(config.weights, image_size=size, num_classes=0, kernel=config.kernel).eval().to(device)
+    model = (
+        models.load(config.weights, image_size=size, num_classes=0, kernel=config.kernel, pixels=RGB8).eval().to(device)
+    )
     read = reader(protocol, device)
 
     def features(images: Tensor) -> Tensor:
@@ -318,7 +321,7 @@ def reader(protocol: ProtocolConfig, device: torch.device) -> Callable[[Tensor],
     mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
 
     def read(images: Tensor) -> Tensor:
-        pixels = normalise(images, device, torch.float32)
+        pixels = normalise(images, device, torch.float32, RGB8)
         return (pixels * 0.5 + 0.5 - mean) / std if protocol.pixels == "imagenet" else pixels
 
     return read

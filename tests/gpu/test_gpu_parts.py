@@ -9,6 +9,7 @@ import torch
 from model_parts import ALL_PARTS, CHANGES, randomised
 
 from pipeline import model as models
+from pipeline.architecture.pixels import RGB8
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import RankPart, ShardedTensors
 from pipeline.checkpoint.writer import Commit, Retention
@@ -165,8 +166,8 @@ def test_a_batch_is_normalised_and_mixed_as_on_a_cpu(device: torch.device) -> No
         mixing = draw_mixing(config, 32, seed=0, step=number)
         assert mixing
         kinds.add(mixing.box is None)
-        expected, own = mix_images(normalise(images, CPU, torch.float32), valid, mixing)
-        found, found_own = mix_images(normalise(images, device, torch.float32), valid.to(device), mixing)
+        expected, own = mix_images(normalise(images, CPU, torch.float32, RGB8), valid, mixing)
+        found, found_own = mix_images(normalise(images, device, torch.float32, RGB8), valid.to(device), mixing)
         assert found.device.type == device.type
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-6)
         torch.testing.assert_close(found_own.cpu(), own, rtol=0, atol=1e-6)

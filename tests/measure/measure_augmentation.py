@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import of_jpegs
 
 from data_tools.bench.record import BenchRecord
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.mix import Mixing, mix_images
@@ -68,7 +69,7 @@ def run(config: argparse.Namespace, record: BenchRecord, _: Path) -> None:
     valid = torch.ones(config.batch, dtype=torch.bool)
 
     def on_device(mixing: Mixing | None) -> None:
-        images = normalise(batch, torch.device("cpu"), torch.float32)
+        images = normalise(batch, torch.device("cpu"), torch.float32, RGB8)
         if mixing is not None:
             mix_images(images, valid, mixing)
 

@@ -21,6 +21,7 @@ import torch
 from data_tools.bench.corpus import NUM_CLASSES, noise_batch
 from data_tools.bench.gpu.gpu_step import pipeline_engine
 from pipeline import model as models
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.model.layers import kernel_names
@@ -104,7 +105,7 @@ def _bare_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Callabl
     optimizer = optimizers.build(model, kernel_names(model), OptimizerConfig(lr=_LR))
 
     def step(number: int) -> float:
-        images = normalise(batch.images, ranks.device, dtype)
+        images = normalise(batch.images, ranks.device, dtype, RGB8)
         labels = batch.labels[:, 0].to(ranks.device)
         loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
         optimizer.zero_grad()

@@ -27,6 +27,7 @@ from data_tools.bench.corpus import NUM_CLASSES, noise_batch, noise_of, objectiv
 from data_tools.bench.record import markdown
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.architecture.pixels import RGB8
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.objectives import on_meta
 from pipeline.objectives.mae import Mae
@@ -173,7 +174,7 @@ def infer(model: nn.Module, batch: Batch) -> Tensor:
 
 def logits(model: nn.Module, batch: Batch) -> Tensor:
     """float32 (B, K)"""
-    found = model(normalise(batch.images, torch.device("cpu"), next(model.parameters()).dtype))
+    found = model(normalise(batch.images, torch.device("cpu"), next(model.parameters()).dtype, RGB8))
     return (found if isinstance(found, Tensor) else found.logits).float()
 
 

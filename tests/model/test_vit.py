@@ -161,7 +161,7 @@ def test_images_of_another_shape_are_refused(shape):
 
 
 def test_integer_images_are_refused():
-    with pytest.raises(ValueError, match=r"uint8.*\[-1, 1\]"):
+    with pytest.raises(ValueError, match="uint8"):
         tiny()(torch.zeros(2, 3, 8, 12, dtype=torch.uint8))
 
 

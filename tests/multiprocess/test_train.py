@@ -16,6 +16,7 @@ from ranks import STEPS, metrics, settings
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import MODEL, read_state
@@ -93,7 +94,7 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
                 group["lr"] = learning_rate(
                     config.schedule, config.optimizer.lr, step, steps, int(config.schedule.warmup.amount)
                 )
-            images, own = normalise(batch.images, torch.device("cpu"), torch.float32), None
+            images, own = normalise(batch.images, torch.device("cpu"), torch.float32, RGB8), None
             mixing = draw_mixing(config.augment, m.image_size, config.seed, step)
             if mixing:
                 images, own = mix_images(images, batch.valid, mixing)
@@ -198,7 +199,7 @@ def test_the_mean_of_the_weights_is_kept_resumed_scored_and_exported(matrix: Pat
     model.eval()
     with torch.no_grad():
         alone, cpu = Ranks(0, 0, 1, torch.device("cpu")), torch.device("cpu")
-        forward = lambda images: model(normalise(images, cpu, torch.float32))  # noqa: E731
+        forward = lambda images: model(normalise(images, cpu, torch.float32, RGB8))  # noqa: E731
         scores = score(predict(forward, SplitReader(data, 16, AugmentConfig(), 37, 1, alone), "softmax"), data, 4)
     assert json.loads((run / "scores.json").read_text())["loss"] == pytest.approx(scores.loss, rel=1e-5)
 
@@ -329,7 +330,7 @@ def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -
         model = models.load(run).eval()
         with torch.no_grad():
             predictions = predict(
-                lambda images, model=model: model(normalise(images, torch.device("cpu"), torch.float32)),
+                lambda images, model=model: model(normalise(images, torch.device("cpu"), torch.float32, RGB8)),
                 SplitReader(split, 16, AugmentConfig(), 64, 1, Ranks(0, 0, 1, torch.device("cpu"))),
                 "softmax",
             )

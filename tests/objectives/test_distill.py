@@ -61,7 +61,7 @@ def test_the_loss_is_its_formula(teacher: Path, patch_weight: float) -> None:
     found, values = objective(views, facts)
     with torch.no_grad():
         feature, patches = objective.backbone(views[0], with_patches=True)
-        target, target_patches = objective.frozen_teacher(facts["resized"], with_patches=True)
+        target, target_patches = objective.frozen_teacher(facts["seen"], with_patches=True)
         heads = {name: _as_numpy(head) for name, head in objective.named_children() if name.endswith("_head")}
     expected = 0.0
     for image in (0, 1):  # The third is unreadable.
@@ -90,10 +90,10 @@ def test_an_unreadable_image_contributes_nothing(teacher: Path) -> None:
     views, facts = given(objective)
     gradients = []
     for pixels in (0.0, 1.0):
-        changed, resized = views[0].clone(), facts["resized"].clone()
+        changed, resized = views[0].clone(), facts["seen"].clone()
         changed[2] = resized[2] = pixels
         objective.zero_grad()
-        objective((changed,), facts | {"resized": resized})[0].backward()
+        objective((changed,), facts | {"seen": resized})[0].backward()
         gradients.append([p.grad.clone() for p in objective.parameters() if p.grad is not None])
     assert all(map(torch.equal, *gradients))
 
@@ -106,7 +106,7 @@ def test_the_teacher_is_frozen_and_reads_as_many_patches(teacher: Path) -> None:
     assert not objective.frozen_teacher.training  # It has dropout.
     assert not any(p.requires_grad for p in objective.frozen_teacher.parameters())
     views, facts = given(objective)
-    assert facts["resized"].shape == (3, 3, 48, 48)
+    assert facts["seen"].shape == (3, 3, 48, 48)
     objective(views, facts)[0].backward()
     assert all(p.grad is None for p in objective.frozen_teacher.parameters())
     assert all(p.grad is not None for name, p in objective.named_parameters() if "teacher" not in name)

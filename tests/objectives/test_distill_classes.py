@@ -98,9 +98,9 @@ def test_the_loss_is_of_readable_images_and_reads_no_label(teacher: Path) -> Non
     objective = create(teacher, "objective.temperature=2").eval()
     found, values = losses(objective, batch())
     views, facts = objective.inputs(batch(), torch.device("cpu"), None)
-    of_each = divergence(objective.backbone(views[0]), objective.frozen_teacher(facts["resized"]), "softmax", 2.0)
+    of_each = divergence(objective.backbone(views[0]), objective.frozen_teacher(facts["seen"]), "softmax", 2.0)
     assert found.item() == pytest.approx((of_each[:3].sum() / 4).item())
-    agree = objective.backbone(views[0]).argmax(1) == objective.frozen_teacher(facts["resized"]).argmax(1)
+    agree = objective.backbone(views[0]).argmax(1) == objective.frozen_teacher(facts["seen"]).argmax(1)
     assert values["agreement"].item() == pytest.approx(agree[:3].float().mean().item())
     assert losses(objective, batch(label=3))[0] == found
     assert values.keys() == DistillClasses.values(run(teacher)).keys()
@@ -111,7 +111,7 @@ def test_the_teacher_reads_its_own_size_or_another(teacher: Path) -> None:
         objective = create(teacher, f"objective.teacher_size={setting}").train()
         assert objective.frozen_teacher.config.image_size == (size, size)
         assert not objective.frozen_teacher.training  # It has dropout.
-        assert objective.inputs(batch(), torch.device("cpu"), None).facts["resized"].shape[2:] == (size, size)
+        assert objective.inputs(batch(), torch.device("cpu"), None).facts["seen"].shape[2:] == (size, size)
         losses(objective, batch())[0].backward()
         assert all(p.grad is None for p in objective.frozen_teacher.parameters())
         assert all(p.grad is not None for p in objective.backbone.parameters())

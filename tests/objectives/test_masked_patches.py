@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeline import model as models
 from pipeline.architecture.config import ViTConfig
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.evaluate.loaded_model import load_model
@@ -131,7 +132,7 @@ def test_the_model_reads_the_mask_token_another_patch_and_the_patch_itself() -> 
             )
     batch = batch_of(noise(2))
     sources, corrupted = Masking(config, 0).inputs(batch, CPU)
-    images = normalise(batch.images, CPU, torch.float32)
+    images = normalise(batch.images, CPU, torch.float32, RGB8)
     found = model(images, sources, corrupted)
     for i in range(2):
         patches = model.embed(images[i : i + 1])[0]
@@ -209,4 +210,4 @@ def test_a_hybrid_predicts_the_pixels_of_its_cells() -> None:
     model = build(config)
     batch = batch_of(noise(2, 64, 64))
     inputs = Masking(config, 0).inputs(batch, CPU)
-    assert model(normalise(batch.images, CPU, torch.float32), *inputs).shape == (2, 2, 3072)
+    assert model(normalise(batch.images, CPU, torch.float32, RGB8), *inputs).shape == (2, 2, 3072)

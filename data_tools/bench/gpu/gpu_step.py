@@ -24,6 +24,7 @@ from data_tools.bench.corpus import NUM_CLASSES, noise_batch, noise_of, objectiv
 from data_tools.bench.record import machine
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.estimate.memory import rank_memory
@@ -212,7 +213,7 @@ def _plain_step(case: Case) -> Step:
         weight.grad = torch.zeros_like(weight)
     grads = [weight.grad for weight in masters if weight.grad is not None]
     batch = noise_batch(case.batch, case.pixels)
-    images, labels = normalise(batch.images, device, torch.bfloat16), batch.labels[:, 0].to(device)
+    images, labels = normalise(batch.images, device, torch.bfloat16, RGB8), batch.labels[:, 0].to(device)
     images = images.contiguous()
 
     def step() -> Tensor:

@@ -1,4 +1,4 @@
-"""Turns decoded pixels into the model's view: crops, flips and resizes on uint8, written directly into the batch.
+"""Turns decoded pixels into the model's view: crops, flips and resizes in the type of the batch, written directly into it.
 
 Random numbers are hashed from (seed, epoch, sample, draw); no worker has a state. The region of the image that a view needs
 depends on the image's size only, so it is known before decoding.
@@ -11,15 +11,18 @@ import cv2
 import numpy as np
 import torch
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.distort import distort
 from pipeline.data.loading.jpeg_region import Region
+from pipeline.data.loading.values import store
 from pipeline.settings.run import AugmentConfig
 
 # The loader has its own threads; OpenCV must not start more inside them.
 cv2.setNumThreads(0)
 
+_FLIP_VERTICAL, _TURNS = Purpose.named("flip_vertical"), Purpose.named("turns")
 _CROP_TRIES = 100
 _DRAWS_PER_TRY = 4
 _FLIP_DRAW = _CROP_TRIES * _DRAWS_PER_TRY
@@ -28,6 +31,7 @@ MAX_ASPECT = 16
 # Resize methods in addition to OpenCV's (cv2.INTER_...), and torch's names for them; see `resize`.
 ANTIALIAS, BICUBIC = -1, -2
 _TORCH = {ANTIALIAS: "bilinear", BICUBIC: "bicubic"}
+_AREA_CHANNELS = 4  # OpenCV's INTER_AREA takes no more at once.
 # As torchvision's RandomResizedCrop.
 _RESIZED_CROP_TRIES = 10
 # resize_filter -> the method that shrinks a whole image.
@@ -35,11 +39,12 @@ _SHRINK = {"linear": cv2.INTER_AREA, "antialias": ANTIALIAS, "bilinear": cv2.INT
 
 
 def write_train_view(
-    image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int
+    image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int, pixels: Pixels = RGB8
 ) -> None:
-    """Write the augmented view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3)."""
+    """Write the augmented view of `image`, (H, W, C) of the type of a batch of `pixels`, into `out`, (height, width, C) of the same."""
     top, left, height, width = train_region(image.shape[0], image.shape[1], config, seed, epoch, sample)
-    write_train_view_of_region(image[top : top + height, left : left + width], out, config, seed, epoch, sample)
+    part = image[top : top + height, left : left + width]
+    write_train_view_of_region(part, out, config, seed, epoch, sample, pixels)
 
 
 def train_region(height: int, width: int, config: AugmentConfig, seed: int, epoch: int, sample: int) -> Region:
@@ -63,9 +68,9 @@ def decoding_factor(region: Region, view: tuple[int, int], config: AugmentConfig
 
 
 def write_train_view_of_region(
-    image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int
+    image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int, pixels: Pixels = RGB8
 ) -> None:
-    """Write the augmented view into `out`, uint8 (height, width, 3). image: uint8, the region that `train_region` returned, maybe reduced."""
+    """Write the augmented view into `out`, as `write_train_view`. image: the region that `train_region` returned, maybe reduced."""
     view = out.shape[:2]
     draw = random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample)
     method = _train_method(config)
@@ -75,7 +80,8 @@ def write_train_view_of_region(
         else:
             image = _cover(image, _before_crop(view, config), config)
         if pad := config.padding:
-            image = cv2.copyMakeBorder(image, pad, pad, pad, pad, cv2.BORDER_REFLECT_101)
+            padded = image.shape[0] + 2 * pad, image.shape[1] + 2 * pad, -1  # OpenCV drops the axis of one channel.
+            image = cv2.copyMakeBorder(image, pad, pad, pad, pad, cv2.BORDER_REFLECT_101).reshape(padded)
         top, left = (
             int(draw(i) * (long - side + 1)) for i, (long, side) in enumerate(zip(image.shape[:2], view, strict=True))
         )
@@ -83,13 +89,17 @@ def write_train_view_of_region(
     _resize_into(image, out, method)
     if config.flip and draw(_FLIP_DRAW) < 0.5:
         cv2.flip(out, 1, dst=out)
-    distort(out, config, seed, epoch, sample)
+    if config.flip_vertical and random_numbers.draws(seed, _FLIP_VERTICAL, epoch, sample)(0) < 0.5:
+        cv2.flip(out, 0, dst=out)
+    if config.turns:
+        out[:] = np.rot90(out, int(4 * random_numbers.draws(seed, _TURNS, epoch, sample)(0)))
+    distort(out, config, seed, epoch, sample, pixels)
 
 
 def epoch_invariant_part(image: np.ndarray, view: tuple[int, int], config: AugmentConfig) -> np.ndarray:
     """The part of the preprocessing that is the same in all epochs: `image` resized to the size it is cropped from.
 
-    The training view of the result equals the view of `image`, uint8 (H, W, 3), bit for bit. Crops that do not begin with
+    The training view of the result equals the view of `image`, (H, W, C), bit for bit. Crops that do not begin with
     such a resize return `image` itself.
     """
     if config.crop not in ("none", "resize_crop"):
@@ -156,7 +166,7 @@ def random_resized_crop(height: int, width: int, config: AugmentConfig, draw: Ca
 
 
 def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, unit: int = 1) -> None:
-    """Write the deterministic evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3).
+    """Write the deterministic evaluation view of `image`, (H, W, C), into `out`, (height, width, C) of the same type.
 
     eval_crop "center": resize the short side to eval_resize, crop the centre. "resize": resize the whole image. "resize_center":
     resize the whole image to a frame whose short side is eval_resize, crop its centre. Shrinking is by area
@@ -224,19 +234,33 @@ def _resize_into(image: np.ndarray, out: np.ndarray, method: int) -> None:
 
 
 def resize(image: np.ndarray, size: tuple[int, int], method: int, out: np.ndarray | None = None) -> np.ndarray:
-    """uint8 (H, W, 3) -> (height, width, 3) for size (width, height). method: one of OpenCV's, ANTIALIAS or BICUBIC.
+    """(H, W, C) of the type of a batch -> (height, width, C) for size (width, height). method: one of OpenCV's, ANTIALIAS or BICUBIC.
 
     ANTIALIAS is Pillow's bilinear: a triangle filter that widens with the scale; BICUBIC is Pillow's bicubic. Torch's uint8 kernel takes a quarter of
-    Pillow's time, is equal to within one level, and releases the GIL as OpenCV does.
+    Pillow's time, is equal to within one level, and releases the GIL as OpenCV does. Integers of 16 bits are resized in float32 there, and rounded.
     """
     if method not in _TORCH:
-        return cv2.resize(image, size, dst=out, interpolation=method)
+        if method == cv2.INTER_AREA and image.shape[2] > _AREA_CHANNELS:
+            found = np.empty((*size[::-1], image.shape[2]), image.dtype) if out is None else out
+            for first in range(0, image.shape[2], _AREA_CHANNELS):
+                some = np.ascontiguousarray(image[..., first : first + _AREA_CHANNELS])
+                resized_some = cv2.resize(some, size, interpolation=method).reshape(*size[::-1], -1)
+                found[..., first : first + _AREA_CHANNELS] = resized_some
+            return found
+        found = cv2.resize(image, size, dst=out, interpolation=method)
+        return found if found.ndim == 3 else found[..., None]
     # Adding the batch dimension before permuting gives channels_last strides; otherwise torch computes plane by plane and
     # takes twice the time.
     channels_first = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+    if image.dtype.itemsize == 2:
+        channels_first = channels_first.to(torch.float32)
     resized = torch.nn.functional.interpolate(channels_first, size[::-1], mode=_TORCH[method], antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()
-    if out is None:
-        return pixels
-    out[:] = pixels
+    if image.dtype == np.uint8:
+        if out is None:
+            return pixels
+        out[:] = pixels
+        return out
+    out = np.empty(pixels.shape, image.dtype) if out is None else out
+    store(pixels, out)  # A bicubic filter exceeds the range.
     return out

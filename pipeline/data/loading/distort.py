@@ -1,27 +1,37 @@
-"""Augmentations after crop and flip: 3-Augment, colour jitter, grey, blur, solarise, RandAugment, random erasing, in this order.
+"""Augmentations after crop and flip: 3-Augment, colour jitter, brightness and contrast of each channel, grey, blur, solarise, RandAugment,
+noise, random erasing, dropped channels, in this order.
 
-Each has its own purpose in the random numbers of (seed, epoch, sample), so enabling one does not change the others.
+Each has its own purpose in the random numbers of (seed, epoch, sample), so enabling one does not change the others. Those of colours are for
+8-bit RGB (`AugmentConfig.check_views`), all others for any number of channels and type.
 """
 
 import math
+from functools import cache
+from statistics import NormalDist
 
 import cv2
 import numpy as np
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading import randaugment
 from pipeline.data.loading.randaugment import grey
+from pipeline.data.loading.values import lowest, store
 from pipeline.settings.run import AugmentConfig
 
 _ERASE_TRIES, _DRAWS_PER_TRY = 10, 4
 _HUE, _JITTER_CHOICE, _THREE = map(Purpose.named, ("hue", "color_jitter_choice", "three_augment"))
 _GREY, _BLUR, _SOLARISE = Purpose.named("grey"), Purpose.named("blur"), Purpose.named("solarise")
+_CHANNEL_BRIGHTNESS, _CHANNEL_CONTRAST = map(Purpose.named, ("channel_brightness", "channel_contrast"))
+_NOISE, _DROP_CHANNELS = map(Purpose.named, ("noise", "drop_channels"))
 _MIN_SIGMA, _MAX_SIGMA, _THRESHOLD = 0.1, 2.0, 128  # Of BYOL, arXiv 2006.07733; so in DINO and LeJEPA.
 
 
-def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int) -> None:
-    """Apply the augmentations enabled in `config` to `image`, uint8 (H, W, 3), in place."""
+def distort(
+    image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int, pixels: Pixels = RGB8
+) -> None:
+    """Apply the augmentations enabled in `config` to `image`, (H, W, C) of the type of a batch of `pixels`, in place."""
 
     def happens(probability: float, purpose: Purpose) -> bool:
         return probability > 0 and random_numbers.draws(seed, purpose, epoch, sample)(0) < probability
@@ -36,6 +46,13 @@ def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sam
         draws = random_numbers.uniform(seed, Purpose.COLOR_JITTER, epoch, sample, np.arange(6))
         of_hue = random_numbers.uniform(seed, _HUE, epoch, sample, np.arange(2)) if config.hue else None
         image[:] = color_jitter(image, config.color_jitter, draws, config.saturation, config.hue, of_hue)
+    if config.channel_brightness or config.channel_contrast:
+        purposes = {_CHANNEL_BRIGHTNESS: config.channel_brightness, _CHANNEL_CONTRAST: config.channel_contrast}
+        factors = [
+            1 + strength * (2 * random_numbers.uniform(seed, purpose, epoch, sample, np.arange(image.shape[2])) - 1)
+            for purpose, strength in purposes.items()
+        ]
+        scale_channels(image, pixels, *factors)
     if happens(config.grey, _GREY):
         image[:] = grey(image)
     if happens(config.blur, _BLUR):
@@ -49,16 +66,35 @@ def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sam
         image[:] = randaugment.randaugment(
             image, config.randaugment_layers, config.randaugment_magnitude, draws, config.randaugment_contrast
         )
+    if config.noise:
+        share = config.noise * random_numbers.draws(seed, _NOISE, epoch, sample)(0)
+        words = random_numbers.bits(seed, _NOISE, epoch, sample, 1 + np.arange(-(-image.size // 4)))
+        low, high = map(np.array, pixels.batch_range())
+        std = (share * (high - low)).astype(np.float32)
+        store(image + std * normal(words, image.size).reshape(image.shape), image)
     if happens(config.erase, Purpose.ERASING):
         draws = random_numbers.uniform(
             seed, Purpose.ERASING, epoch, sample, np.arange(1, 1 + _ERASE_TRIES * _DRAWS_PER_TRY)
         )
         top, left, height, width = erased_box(image.shape[0], image.shape[1], draws)
-        noise = random_numbers.bits(
-            seed, Purpose.ERASING, epoch, sample, 1 + len(draws) + np.arange(-(-height * width * 3 // 8))
+        shape = height, width, image.shape[2]
+        kind = np.dtype("u1" if image.dtype == np.uint8 else "<u2")
+        count, per_word = math.prod(shape), 8 // kind.itemsize
+        words = random_numbers.bits(
+            seed, Purpose.ERASING, epoch, sample, 1 + len(draws) + np.arange(-(-count // per_word))
         )
-        noise = noise.astype("<u8").view(np.uint8)[: height * width * 3]
-        image[top : top + height, left : left + width] = noise.reshape(height, width, 3)
+        filling = words.astype("<u8").view(kind)[:count].reshape(shape)
+        box, most = image[top : top + height, left : left + width], np.iinfo(kind).max
+        if (low_high := pixels.batch_range()) == ((0,) * shape[2], (most,) * shape[2]):
+            box[:] = filling
+        else:
+            low, high = map(np.array, low_high)
+            store(low + filling * ((high - low) / most), box)
+    if config.drop_channels:
+        drawn = random_numbers.uniform(seed, _DROP_CHANNELS, epoch, sample, np.arange(image.shape[2]))
+        dropped = drawn < config.drop_channels
+        dropped[drawn.argmax()] = False  # One is always left.
+        image[..., dropped] = lowest(pixels)[dropped]
 
 
 def color_jitter(
@@ -94,12 +130,35 @@ def turn_hue(image: np.ndarray, turn: float) -> np.ndarray:
     return cv2.convertScaleAbs(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB))
 
 
+def scale_channels(image: np.ndarray, pixels: Pixels, brightness: np.ndarray, contrast: np.ndarray) -> None:
+    """Multiply, in place, each channel's values above `low` by its brightness, then their distances from their mean by its contrast.
+
+    image: (H, W, C) of the type of a batch. brightness, contrast: factors (C,).
+    """
+    low = np.array(pixels.batch_range()[0])
+    mean = image.mean((0, 1), dtype=np.float64)
+    store((image - mean) * (contrast * brightness) + (low + brightness * (mean - low)), image)
+
+
+def normal(words: np.ndarray, count: int) -> np.ndarray:
+    """`count` normal numbers of mean 0 and variance 1, float32: four of each uint64, by the quantiles of a table."""
+    return _quantiles()[words.astype("<u8").view("<u2")[:count]]
+
+
+@cache
+def _quantiles() -> np.ndarray:
+    """The normal quantiles of (i + 1/2) / 2**16, float32."""
+    inverse, count = NormalDist().inv_cdf, 2**16
+    return np.array([inverse((i + 0.5) / count) for i in range(count)], np.float32)
+
+
 def blur(image: np.ndarray, sigma: float) -> np.ndarray:
-    """Gaussian blur of `image`, uint8 (H, W, 3), with a standard deviation of `sigma` pixels.
+    """Gaussian blur of `image`, (H, W, C), with a standard deviation of `sigma` pixels.
 
     The kernel ends at about 3 sigma, and the image is mirrored at its border, as in torchvision's gaussian_blur.
     """
-    return cv2.GaussianBlur(image, (0, 0), sigma, borderType=cv2.BORDER_REFLECT_101)
+    # OpenCV drops the axis of one channel.
+    return cv2.GaussianBlur(image, (0, 0), sigma, borderType=cv2.BORDER_REFLECT_101).reshape(image.shape)
 
 
 def erased_box(image_height: int, image_width: int, draws: np.ndarray) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""Loads rows of a split as uint8 batches of views, decoded on threads ahead of the consumer.
+"""Loads rows of a split as batches of views, decoded on threads ahead of the consumer.
 
 Threads suffice for photographs, because the decoders and resizers release the GIL and write directly into the batch; for small images see
 `workers.py`. An unreadable sample keeps its place in the batch with `valid` False, so that it changes no other sample; it is
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import Interrupted, OneRankError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
@@ -32,7 +33,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Batch:
-    """views: uint8 (V, B, H, W, 3) for each group of V views. labels: int64 (B, M), -1 where a sample has fewer than M.
+    """views: (V, B, H, W, C) of `Pixels.batch_type` for each group of V views. labels: int64 (B, M), -1 where a sample has fewer than M.
 
     M is 0 when no sample of the split has a label. valid: bool (B,), False for an unreadable image, whose views are all zeros.
     rows, epochs: int64 (B,), as of `Order.rows`.
@@ -46,7 +47,7 @@ class Batch:
 
     @property
     def images(self) -> Tensor:
-        """View 0, uint8 (B, H, W, 3); shares the memory of `views`."""
+        """View 0, (B, H, W, C); shares the memory of `views`."""
         return self.views[0][0]
 
 
@@ -71,6 +72,7 @@ class Loader:
         processes: decode in so many processes instead of threads, of a split in local files (WorkerProcesses). writers: what `writer` may be
         replaced by.
         """
+        assert writer.pixels == writer.pixels.reading(split.pixels, "the writer", split.name), "another nodata"
         self.split, self.writer = split, writer
         self.is_stop_wanted = is_stop_wanted
         self.threads, self.prefetch, self.pin = processes or threads, prefetch, pin
@@ -114,7 +116,8 @@ class Loader:
             yield self._finish(*ahead.popleft())
 
     def _start(self, rows: np.ndarray, epochs: np.ndarray) -> tuple[Batch, list[Future[dict[int, str]]]]:
-        views = tuple(self._new_images(num, len(rows), height, width, 3) for num, height, width in self.writer.shapes)
+        C = self.writer.pixels.num_channels
+        views = tuple(self._new_images(num, len(rows), height, width, C) for num, height, width in self.writer.shapes)
         labels = torch.full((len(rows), self.split.max_labels), -1, dtype=torch.int64)
         valid = torch.zeros(len(rows), dtype=torch.bool)
         batch = Batch(views, labels, valid, rows, epochs)
@@ -128,14 +131,15 @@ class Loader:
         return batch, [self.pool.submit(self._fill, self.writer, part) for part in parts]
 
     def _new_images(self, *shape: int) -> Tensor:
-        """Returns uint8 of this shape in memory of an earlier batch that is no longer referenced, if there is any.
+        """Returns images of this shape in memory of an earlier batch that is no longer referenced, if there is any.
 
         New memory costs a page fault per 4 KiB, up to a tenth of the decoding time. (Torch caches pinned memory itself.)
         """
+        kind = self.writer.pixels.batch_type
         if self.pin:
-            return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(shape, dtype=getattr(torch, kind), pin_memory=True)
         free = self._free[shape]
-        memory = free.pop() if free else np.empty(shape, np.uint8)
+        memory = free.pop() if free else np.empty(shape, kind)
         # The tensor and everything that shares its storage reference this view: it is finalized with the last of them.
         view = memory[:]
         weakref.finalize(view, free.append, memory).atexit = False
@@ -191,7 +195,19 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def normalise(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """uint8 (B, H, W, 3), on the host or the device -> `dtype` (B, 3, H, W) in [-1, 1] on the device."""
+def normalise(images: Tensor, device: torch.device, dtype: torch.dtype, pixels: Pixels) -> Tensor:
+    """Images (B, H, W, C) of a batch, on the host or the device -> `dtype` (B, C, H, W) as a model reads them, on the device.
+
+    Computed in float32. 8-bit RGB becomes value / 127.5 - 1.
+    """
     moved = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
-    return (moved.to(torch.float32) / 127.5 - 1).to(dtype)
+    values = moved.to(torch.float32)
+
+    def per_channel(numbers: tuple[float, ...]) -> Tensor | float:
+        return numbers[0] if len({*numbers}) == 1 else to_device(torch.tensor(numbers), device).view(-1, 1, 1)
+
+    if pixels.is_clipped:
+        low, high = map(per_channel, pixels.batch_range())
+        values = values.clamp(min=low).clamp(max=high)
+    divisor, offset = map(per_channel, pixels.divisor_and_offset())
+    return (values / divisor - offset).to(dtype)

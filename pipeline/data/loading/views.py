@@ -6,19 +6,22 @@ others take theirs from a seed of their own, which is hashed from the seed and t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading import augment
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.jpeg_region import Region
+from pipeline.data.loading.values import batch_values
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
 SHOWN_SIDE = 180  # Pixels of a tile of `pipeline.base.gallery`.
-# Arguments: image file, one array per view uint8 (H, W, 3), epoch, row. Writes the views into the arrays. Raises DecodeError.
+# Arguments: image file, one array (H, W, C) of `Pixels.batch_type` per view, epoch, row. Writes the views into the arrays. Raises DecodeError.
 WriteViews = Callable[[bytes, Sequence[np.ndarray], int, int], None]
 
 
@@ -33,10 +36,14 @@ class Views:
 
 @dataclass(frozen=True)
 class ViewWriter:
-    """What a loader makes of each image. shapes: (views, height, width) of each group. write: writes the views of all groups."""
+    """What a loader makes of each image. shapes: (views, height, width) of each group. write: writes the views of all groups.
+
+    pixels: how images are read (`Pixels.reading`), and what the values of the views mean.
+    """
 
     shapes: tuple[tuple[int, int, int], ...]
     write: WriteViews
+    pixels: Pixels = RGB8
 
 
 def view_seed(seed: int, number: int) -> int:
@@ -44,12 +51,14 @@ def view_seed(seed: int, number: int) -> int:
     return int(random_numbers.bits(seed, Purpose.VIEW, number)) if number else seed
 
 
-def train_views(views: Sequence[Views], seed: int, by_region: bool = True) -> ViewWriter:
-    """Returns a writer of the augmented views of a sample in an epoch.
+def train_views(views: Sequence[Views], seed: int, by_region: bool = True, pixels: Pixels = RGB8) -> ViewWriter:
+    """Returns a writer of the augmented views of a sample in an epoch. Raises UserError for augmentations that such views cannot have.
 
     by_region: decode only the part of a JPEG that the views show, where possible. The pixels are the same. It is reduced
     while it is decoded as far as all views allow (`augment.scaled_decoding`).
     """
+    for group in views:
+        group.augment.check_views(ImageSize.parse(group.size), pixels)
     settings = [group.augment for group in views for _ in range(group.count)]
     drawn = [(config, view_seed(seed, number)) for number, config in enumerate(settings)]
 
@@ -66,23 +75,32 @@ def train_views(views: Sequence[Views], seed: int, by_region: bool = True) -> Vi
                 for region, out, config in zip(regions, outs, settings, strict=True)
             )
 
-        image = decode(data, choose, factor, by_region)
+        image = _decoded(data, pixels, choose, factor, by_region)
         box = bounding_box(regions)
         for out, region, (config, seed) in zip(outs, regions, drawn, strict=True):
-            augment.write_train_view_of_region(part_of(image, region, box), out, config, seed, epoch, row)
+            augment.write_train_view_of_region(part_of(image, region, box), out, config, seed, epoch, row, pixels)
 
-    return ViewWriter(tuple((group.count, *ImageSize.parse(group.size)) for group in views), write)
+    return ViewWriter(tuple((group.count, *ImageSize.parse(group.size)) for group in views), write, pixels)
 
 
-def train_view(config: AugmentConfig, seed: int, image_size: ImageSize | int, by_region: bool = True) -> ViewWriter:
+def _decoded(data: bytes, pixels: Pixels, *options: Any) -> np.ndarray:
+    """What `decode` returns with these options, as values of a batch."""
+    more: dict[str, Any] = {} if pixels.is_rgb8 else {"pixels": pixels}
+    image = decode(data, *options, **more)
+    return image if pixels == RGB8 else batch_values(image, pixels)
+
+
+def train_view(
+    config: AugmentConfig, seed: int, image_size: ImageSize | int, by_region: bool = True, pixels: Pixels = RGB8
+) -> ViewWriter:
     """`train_views` for one view."""
-    return train_views((Views(1, image_size, config),), seed, by_region)
+    return train_views((Views(1, image_size, config),), seed, by_region, pixels)
 
 
 def remembering_train_view(
     config: AugmentConfig, seed: int, image_size: int, kept: dict[int, np.ndarray]
 ) -> ViewWriter:
-    """`train_view` for a small split that is read hundreds of times: each image is decoded once and cached.
+    """`train_view` of 8-bit RGB for a small split that is read hundreds of times: each image is decoded once and cached.
 
     kept: the cache, row -> image; loaders of the same split, `config` and `image_size` may share it.
     """
@@ -96,20 +114,19 @@ def remembering_train_view(
     return ViewWriter(((1, image_size, image_size),), write)
 
 
-def eval_view(config: AugmentConfig, image_size: ImageSize | int) -> ViewWriter:
-    """Returns a writer of the evaluation view, the same for every epoch and row."""
-    shape = (1, *ImageSize.parse(image_size))
-    return ViewWriter((shape,), lambda data, outs, epoch, row: augment.write_eval_view(decode(data), outs[0], config))
-
-
-def shown_view(config: AugmentConfig, image_size: ImageSize | int) -> ViewWriter:
-    """The crop of `eval_view` for people to look at: with as many times its pixels as make the long side at least SHOWN_SIDE."""
+def eval_view(config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, times: int = 1) -> ViewWriter:
+    """Returns a writer of the evaluation view, the same for every epoch and row. times: with so many times its pixels a side."""
     size = ImageSize.parse(image_size)
-    times = -(-SHOWN_SIDE // max(size))
-    shape = (1, size.height * times, size.width * times)
-    return ViewWriter(
-        (shape,), lambda data, outs, epoch, row: augment.write_eval_view(decode(data), outs[0], config, times)
-    )
+
+    def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
+        augment.write_eval_view(_decoded(data, pixels), outs[0], config, times)
+
+    return ViewWriter(((1, size.height * times, size.width * times),), write, pixels)
+
+
+def shown_view(config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8) -> ViewWriter:
+    """The crop of `eval_view` for people to look at: with as many times its pixels as make the long side at least SHOWN_SIDE."""
+    return eval_view(config, image_size, pixels, times=-(-SHOWN_SIDE // max(ImageSize.parse(image_size))))
 
 
 def bounding_box(regions: Sequence[Region]) -> Region:
@@ -122,7 +139,7 @@ def bounding_box(regions: Sequence[Region]) -> Region:
 
 
 def part_of(image: np.ndarray, region: Region, box: Region) -> np.ndarray:
-    """The part that shows `region`, of an image (H, W, 3) that shows `box`, maybe reduced: then its edges are rounded."""
+    """The part that shows `region`, of an image (H, W, C) that shows `box`, maybe reduced: then its edges are rounded."""
     if region == box:
         return image
     rows, columns = (

@@ -37,7 +37,7 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Samples of a batch, all or some. rows, epochs: int64 (N,), as of `Order.rows`. views: uint8 (V, N, H, W, 3) of each group.
+    """Samples of a batch, all or some. rows, epochs: int64 (N,), as of `Order.rows`. views: (V, N, H, W, C) of each group.
 
     labels: int64 (N, M). valid: bool (N,). The last three are written by `fill`.
     """
@@ -196,14 +196,16 @@ def _work(connection: Connection, shared: mmap.mmap, split: Split, writers: Sequ
 
 
 def _bytes_per_sample(writer: ViewWriter) -> int:
-    return sum(count * height * width * 3 for count, height, width in writer.shapes)
+    pixels = writer.pixels
+    size = pixels.num_channels * np.dtype(pixels.batch_type).itemsize
+    return sum(count * height * width * size for count, height, width in writer.shapes)
 
 
 def _views(shared: mmap.mmap, writer: ViewWriter, samples: int) -> Iterator[np.ndarray]:
     """The groups of views of so many samples in the shared memory, one behind the other."""
     at = 0
     for count, height, width in writer.shapes:
-        shape = (count, samples, height, width, 3)
-        found: np.ndarray = np.ndarray(shape, np.uint8, shared, at)
+        shape = (count, samples, height, width, writer.pixels.num_channels)
+        found: np.ndarray = np.ndarray(shape, writer.pixels.batch_type, shared, at)
         yield found
         at += found.nbytes

@@ -22,7 +22,7 @@ class Features:
 
 @torch.no_grad()
 def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.ndarray) -> Features:
-    """Run `features` (uint8 (B, H, W, 3) -> (B, D)) over the samples `rows`, int64 (n,), n > 0, and return them in this order.
+    """Run `features` (images (B, H, W, C) -> (B, D)) over the samples `rows`, int64 (n,), n > 0, and return them in this order.
 
     Collective; the result is the same on every rank. Ranks take turns at batches that do not depend on their number, so that
     values are equal bit for bit on any number of ranks. Raises UserError when more images are unreadable than the reader's budget
@@ -58,7 +58,7 @@ def requests(
 
 
 def read_pixels(loader: Loader, rows: np.ndarray, batch: int) -> tuple[np.ndarray, Tensor]:
-    """Those of the rows that can be read, in their order, and their pixels, uint8 (n, H, W, 3)."""
+    """Those of the rows that can be read, in their order, and their pixels, (n, H, W, C)."""
     kept, pixels = [], []
     for loaded in loader.batches(requests(rows, batch)):
         kept.append(loaded.rows[loaded.valid.numpy()])

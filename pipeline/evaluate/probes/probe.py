@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD
@@ -191,8 +192,12 @@ class RunProbe:
         """As the function of this name, of the split that it is tested on."""
         return trained_by(trained, self.labelled.fingerprint, self.labelled.test.name) if self.labelled else ""
 
-    def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest) -> dict[str, Any]:
-        """Scores of `features` (uint8 (B, H, W, 3) -> (B, D)), as `probe` returns them, "num_samples" tested, and as "spread" what `spread` does.
+    def scores(
+        self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest, pixels: Pixels = RGB8
+    ) -> dict[str, Any]:
+        """Scores of `features` (images of a batch -> (B, D)), as `probe` returns them, "num_samples" tested, and as "spread" what `spread` does.
+
+        pixels: of the model.
 
         Collective; raises Stopped on all ranks.
         """
@@ -201,7 +206,7 @@ class RunProbe:
         def read(split: Split, rows: np.ndarray) -> Features:
             reader = SplitReader(
                 split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, ranks, stop=stop,
-                budget=BadBudget(config.data.max_bad_share),
+                budget=BadBudget(config.data.max_bad_share), pixels=pixels,
             )  # fmt: skip
             return extract(features, reader, rows)
 
@@ -224,6 +229,7 @@ def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: D
     settings = config.probe
     if not settings.reads_labels:
         return RunProbe(config, own_split, None)
+    own.pixels.reading(dataset.pixels, f"a model of data.path = {own.path}", f"probe.data = {dataset.path}")
     exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
     splits = []
     for setting, name in (("probe.train_split", settings.train_split), ("probe.split", settings.split)):

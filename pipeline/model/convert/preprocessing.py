@@ -210,11 +210,11 @@ def fold_normalisation(
 ) -> None:  # fmt: skip
     """Change a patch embedding in place from an input of (x - mean) / std to one of y = (x - to_mean) / to_std, x in [0, 1].
 
-    weight: (D, 3, P, P), bias: (D,). It holds that (x - mean) / std = y * to_std / std + (to_mean - mean) / std.
+    weight: (D, C, P, P), bias: (D,). It holds that (x - mean) / std = y * to_std / std + (to_mean - mean) / std.
     """
     wide = weight.double()
     given = (mean, std, to_mean, to_std)
-    means, stds, to_means, to_stds = (torch.tensor(v, dtype=torch.float64).view(1, 3, 1, 1) for v in given)
+    means, stds, to_means, to_stds = (torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1) for v in given)
     bias += (wide * ((to_means - means) / stds)).sum((1, 2, 3)).to(bias.dtype)
     weight.copy_((wide * (to_stds / stds)).to(weight.dtype))
 

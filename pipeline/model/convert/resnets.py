@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipeline.architecture.config import ResNetConfig
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.model.convert.entries import Entries, Entry, Tensors, key_pattern
 from pipeline.model.resnet import STEM_WIDTH, stem_channels, unit_shapes
@@ -60,7 +61,9 @@ def find_bit(tensors: Tensors, image_size: tuple[int, int]) -> ResNetConfig:
 
 
 def bit_entries(config: ResNetConfig, flax: bool) -> Entries:
-    """Every tensor of a BiT ResNet, in the authors' layout (flax) or timm's."""
+    """Every tensor of a BiT ResNet, in the authors' layout (flax) or timm's. Raises UserError for other images than 8-bit RGB."""
+    if config.pixels != RGB8:
+        raise UserError(f"this format holds no ResNet of {config.pixels}; format = safetensors or torch_export can.")
     entries = Entries(flax)
     K, C = config.num_classes, config.num_features
     entries.conv("resnet/root_block/standardized_conv2d" if flax else "stem.conv", "root", 3, config.width, 7)

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
-from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import Config, Model, adapted, build, load, read_weights
 from pipeline.model.files import find_file
@@ -49,6 +50,15 @@ class TaughtObjective(Objective):
                 "or a folder of Hugging Face."
             )
         cls.published(config)
+
+    @classmethod
+    def check_pixels(cls, config: RunConfig, pixels: Pixels) -> None:
+        super().check_pixels(config, pixels)
+        read = cls.published(config).config.pixels
+        if not read.is_rgb8:
+            pixels.reading(
+                read, f"a model of {config.data.path}", f"objective.teacher = {cls.settings(config).teacher}"
+            )
 
     @classmethod
     def published(cls, config: RunConfig) -> "PublishedTeacher":
@@ -89,18 +99,41 @@ class TaughtObjective(Objective):
         return self
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        """Adds, if the teacher reads images of another size: `resized`, float32 (B, 3, H, W) in [-1, 1]."""
+        """Adds, if the teacher reads images of another size or other channels: `seen`, float32 (B, C, H, W) as it reads them."""
         views, facts = super().inputs(batch, device, mixing)
-        size = self.frozen_teacher.config.image_size
-        if views[0].shape[2:] != size:
-            resized = F.interpolate(views[0], size, mode="bicubic", antialias=True)
-            facts["resized"] = resized.clamp(-1, 1)
-        return Inputs(views, facts)
+        own, teacher = self.backbone.config, self.frozen_teacher.config
+        seen = views[0] if own.pixels == teacher.pixels else converted(views[0], own.pixels, teacher.pixels)
+        if views[0].shape[2:] != teacher.image_size:
+            resized = F.interpolate(seen, teacher.image_size, mode="bicubic", antialias=True)
+            mean, std = _columns(device, teacher.pixels.mean, teacher.pixels.std)
+            seen = resized.clamp(min=-mean / std).clamp(max=(1 - mean) / std)
+        return Inputs(views, facts if seen is views[0] else facts | {"seen": seen})
 
 
 def seen_by_teacher(views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
-    """The view as the teacher reads it, (B, 3, H, W) in the precision of the first view."""
-    return facts["resized"].to(views[0].dtype) if "resized" in facts else views[0]
+    """The view as the teacher reads it, (B, C, H, W) in the precision of the first view."""
+    return facts["seen"].to(views[0].dtype) if "seen" in facts else views[0]
+
+
+def converted(images: Tensor, own: Pixels, teacher: Pixels) -> Tensor:
+    """Images (B, C, H, W) as a model of `own` pixels reads them -> as one of `teacher` pixels does.
+
+    A teacher of 8-bit RGB sees `own.shown` by the recorded range, as pictures show them.
+    """
+    mean, std = _columns(images.device, own.mean, own.std)
+    share = images * std + mean
+    if (own.channels, own.type) != (teacher.channels, teacher.type):
+        share = share[:, list(own.shown)]
+    elif (own.low, own.high) != (teacher.low, teacher.high):
+        low, high, of_low, of_high = _columns(images.device, own.low, own.high, teacher.low, teacher.high)
+        share = ((low + share * (high - low) - of_low) / (of_high - of_low)).clamp(0, 1)
+    mean, std = _columns(images.device, teacher.mean, teacher.std)
+    return (share - mean) / std
+
+
+def _columns(device: torch.device, *of_channels: tuple[float, ...]) -> tuple[Tensor, ...]:
+    """float32 (C, 1, 1) of each tuple of numbers, one for each channel."""
+    return tuple(to_device(torch.tensor(numbers), device).view(-1, 1, 1) for numbers in of_channels)
 
 
 class PublishedTeacher(NamedTuple):

@@ -218,7 +218,7 @@ def _cells_of(
         data = opened[repr(asked)] = open_run_data(*asked)
     if data.eval_split != first.data.eval_split:  # The data have no such split, and the run itself sets none.
         common.append("data.eval_split=")
-    built = _starting_model(first, data.dataset.num_classes, config.out)
+    built = _starting_model(first, data, config.out)
     flops = objectives.training_flops(first, built)
     split = data.split.parts[0]
     stem = f"{model.name}-n{len(split)}" if len(config.data_sizes) > 1 else model.name
@@ -290,12 +290,13 @@ def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
     return [*model.settings, *([f"init.weights={model.weights}"] if model.weights else none)]
 
 
-def _starting_model(config: RunConfig, num_classes: int, out: str) -> models.Config:
+def _starting_model(config: RunConfig, data: RunData, out: str) -> models.Config:
     """The backbone of a cell: a new one, or that of its weights with a new head. out: folder of runs and studies."""
     if not config.init.weights:
-        return objectives.new_backbone(config, num_classes)
+        return objectives.new_backbone(config, data.dataset.num_classes, data.split.pixels)
     found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=out)).config
-    return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes))
+    adaptation = objectives.adaptation(config, data.dataset.num_classes, data.split.pixels)
+    return models.adapted(found, config.init.weights, **adaptation)
 
 
 def _with_trunk(

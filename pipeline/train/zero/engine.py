@@ -207,9 +207,13 @@ class Engine:
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """Return the backbone's output, float32 (B, K), of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
+        """Return the backbone's output, float32 (B, K), of a batch's images (B, S, S, C), in evaluation mode. Collective at stage 3."""
         self._set_mode(training=False)
-        return self.engine((normalise(images, self.ranks.device, self.dtype),), {}, task="backbone").float()
+        return self.engine(
+            (normalise(images, self.ranks.device, self.dtype, self.objective.backbone.config.pixels),),
+            {},
+            task="backbone",
+        ).float()
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> dict[str, Tensor]:
@@ -225,7 +229,7 @@ class Engine:
             self._training = training
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the head's input, float32 (B, D), of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
+        """Return the head's input, float32 (B, D), of a batch's images (B, S, S, C), in evaluation mode. Collective at stage 3."""
         # Runs the whole model: at stage 3 parameters are only gathered inside its forward pass.
         read: list[Tensor] = []
         hook = self.objective.backbone.head.register_forward_pre_hook(lambda head, inputs: read.append(inputs[0]))

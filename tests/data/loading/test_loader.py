@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.data.loading import augment
@@ -287,11 +288,11 @@ def test_decoding_runs_ahead_but_not_away(dataset: Dataset) -> None:
 def test_normalise() -> None:
     images = torch.zeros((1, 2, 3, 3), dtype=torch.uint8)
     images[0, 0, 1] = torch.tensor([0, 51, 255], dtype=torch.uint8)
-    found = normalise(images, torch.device("cpu"), torch.float32)
+    found = normalise(images, torch.device("cpu"), torch.float32, RGB8)
     assert found.shape == (1, 3, 2, 3)
     torch.testing.assert_close(found[0, :, 0, 1], torch.tensor([-1, -0.6, 1]))
     assert found[0, 0, 1, 2] == -1
     every = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(-1, -1, -1, 3)
-    values = normalise(every, torch.device("cpu"), torch.float32)[0, 0].ravel()
+    values = normalise(every, torch.device("cpu"), torch.float32, RGB8)[0, 0].ravel()
     torch.testing.assert_close(values, torch.linspace(-1, 1, 256), rtol=0, atol=1e-6)
-    assert normalise(every, torch.device("cpu"), torch.bfloat16).dtype == torch.bfloat16
+    assert normalise(every, torch.device("cpu"), torch.bfloat16, RGB8).dtype == torch.bfloat16

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from pipeline.architecture.pixels import RGB8
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, normalise, train_requests
 from pipeline.data.loading.mix import Mixing, draw_mixing, mix_images, mix_pairs
@@ -147,7 +148,7 @@ def mixed_step(dataset: Path, step: int, world_size: int, micro_batch: int, thre
     for rank in range(world_size):
         with Loader(split, train_view(BOTH, 3, SIZE), threads, 2, 0.0) as loader:
             for batch in loader.batches(train_requests(order, step, step + 1, micro_batch, rank, world_size)):
-                x, own = mix_images(normalise(batch.images, CPU, torch.float32), batch.valid, mixing)
+                x, own = mix_images(normalise(batch.images, CPU, torch.float32, RGB8), batch.valid, mixing)
                 hot = torch.nn.functional.one_hot(batch.labels[:, 0], 4).float()
                 logits = torch.arange(len(hot) * 4).reshape(-1, 4).remainder(4).float()
                 parts.append((x, mix_pairs(hot, own), losses(logits, batch.labels, "softmax", 0.1, own)))
