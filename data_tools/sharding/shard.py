@@ -122,7 +122,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         if existing:
             listing, to_compare = mark_changed(listing, out / SOURCE_TABLE, config.compare == "content")
         if to_compare:
-            print(f"since the last start, {to_compare}: their bytes are compared with those in the shards", flush=True)
+            print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
         of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing, config.group_pattern)]
@@ -300,7 +300,7 @@ def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) ->
     """Returns the finished data set. Raises UserError if a rewritten shard differs from the manifest."""
     if changed := _changed(results):
         raise UserError(
-            f"{out} is finished, and of its images {changed} in the source since. Shard into a new folder (out=...), or put them back."
+            f"{out} is finished, and {changed} in the source since. Shard into a new folder (out=...), or put back what was there."
         )
     for done in results:
         name = done.shard.name
@@ -317,7 +317,7 @@ def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) ->
 def _changed(results: list[Done]) -> str:
     """Counts and names the images that shards had otherwise than the source; empty for none."""
     keys = sorted(key for done in results for key in done.changed)
-    return few("changed", len(keys), keys)
+    return few(f"{counted(len(keys), 'image')} changed", len(keys), keys)
 
 
 def resolve(setting: str, value: str) -> AnyPath:
@@ -464,7 +464,7 @@ def _print_done(
     elif num_complete:
         print(f"already complete: {num_complete} of {counted(len(results), 'shard')}")
     if changed := _changed(results):
-        print(f"since the last start, {changed}: their shards were written again")
+        print(f"{changed} since the last start: their shards were written again")
     num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())

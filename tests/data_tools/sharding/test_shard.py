@@ -236,7 +236,7 @@ def test_images_that_change_and_keep_their_size_while_a_job_is_stopped(
     write_folder({"elk/3.bmp": bmp(33)}, source)
     capfd.readouterr()
     made = shard.run(settings(source, out, max_bad_share=0.5, **how))
-    assert " 9 changed (cat/0, " in capfd.readouterr().out
+    assert "9 images changed (cat/0, " in capfd.readouterr().out
     fresh = shard.run(settings(source, tmp_path / "fresh", max_bad_share=0.5, **how))
     assert contents(made.path) == contents(fresh.path)
     shard.run(settings(source, out, max_bad_share=0.5, **how))
@@ -252,11 +252,11 @@ def test_images_that_change_after_the_end_are_refused_and_a_copied_source_is_not
     times = edited.stat()
     edited.write_bytes(bmp(99))
     for _ in range(2):
-        with pytest.raises(UserError, match=r" 1 changed \(cat/1\)"):
+        with pytest.raises(UserError, match=r"1 image changed \(cat/1\)"):
             shard.run(settings(source, out))
         assert tars(out) == before
     os.utime(edited, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(UserError, match=r" 1 changed \(cat/1\)"):  # It was not compared with success since.
+    with pytest.raises(UserError, match=r"1 image changed \(cat/1\)"):  # It was not compared with success since.
         shard.run(settings(source, out))
     edited.write_bytes(files["cat/1.bmp"])
     shard.run(settings(source, out))
@@ -269,7 +269,7 @@ def test_images_that_change_after_the_end_are_refused_and_a_copied_source_is_not
     (copied / "dog/2.bmp").write_bytes(bmp(98))
     os.utime(copied / "dog/2.bmp", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert tars(shard.run(settings(copied, out)).path) == before
-    with pytest.raises(UserError, match=r" 1 changed \(dog/2\)"):
+    with pytest.raises(UserError, match=r"1 image changed \(dog/2\)"):
         shard.run(settings(copied, out, compare="content"))
 
 
