@@ -246,7 +246,7 @@ def _look_at(path: AnyPath, listed: dict[BucketPath, dict[str, tuple[int, int]]]
     """(bytes, mtime) of a file, zeros for a missing one. listed: in an object store, each folder is listed once; its listing is put here."""
     if isinstance(path, BucketPath):
         if path.parent not in listed:
-            listed[path.parent] = {file.name: (*found,) for file, *found in path.parent.walk(recursive=False)}
+            listed[path.parent] = {file.name: (size, mtime) for file, size, mtime in path.parent.walk(recursive=False)}
         return listed[path.parent].get(path.name, (0, 0))
     try:
         found = path.stat()
