@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
 from data_tools.sources.ignored import NAMED, Few, is_hidden, other_layout
-from data_tools.sources.repeated_keys import repeated, sorted_by_key, way_out, with_extensions, with_prefixes
+from data_tools.sources.repeated_keys import repeated, sorted_by_key, with_extensions, with_prefixes
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
@@ -443,9 +443,11 @@ class Collector:
             own = "class/name" if self.by_folders and self.is_labelled else "path"
             are = "tar/name up to its first dot" if self.prefixes else f"{own} without the extension"
             what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
-            then = way_out(first, second, self.by_folders and self.source.is_dir())
+            by_images = ", or use layout=images, which reads files that differ in the extension alone" * self.by_folders
             key = keys[int(twice[0])].as_py()
-            raise UserError(f"{self.source}: {what}, {key!r}{more}. Keys are {are}, dots become _. {then}")
+            raise UserError(
+                f"{self.source}: {what}, {key!r}{more}. Keys are {are}, dots become _. Rename or remove one{by_images}."
+            )
 
 
 def reasons(skipped: list[Skipped]) -> str:

@@ -16,14 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from raw_images import jpeg, settings, write_folder, write_tar, write_zip
 
-from data_tools.check import stats, verify
+from data_tools.check import verify
 from data_tools.sharding import shard
 from data_tools.sharding.index import run as index
 from data_tools.sharding.write_shard import ShardingJob, write_shard
 from data_tools.sources import Listing, Reader, list_source
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.settings.commands.data import IndexConfig, ShardConfig, VerifyConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
@@ -39,15 +39,13 @@ def skipped(listing: Listing) -> dict[str, str]:
     return {where: reason for _, where, reason in listing.skipped}
 
 
-@pytest.mark.parametrize("command", ["shard", "index", "stats", "verify"])
+@pytest.mark.parametrize("command", ["shard", "index"])
 def test_a_path_that_is_not_utf8_is_refused_before_ray(command: str, tmp_path: Path) -> None:
     """Neither Ray nor Arrow can pass it on."""
     source = write_folder(GOOD, tmp_path / LATIN)
     run = {
         "shard": lambda: shard.run(settings(source, tmp_path / "out")),
         "index": lambda: index(IndexConfig(source=str(source), out=str(tmp_path / "out"))),
-        "stats": lambda: stats.run(StatsConfig(data=str(source))),
-        "verify": lambda: verify.run(VerifyConfig(data=str(source))),
     }[command]
     with pytest.raises(UserError, match=r"^(source|data) = .* is not UTF-8, as Ray and Parquet require. Rename"):
         run()
@@ -139,16 +137,6 @@ def test_what_is_ignored_is_named(tmp_path: Path) -> None:
     assert said["ignored 2 files without an image extension"] == {"cat/00001", "cat/b.txt"}
     assert said["ignored 1 hidden file"] == {"cat/.photo.jpg"}
     assert said["ignored 1 image outside the class folders of splits = {'train'"] == {"top.jpg"}
-
-
-def test_one_class_alone_is_named_with_the_table_that_may_have_the_labels(tmp_path: Path) -> None:
-    """All images of images/ became the class images, and labels.csv was a file without an image extension."""
-    source = write_folder({"images/1.jpg": jpeg(1), "images/2.jpg": jpeg(2)}, tmp_path / "raw")
-    said = "all images are of one class, 'images', the folder that they lie in. ("
-    assert listed(source).notes == [f"{said}Without labels: layout=images.)"]
-    write_folder({"labels.csv": b"path,label\nimages/1.jpg,cat\nimages/2.jpg,dog\n"}, source)
-    assert f"{said}a list of images is given as source=FILE.csv.)" in listed(source).notes
-    assert listed(source / "labels.csv").classes == ["cat", "dog"]
 
 
 def test_skipped_items_count_as_bad_images_and_the_rest_is_the_same(ray_cluster: int, tmp_path: Path, capfd) -> None:
