@@ -6,7 +6,7 @@ task are kept in the parts folder until the data set is finished. To count, the 
 
 import hashlib
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,16 +53,13 @@ class Copies:
     of_test: int
 
 
-def merge_copies(
-    listing: Listing, folder: AnyPath, num_tasks: int, out: AnyPath, doubtful: Set[str] = frozenset()
-) -> tuple[Listing, Copies]:
+def merge_copies(listing: Listing, folder: AnyPath, num_tasks: int, out: AnyPath) -> tuple[Listing, Copies]:
     """Returns the listing without copies, and what was merged.
 
     Within a split, the first key of equal bytes is kept and gets the labels of all. Samples of 'train' with a copy in another
     split are removed, so that no test image is trained on. Copies between other splits are kept.
 
     folder: where hashes are saved. num_tasks: concurrent tasks, 0 is one per CPU. out: folder of progress.json.
-    doubtful: keys of samples that an earlier run could not read; their tasks hash again, because the bytes may have changed.
     """
     sizes = listing.table["size"].to_numpy()
     _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
@@ -70,7 +67,7 @@ def merge_copies(
     # By position in the source, so that archives are read sequentially.
     place = [listing.table[name].to_numpy()[rows] for name in ("offset", "container")]
     rows = rows[np.lexsort(place)]
-    return _merge(listing, rows, _hash_all(listing, rows, folder, num_tasks, out, doubtful))
+    return _merge(listing, rows, _hash_all(listing, rows, folder, num_tasks, out))
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,10 @@ def copy_notes(dataset: Dataset, found: dict[str, SplitCopies]) -> list[str]:
 
 
 def hash_samples(job: HashJob) -> bytes:
-    """Ray task: returns the concatenated hashes of the job's samples, from the saved file if there is one."""
+    """Ray task: returns the concatenated hashes of the job's samples, from the saved file if there is one.
+
+    They are saved if all samples could be read.
+    """
     path = to_path(job.path)
     num_samples = len(job.rows["path"])
     if not job.again and path.exists() and file_size(path) == num_samples * _HASH_BYTES:
@@ -144,14 +144,13 @@ def hash_samples(job: HashJob) -> bytes:
                 # `write_shard` will report it as a bad image.
                 hashes.append(_UNREADABLE)
     data = b"".join(hashes)
-    with replacing(path) as file:
-        file.write(data)
+    if _UNREADABLE not in hashes:
+        with replacing(path) as file:
+            file.write(data)
     return data
 
 
-def _hash_all(
-    listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: int, out: AnyPath, doubtful: Set[str]
-) -> np.ndarray:
+def _hash_all(listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: int, out: AnyPath) -> np.ndarray:
     """(rows, 2) uint64: the hash of each row; zeros for an unreadable sample."""
     make_folder(folder)
     starts = range(0, len(rows), _SAMPLES_PER_TASK)
@@ -161,8 +160,7 @@ def _hash_all(
             of_job = listing.rows(rows[start : start + _SAMPLES_PER_TASK])
             # Named by the samples: the same source, packed again, may have them in another order.
             name = hashlib.sha256(json.dumps(of_job).encode()).hexdigest()[:16]
-            again = COMPARE in of_job["mtime"] or not doubtful.isdisjoint(of_job["key"])
-            yield HashJob(str(folder / f"{name}.hashes"), of_job, again)
+            yield HashJob(str(folder / f"{name}.hashes"), of_job, again=COMPARE in of_job["mtime"])
 
     hashes = np.zeros((len(rows), 2), np.uint64)
     sizes = listing.table["size"].to_numpy()

@@ -67,11 +67,8 @@ def describe_classes_of_groups(listing: Listing, pattern: str) -> list[str]:
 
 def _with_folder(pattern: str) -> list[str]:
     """Patterns that may find the class folder and the group that `pattern` finds."""
-    inner = pattern.removeprefix("^")
-    after_folder = [
-        f"^([^/]+/{inner.removeprefix(start)}" for start in ("[^/]+/(", "[^/]*/(", ".*/(") if inner.startswith(start)
-    ]
-    return [*after_folder, f"^([^/]+/(?:{inner}))", f"^([^/]+/.*?(?:{inner}))"]
+    inner = pattern.removeprefix("^").removeprefix("[^/]+/")
+    return [f"^([^/]+/{inner.removeprefix('(')}", f"^([^/]+/(?:{inner}))", f"^([^/]+/.*?(?:{inner}))"]
 
 
 def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:

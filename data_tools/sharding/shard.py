@@ -133,13 +133,13 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             _forget(out)
             existing = None
         _refuse_other_source(out, identity, existing, listing)
-        _refuse_other_names(out, names, bool(config.synset_names))
+        _refuse_other_names(out, names)
         _print_listing(listing, time.monotonic() - started)
         as_listed, to_compare = listing, ""
         if existing:
             listing, to_compare = mark_changed(listing, out / SOURCE_TABLE, config.compare == "content")
         if to_compare:
-            print(f"since the last start, {to_compare}: their bytes are compared with those in the shards", flush=True)
+            print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
         of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing, config.group_pattern)]
@@ -158,8 +158,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
                 pq.write_table(table, file, compression="zstd")
         listing, copies = split, None
         if config.merge_copies:
-            hashes, doubtful = out / PARTS / HASHES, _skipped_before(out)
-            listing, copies = merge_copies(listing, hashes, config.num_tasks, out, doubtful)
+            listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks, out)
             _print_copies(copies)
             for note in odd_classes(listing, config.val_share):
                 if note not in odd:
@@ -319,12 +318,6 @@ def _finish(
     return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names, pixels)
 
 
-def _skipped_before(out: AnyPath) -> set[str]:
-    """Keys of images that an earlier run of this job could not read."""
-    parts = (load_part(part, Done) for part in (out / PARTS).glob("*.parquet"))
-    return {key for part in parts if part for key, *_ in part.skipped}
-
-
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:
     """Write a CSV file; without rows, remove it."""
     write_files(path.parent, {path.name: as_csv([header, *rows]) if rows else None})
@@ -338,7 +331,7 @@ def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) ->
     """Returns the finished data set. Raises UserError if a rewritten shard differs from the manifest."""
     if changed := _changed(results):
         raise UserError(
-            f"{out} is finished, and of its images {changed} in the source since. Shard into a new folder (out=...), or put them back."
+            f"{out} is finished, and {changed} in the source since. Shard into a new folder (out=...), or put back what was there."
         )
     for done in results:
         name = done.shard.name
@@ -355,7 +348,7 @@ def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) ->
 def _changed(results: list[Done]) -> str:
     """Counts and names the images that shards had otherwise than the source; empty for none."""
     keys = sorted(key for done in results for key in done.changed)
-    return few("changed", len(keys), keys)
+    return few(f"{counted(len(keys), 'image')} changed", len(keys), keys)
 
 
 def resolve(setting: str, value: str) -> AnyPath:
@@ -384,12 +377,7 @@ def _existing_record(out: AnyPath) -> _DatasetRecord | None:
             raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
         return json_record.convert(info, _DatasetRecord, str(out / INFO))
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        plan = read_bytes(out / PARTS / PLAN)
-        try:
-            return json_record.parse(plan, _DatasetRecord, str(out / PARTS / PLAN))
-        except UserError as error:
-            # Without the plan, shards made with other settings cannot be recognised.
-            raise UserError(f"{error} Remove {out}, or choose another out=...") from None
+        return json_record.parse(read_bytes(out / PARTS / PLAN), _DatasetRecord, str(out / PARTS / PLAN))
     # A job killed while listing leaves progress.json, but no plan.
     names = {path.name for path in out.iterdir()} - {PROGRESS_FILE} if out.exists() else set()
     if foreign := sorted(name for name in names if not name.startswith(".")):
@@ -469,15 +457,9 @@ def _refuse_other_source(
         )
 
 
-def _refuse_other_names(out: AnyPath, names: list[str] | None, are_given: bool) -> None:
-    """Compare class_names in dataset.json: they are not part of the listing's digest.
-
-    are_given: by synset_names. Earlier versions ignored the names that a source has itself.
-    """
-    if not (out / INFO).exists():
-        return
-    known = open_dataset(out).info.get("class_names")
-    if (known is not None or are_given) and (other := renamed(known, names)):
+def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:
+    """Compare class_names in dataset.json: they are not part of the listing's digest."""
+    if (out / INFO).exists() and (other := renamed(open_dataset(out).info.get("class_names"), names)):
         raise UserError(f"{out} was made with other synset_names: {other}. Give those, or choose another out=...")
 
 
@@ -510,7 +492,7 @@ def _print_done(
     elif num_complete:
         print(f"already complete: {num_complete} of {counted(len(results), 'shard')}")
     if changed := _changed(results):
-        print(f"since the last start, {changed}: their shards were written again")
+        print(f"{changed} since the last start: their shards were written again")
     num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
 from data_tools.sources.listing import TABLE
+from pipeline.base.words import counted
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
@@ -41,8 +42,9 @@ def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Li
         with contextlib.suppress(OSError, pa.ArrowInvalid):
             is_same = mtimes == open_parquet(path).read(columns=["mtime"])["mtime"].to_numpy()
     marked = pa.array(np.where(is_same, mtimes, COMPARE))
-    what = "to compare" if compare_all else "with another time of change"
-    text = _named(what, listing.table["key"], np.flatnonzero(~is_same))
+    rows = np.flatnonzero(~is_same)
+    what = f"{counted(len(rows), 'image')} {'to compare' if compare_all else 'with another time of change than at the last start'}"
+    text = few(what, len(rows), listing.table["key"].take(pa.array(rows[:_NAMED])).to_pylist())
     return replace(listing, table=listing.table.set_column(column, "mtime", marked)), text
 
 
@@ -80,9 +82,9 @@ def _ids(splits: pa.ChunkedArray, keys: pa.ChunkedArray) -> np.ndarray:
 
 
 def _named(what: str, keys: pa.ChunkedArray, rows: np.ndarray) -> str:
-    return few(what, len(rows), keys.take(pa.array(rows[:_NAMED])).to_pylist())
+    return few(f"{len(rows):,} {what}", len(rows), keys.take(pa.array(rows[:_NAMED])).to_pylist())
 
 
 def few(what: str, count: int, keys: list[str]) -> str:
-    """Counts and names, as in `3 changed (a, b, c)`; empty for none."""
-    return f"{count:,} {what} ({', '.join(keys[:_NAMED])}{', ...' * (count > _NAMED)})" if count else ""
+    """`what` with the first keys, as `4 images changed (a, b, c, ...)`; empty for none."""
+    return f"{what} ({', '.join(keys[:_NAMED])}{', ...' * (count > _NAMED)})" if count else ""

@@ -33,7 +33,7 @@ class LabelColumn:
         self._are_numbers, self._first = _are_numbers(field, where), where
         self._numbers = ClassNumbers(names) if names or self._are_numbers else None
         self._separator = separator
-        self.missing = Counter[str]()
+        self.missing = Counter[Any]()
 
     def check(self, field: pa.Field, where: str) -> None:
         """Raise UserError if the column of another file holds numbers where that of the first holds text, or the reverse."""

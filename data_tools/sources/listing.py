@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
 from data_tools.sources.ignored import NAMED, Few, is_hidden, other_layout
-from data_tools.sources.repeated_keys import repeated, sorted_by_key, way_out, with_extensions, with_prefixes
+from data_tools.sources.repeated_keys import repeated, sorted_by_key, with_extensions, with_prefixes
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.loading.decode import EXTENSIONS
-from pipeline.data.storage.bucket import AnyPath, changed_at, is_utf8, locate, utf8_fault
+from pipeline.data.storage.bucket import AnyPath, changed_at, is_utf8, locate
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
 # source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the container.
@@ -102,15 +102,12 @@ class Listing:
     def digest(self) -> str:
         """Hex sha256 of split, key, classes, size and group of each sample. It does not depend on where the source is."""
         digest = hashlib.sha256("\n".join([*self.splits, "", *self.classes]).encode())
-        counts = pc.list_value_length(self.table["labels"]).to_numpy()
+        digest.update(pc.list_value_length(self.table["labels"]).to_numpy().tobytes())
         for start in range(0, len(self), _BATCH):
             part = self.table.slice(start, _BATCH)
             digest.update("\n".join(part["key"].to_pylist()).encode())
             for column in (part["split"], pc.list_flatten(part["labels"]), part["size"]):
                 digest.update(column.to_numpy().tobytes())
-        if (counts != 1).any():
-            # Omitted if every sample has one label, so that the digest of older data sets stays the same.
-            digest.update(counts.tobytes())
         if self.has_groups:
             digest.update("\n".join(self.table["group"].to_pylist()).encode())
         return digest.hexdigest()
@@ -289,7 +286,7 @@ class Collector:
         A sample whose name is not allowed in a tar is skipped; a leading slash of the key is removed, as by tar.
         """
         if not is_utf8(name):
-            self.skip(name, f"its name {utf8_fault(name, '; rename it')}")
+            self.skip(name, NOT_UTF8)
             return
         # In webdataset a key ends at the first dot of the file name. (This also excludes "..".)
         key = key.replace(".", "_")
@@ -458,9 +455,11 @@ class Collector:
             own = "class/name" if self.by_folders and self.is_labelled else "path"
             are = "tar/name up to its first dot" if self.prefixes else f"{own} without the extension"
             what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
-            then = way_out(first, second, self.by_folders and self.source.is_dir())
+            by_images = ", or use layout=images, which reads files that differ in the extension alone" * self.by_folders
             key = keys[int(twice[0])].as_py()
-            raise UserError(f"{self.source}: {what}, {key!r}{more}. Keys are {are}, dots become _. {then}")
+            raise UserError(
+                f"{self.source}: {what}, {key!r}{more}. Keys are {are}, dots become _. Rename or remove one{by_images}."
+            )
 
 
 def reasons(skipped: list[Skipped]) -> str:

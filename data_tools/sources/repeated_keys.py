@@ -29,14 +29,6 @@ def with_extensions(table: pa.Table, twice: np.ndarray) -> pa.Table:
     return _with_keys(table, pa.array(keys, pa.large_string()))
 
 
-def way_out(first: str, second: str, can_be_images: bool) -> str:
-    """What to do about two files with one key. can_be_images: whether layout=images reads their source, too."""
-    if first == second or first.rpartition(".")[0] != second.rpartition(".")[0]:
-        return "Rename or remove one."
-    both = ", or use layout=images, which reads both, without labels" if can_be_images else ""
-    return f"Their names differ in the extension alone: rename or remove one{both}."
-
-
 def with_prefixes(table: pa.Table, prefixes: Sequence[str]) -> pa.Table:
     """The table with the prefix of its container before each key. prefixes: one for each container."""
     of_rows = pa.array([prefix.replace(".", "_") for prefix in prefixes], pa.large_string()).take(table["container"])

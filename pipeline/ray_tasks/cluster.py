@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import on_one_line
-from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path, utf8_fault
+from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path
 from pipeline.process import waits
 from pipeline.settings.quantities import whole_number
 
@@ -52,8 +52,7 @@ def shared_path(name: str, value: str) -> AnyPath:
         )
     absolute = path.resolve()
     if not is_utf8(str(absolute)):
-        fault = utf8_fault(str(absolute), ", as Ray and Parquet require. Rename its folders")
-        raise UserError(f"{name} = {value}: the path {absolute} {fault}.")
+        raise UserError(f"{name} = {value}: {absolute} is not UTF-8, as Ray and Parquet require. Rename its folders.")
     return absolute
 
 

@@ -31,14 +31,7 @@ def _walk(source: Path, collector: Collector) -> None:
     folders = [""]  # Names inside source; all but the first end in a slash.
     while folders:
         inside = folders.pop()
-        try:
-            found = os.scandir(f"{source}/{inside}")
-        except OSError as error:
-            if error.errno not in (errno.ENAMETOOLONG, errno.ENOENT):  # The latter: it was removed a moment ago.
-                raise
-            collector.skip(shortened(inside), str(error.strerror))
-            continue
-        with found as entries:
+        with os.scandir(f"{source}/{inside}") as entries:
             for entry in entries:
                 name = inside + entry.name
                 try:

@@ -45,10 +45,11 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             column = label_column(schema.names, config, str(path), collector, column)
             wanted = {"image_column": config.image_column, "label_column": column, "group_column": config.group_column}
             if ShardConfig.split_column in set(schema.names) - {*wanted.values()}:
-                collector.notes.append(
-                    f"warning: the column {ShardConfig.split_column!r} of {path} is not used: for splits, write a file for each, and name "
-                    "them (splits.train=train splits.val=val)"
+                unused = (
+                    f"warning: the column {ShardConfig.split_column!r} is not used: for splits, write a file for each, and name them "
+                    "(splits.train=train splits.val=val)"
                 )
+                collector.notes += [] if unused in collector.notes else [unused]
             check_columns(schema.names, {setting: name for setting, name in wanted.items() if name}, str(path))
             if column:
                 known = given or _class_label_names(schema, column, f"{path}, its metadata `huggingface`")

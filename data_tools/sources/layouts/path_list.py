@@ -5,7 +5,6 @@ import contextlib
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -51,7 +50,6 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     if by_column:
         lists = dict.fromkeys([", ".join(collector.splits)], source)
     of_value = {value: split for split, value in collector.splits.items()}
-    counts = Counter[str]()
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
         if not path.is_file():
@@ -71,21 +69,20 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             labels = LabelColumn(field, str(path), given, config.label_separator)
         elif labels and path.suffix == ".parquet":  # In a CSV, any label is text; its rows are checked.
             labels.check(table.schema.field(column), str(path))
-        if config.group_column and path.suffix == ".parquet":
-            check_names(table.schema.field(config.group_column), str(path), "group_column")
         nothing = pa.nulls(len(table))
         values = [table[config.path_column], *(table[name] if name else nothing for name in named.values())]
+        if by_column:
+            values[-1] = _as_text(values[-1])
+            _report_splits(path, config, values[-1], collector)
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         row = 0
         for batch in pa.table(values, ["path", *named]).to_batches(_ROWS_AT_ONCE):
             for name, value, group, part in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 row += 1
-                if by_column:
-                    counts[part := str(part).strip()] += 1
-                    if part not in of_value:
-                        continue
-                    split = of_value[part]
+                if by_column and part not in of_value:
+                    continue
+                split = of_value[part] if by_column else split
                 if not name:
                     raise UserError(f"{path}, row {row}: {config.path_column} is empty.")
                 if isinstance(name, bytes):  # Of a CSV.
@@ -108,8 +105,6 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 collector.sample(split, _key(name), names, place, -1, 0, size, group=of_group, mtime=mtime)
     if labels:
         labels.report(collector)
-    if by_column:
-        _report_splits(source, by_column, of_value, counts, collector)
 
 
 def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
@@ -118,9 +113,7 @@ def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
     if not column:
         return {}
     table = _read(source, config, _column_names(source), {"split_column": column})
-    if source.suffix == ".parquet":
-        check_names(table.schema.field(column), str(source), "split_column")
-    values = sorted({str(value).strip() for value in pc.unique(table[column]).to_pylist()} - MISSING)
+    values = sorted(set(_as_text(table[column]).unique().to_pylist()) - MISSING - {None})
     if not all(map(is_split_name, values)):
         names = (LIKE_SPLITS.get(value.lower(), re.sub("[^a-z0-9_]+", "_", value.lower())) for value in values)
         said = shlex.join(f"splits.{name}={value}" for name, value in zip(names, values, strict=True))
@@ -133,27 +126,30 @@ def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
 
 def _split_column(source: AnyPath, config: ShardConfig) -> str:
     """The column that names the splits of a list's rows; "" if the source is a folder of lists, or has no column of the default name."""
-    if not config.split_column or not source.is_file():
+    column, others = config.split_column, (config.path_column, config.label_column, config.group_column)
+    if not source.is_file() or (
+        column == ShardConfig.split_column and column not in set(_column_names(source)) - {*others}
+    ):
         return ""
-    others = (config.path_column, config.label_column, config.group_column)
-    is_there = config.split_column in _column_names(source) and config.split_column not in others
-    return config.split_column if is_there or config.split_column != ShardConfig.split_column else ""
+    return column
 
 
-def _report_splits(
-    source: AnyPath, column: str, of_value: dict[str, str], counts: Counter[str], collector: Collector
-) -> None:
-    """Notes how many rows are of each split. Raises UserError for a split without rows."""
-    said = ", ".join(f"{value!r} {count:,}" for value, count in counts.most_common())
-    for value, split in of_value.items():
-        if not counts[value]:
+def _as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.utf8_trim_whitespace(column.cast(pa.string()))
+
+
+def _report_splits(path: AnyPath, config: ShardConfig, values: pa.ChunkedArray, collector: Collector) -> None:
+    """Notes how many rows are of each split. values: of the split_column. Raises UserError for a split without rows."""
+    counts = {str(row["values"]): row["counts"] for row in values.value_counts().to_pylist()}
+    said = f"by the column {config.split_column!r}, {path} has {', '.join(f'{value!r} {count:,}' for value, count in counts.items())}"
+    for split, value in collector.splits.items():
+        if value not in counts:
             raise UserError(
-                f"{source}: no row of split {split!r} ({value!r} in the column {column!r}). There: {said}. Name "
-                f"one of these, splits.{split}=VALUE, or ignore the column: split_column= ."
+                f"splits.{split} = {value!r}, but {said}. Name one of these, or ignore the column: split_column= ."
             )
-    collector.notes.append(f"splits from the column {column!r} of {source}: {said} (split_column= ignores it)")
-    if left_out := sum(count for value, count in counts.items() if value not in of_value):
-        collector.notes.append(f"left out {counted(left_out, 'row')} of none of these splits: {', '.join(of_value)}")
+    used = sum(counts[value] for value in collector.splits.values())
+    left_out = f"; left out {counted(len(values) - used, 'row')} of no split" * (used < len(values))
+    collector.notes.append(f"{said}{left_out} (split_column= ignores the column)")
 
 
 def _column_names(path: AnyPath) -> list[str]:
@@ -184,6 +180,9 @@ def _read(path: AnyPath, config: ShardConfig, there: list[str], named: dict[str,
             convert = pacsv.ConvertOptions(include_columns=columns, column_types=kinds)
             with path.open("rb") as text:
                 table = pacsv.read_csv(text, parse_options=_parse_options(path), convert_options=convert)
+    for setting, name in wanted.items():
+        if setting in ("group_column", "split_column"):
+            check_names(table.schema.field(name), str(path), setting)
     kind = table.schema.field(0).type
     if path.suffix == ".parquet" and not is_text(kind):
         raise UserError(f"{path}: column {config.path_column!r} holds {kind}, but paths are text.")
@@ -247,7 +246,7 @@ def _look_at(path: AnyPath, listed: dict[BucketPath, dict[str, tuple[int, int]]]
     """(bytes, mtime) of a file, zeros for a missing one. listed: in an object store, each folder is listed once; its listing is put here."""
     if isinstance(path, BucketPath):
         if path.parent not in listed:
-            listed[path.parent] = {file.name: (*found,) for file, *found in path.parent.walk(recursive=False)}
+            listed[path.parent] = {file.name: (size, mtime) for file, size, mtime in path.parent.walk(recursive=False)}
         return listed[path.parent].get(path.name, (0, 0))
     try:
         found = path.stat()

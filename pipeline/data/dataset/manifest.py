@@ -72,9 +72,15 @@ class Dataset(ManifestTables):
         """Open one split: map what training needs of it (offsets, sizes, labels), and check that its tars exist.
 
         exclude: the lists of samples to exclude ("all", "none", or names with commas between). limit: how many of the
-        others to keep, chosen at random by `seed`. Raises UserError for an unknown split, a missing tar or one of another
+        others to keep, chosen at random by `seed`. Raises UserError for an unknown split, values that were not
+        measured, a missing tar or one of another
         size, a damaged manifest, an unusable list, and a limit above the number of samples.
         """
+        if not self.pixels.is_measured:
+            raise UserError(
+                f"{self.path}: the range of the values of its images is not known ({self.pixels.describe()}). Measure it: python "
+                f"launch/stats.py data={self.path} values=percentiles"
+            )
         table = self.table(name)
         names, samples, num_bytes, sha256 = self.shards_of(name)
         starts = np.concatenate([[0], np.cumsum(samples)])

@@ -7,9 +7,7 @@ end in options,
 """
 
 import contextlib
-import os
 import shutil
-import sys
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,15 +133,6 @@ def is_utf8(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def utf8_fault(name: str, way_out: str) -> str:
-    """Says why a name is not `is_utf8`, as "is not UTF-8" and `way_out`: it may be UTF-8, which Python decodes by another encoding."""
-    try:
-        os.fsencode(name).decode()
-    except UnicodeError:
-        return f"is not UTF-8{way_out}"
-    return f"is UTF-8, but Python reads names as {sys.getfilesystemencoding()} here: set PYTHONUTF8=1"
 
 
 def make_folder(folder: AnyPath) -> None:

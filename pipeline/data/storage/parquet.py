@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from pipeline.base.errors import UserError
-from pipeline.data.storage.bucket import AnyPath, is_utf8, utf8_fault
+from pipeline.data.storage.bucket import AnyPath, is_utf8
 
 
 def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.ParquetFile:
@@ -17,7 +17,7 @@ def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.P
     """
     if isinstance(path, Path):
         if not is_utf8(str(path)):
-            raise UserError(f"{path}: its path {utf8_fault(str(path), ', as Arrow requires. Rename it')}.")
+            raise UserError(f"{path}: its path is not UTF-8, as Arrow requires. Rename it.")
         return pq.ParquetFile(path, memory_map=memory_map, **options)
     return _SingleThreaded(path.open(), **options)
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from data_tools.check.verify_shard import VerifyJob, check_shard
 from data_tools.sources import list_source
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.storage.bucket import name_inside, remove_tree, version, walk_files
+from pipeline.data.storage.bucket import changed_at, name_inside, remove_tree, version, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.settings.commands.data import ShardConfig
@@ -26,6 +27,8 @@ def test_objects_are_files(gcs: str) -> None:
     assert {name_inside(path, folder): size for path, size, _ in walk_files(folder)} == {
         name: len(data) for name, data in contents.items()
     }
+    assert {changed_at(path) - mtime for path, _, mtime in walk_files(folder)} == {0}
+    assert changed_at(folder / "large") > time.time_ns() - 600 * 10**9
     assert folder.sizes() == {"a.gz": 14, "large": len(large)}
     assert sorted(path.name for path in folder.iterdir()) == ["a.gz", "large", "sub"]
     assert all((folder / name).read_bytes() == data for name, data in contents.items())

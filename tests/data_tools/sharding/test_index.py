@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.ray_tasks import LostError
-from pipeline.settings import command
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VerifyConfig
 
 SPLITS = {"train": "", "val": "val-"}
@@ -228,26 +226,6 @@ def test_an_unfinished_data_set_is_refused(place: str, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             run(config(tar, tmp_path / "out", splits={"train": ""}))
     assert not (tmp_path / "out" / "dataset.json").exists()
-
-
-def test_refused_in_one_line(tmp_path: Path, ray_cluster: int, monkeypatch, capfd) -> None:
-    source = tars(tmp_path / "tars")
-    (tmp_path / "names.txt").write_text("a\nb\n")
-    cases = {
-        (f"source={tmp_path}/nowhere",): "no such file or folder",
-        (f"source={source}",): "look like several splits. If they are, say so: splits.train=train splits.val=val",
-        (f"source={source}", "splits.train=x"): "no *.tar for split 'train' (names that begin with 'x')",
-        (f"source={source}", "splits.train=train", f"label_names={tmp_path}/names.txt"): "label 2 is out of range, the number of class names is 2",
-    }  # fmt: skip
-    for arguments, said in cases.items():
-        monkeypatch.setattr(sys, "argv", ["index.py", f"out={tmp_path}/out", *arguments])
-        with pytest.raises(SystemExit) as exit:
-            command.main(IndexConfig, run, "about")
-        line = capfd.readouterr().err
-        assert exit.value.code == 2
-        assert said in line
-        assert line.count("\n") == 1
-        assert not (tmp_path / "out/dataset.json").exists()
 
 
 def test_lists_of_excluded_samples_are_refused_after_indexing_other_rows(ray_cluster: int, tmp_path: Path) -> None:

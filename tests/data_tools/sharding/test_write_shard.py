@@ -13,7 +13,7 @@ import pytest
 from raw_images import encoded, jpeg, noise, write_folder
 
 from data_tools.sharding.copies import HashJob, hash_samples
-from data_tools.sharding.write_shard import Done, ShardingJob, _Tar, load_part, write_part, write_shard
+from data_tools.sharding.write_shard import ShardingJob, _Tar, write_shard
 from data_tools.sources import list_source
 from data_tools.sources.split_files import PARTS
 from pipeline.data.dataset.manifest import ROWS
@@ -150,13 +150,3 @@ def test_a_damaged_part_is_made_again(job: ShardingJob, tmp_path: Path) -> None:
         assert pq.read_table(part).replace_schema_metadata(None).cast(ROWS) == rows  # As the manifest takes them.
         num_made += done.made
     assert num_made > 48
-
-
-@pytest.mark.parametrize("about", [b"{", b"3", b'{"shard": 3}', b'{"shard": {"name": "x"}, "skipped": []}'])
-def test_a_part_that_says_something_else_is_none(about: bytes, job: ShardingJob, tmp_path: Path) -> None:
-    write_shard(job)
-    part = tmp_path / "out" / PARTS / "train-000000.parquet"
-    table = pq.read_table(part)
-    write_part(part, table, about.decode())
-    assert load_part(part, Done) is None
-    assert write_shard(job).made

@@ -281,14 +281,7 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     assert "has 2 lines for 3 images" in refused(source, val_labels=str(few))
     (tmp_path / "labels.txt").write_text("1\n2\n9\n")
     assert "meta.mat is missing" in refused(source, val_labels=str(few))
-    _ground_truth(tmp_path)
-    assert "'9' is none of the 3 numbers" in refused(source, val_labels=str(few))
-    savemat(tmp_path / "other.mat", {"meta": np.zeros(3)})
-    for content in (b"junk" * 99, (tmp_path / "meta.mat").read_bytes()[:300], (tmp_path / "other.mat").read_bytes()):
-        (tmp_path / "meta.mat").write_bytes(content)
-        assert "meta.mat is damaged (" in refused(source, val_labels=str(few))
     (source / "ILSVRC2012_img_val.tar").unlink()
-    assert "has no 'ILSVRC2012_img_val.tar' (split 'val')" in refused(source)
     assert listed(source, layout="imagenet1k", splits={"train": "ILSVRC2012_img_train.tar"}).splits == ["train"]
 
 
@@ -476,10 +469,6 @@ def test_bad_parquet(tmp_path: Path) -> None:
         path, image_column="label", label_column="", layout="parquet"
     )
     assert "image_column and label_column name the same column, 'image', of " in refused(path, label_column="image")
-    hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, -1, 2]), NAMES)
-    assert "Images without a label (-1) belong in no split" in refused(path)
-    path.write_bytes(path.read_bytes()[:-20])
-    assert "is damaged" in refused(path, layout="parquet")
     images = pa.array([{"bytes": IMAGES[0], "path": "0.jpg"}, None, {"bytes": None, "path": "cat/2.jpg"}])
     pq.write_table(pa.table({"image": images[:2], "label": ["a", "b"]}), path)
     assert listed(path).table["size"].to_pylist() == [len(IMAGES[0]), 0]
@@ -489,9 +478,6 @@ def test_bad_parquet(tmp_path: Path) -> None:
     assert "the column 'split'" in listed(path).notes[0]
     hugging_face(path, pa.array([0, 2, 0, 0, 0]), ["plane", "", "bird"])
     assert "a class has an empty name (number 1)" in refused(path)
-    names = _text("plane\ncar\nplane\n")(tmp_path)
-    hugging_face(tmp_path / "a.parquet", pa.array([0, 0, 0, 0, 0]))
-    assert "names 'plane' 2 times" in refused(path, label_names=str(names))
 
 
 @pytest.mark.parametrize(
@@ -538,38 +524,7 @@ def test_odd_columns_in_parquet(tmp_path: Path) -> None:
     hugging_face(folder / "b.parquet", columns[1].cast(pa.int32()))
     assert len(listed(folder)) == 10
     hugging_face(folder / "b.parquet", pa.array(list("abcde")))
-    said = refused(folder)
-    assert "b.parquet: column 'label' holds text, but numbers in" in said
-    assert "a.parquet. Give all files the same type." in said
-    pq.write_table(pa.table({"image": pa.array([], pa.binary()), "label": columns[1][:0]}), folder / "b.parquet")
-    assert len(listed(folder)) == 5
-    (folder / "a.parquet").unlink()
-    assert "split 'train' (all of it) has no images" in refused(folder)
-    text = [{"bytes": "no bytes"}] * 5
-    pq.write_table(pa.table({"image": text, "label": columns[1]}), folder / "b.parquet")
-    assert "column 'image' holds struct<bytes: string>, not encoded images" in refused(folder)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "said"),
-    [
-        ("{", "its metadata `huggingface` is not valid JSON"),
-        ("[]", "the content = [] must be a mapping."),
-        ('{"info": 3}', "info = 3 must be a mapping"),
-        ('{"info": {"features": [1]}}', "features = [1] must be a mapping."),
-        ('{"info": {"features": {"label": {"names": "abc"}}}}', "info.features.label.names = 'abc' must be a list of text."),
-        ('{"info": {"features": {"label": {"names": ["a", 2]}}}}', "names[1] = 2 must be text."),
-        ('{"info": {"features": {"label": [{"names": ["a", "a"]}]}}}', "has a name twice"),
-    ],
-)  # fmt: skip
-def test_hugging_face_metadata_that_makes_no_sense(metadata: str, said: str, tmp_path: Path) -> None:
-    path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 1, 2]))
-    pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": metadata}), path)
-    line = refused(path)
-    assert said in line
-    assert line.startswith(f"{path}, its metadata `huggingface`")
-    names = _text("\n".join(NAMES))(tmp_path)
-    assert listed(path, label_names=str(names)).classes == NAMES
+    assert "b.parquet: column 'label' holds text, but numbers in" in refused(folder)
 
 
 @pytest.mark.parametrize("features", [{}, {"label": None}, {"label": []}, {"label": 3}, {"label": {"dtype": "int64"}}])
@@ -712,29 +667,12 @@ def test_numbers_in_the_text_of_a_list(labels: list[str], expected: list, num_cl
     assert listing.classes == sorted(listing.classes, key=lambda name: int(name) if name.isdecimal() else 99)
 
 
-def test_numbers_that_are_not_whole_are_names_with_a_note(tmp_path: Path) -> None:
-    listing = listed(table(tmp_path / "list.csv", [("a.jpg", 2.0), ("b.jpg", 10.5)]))
-    assert listing.classes == ["10.5", "2.0"]
-    assert any("labels are numbers, but not all are whole ones of at most 18 digits" in note for note in listing.notes)
-
-
 def test_bad_list(tmp_path: Path) -> None:
     (excel := tmp_path / "excel.csv").write_text("path,label\n1.jpg,cat\n", encoding="utf-16")
     assert "excel.csv is text in UTF-16, as Excel's `Unicode Text` is. Save it as CSV in UTF-8." in refused(excel)
     path = table(tmp_path / "list.csv", [("gone.jpg", "cat"), ("", "dog")], ("file", "label"))
     assert "list.csv has no column 'path' (path_column). It has: file, label." in refused(path)
     assert "row 2: file is empty" in refused(path, path_column="file")
-    assert "path_column and label_column name the same column, 'file'" in refused(
-        path, path_column="file", label_column="file"
-    )
-    for header in ("path,label,label", "path,path,label"):
-        path.write_text(f"{header}\na,b,c\n")
-        assert f"has 2 columns '{header.split(',')[1]}'" in refused(path)
-    # str.isdigit() takes these for numbers, and int() does not.
-    for odd in ("²", "9" * 5000, "--3", "1_0"):
-        table(path, [("a.jpg", odd), ("b.jpg", 1)])
-        assert f"label ['{odd[:100]}" in refused(path, label_names=str(_text("zero\none")(tmp_path)))
-        assert len(listed(path).classes) == 2
     table(path, [("gone.jpg", "cat")])
     # A missing file is the job's to find, count and name.
     assert listed(path).table["size"].to_pylist() == [0]
@@ -859,10 +797,7 @@ def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "raw/cars")
     listing = listed(tmp_path / "raw", layout="webdataset")
     assert (listing.classes, len(listing)) == (["cat", "dog"], 2)
-    assert [note for note in listing.notes if "not taken over" in note] == [
-        f"warning: the lists of excluded samples of {tmp_path}/raw/more_pets (near_copies) are not taken over: images that they exclude "
-        "are used. launch/verify.py and launch/dedup.py make them anew"
-    ]
+    assert [f"{tmp_path}/raw/more_pets (near_copies)" in note for note in listing.notes] == [True]
     pets = listed(tmp_path / "raw/pets/pets.tar", layout="webdataset")
     assert pets.classes == ["cat", "dog"]
     # A data set without labels contradicts no classes, tars without names might. Another program's file is named, and not used.
@@ -892,16 +827,7 @@ def test_bad_webdataset(tmp_path: Path) -> None:
     write_tar(SHARD, tmp_path / "raw/c.TAR")
     listing = listed(packed.parent, layout="webdataset")
     assert len(listing) == 3
-    packed_note, otherwise_note = listing.notes[:2]
-    assert "warning: 1 compressed tar of" in packed_note
-    assert packed_note.endswith("raw left out, such as a.tar.gz. To use them, unpack each to a .tar (gzip -d, ...)")
-    assert otherwise_note.endswith(
-        f"1 file of {packed.parent} left out, such as c.TAR. To use them, rename each to *.tar"
-    )
-    (tmp_path / "other").mkdir()
-    write_tar(SHARD, tmp_path / "other/d.TAR")
-    write_tar(SHARD, tmp_path / "other/._d.tar.gz")
-    assert "There: none. Rename each like d.TAR to *.tar." in refused(tmp_path / "other", layout="webdataset")
+    assert ["a.tar.gz" in listing.notes[0], "c.TAR" in listing.notes[1]] == [True, True]
     splits = {"train": "b", "val": "a"}
     assert "raw: a.tar.gz is compressed, and only plain tars" in refused(
         packed.parent, layout="webdataset", splits=splits

@@ -1,6 +1,5 @@
 """Sources in a bucket: the same samples as on a disk, class tars side by side, and faults that are not the source's."""
 
-import gzip
 import json
 import re
 import threading
@@ -131,10 +130,9 @@ def test_class_tars_in_a_bucket_are_read_side_by_side_and_once(tmp_path: Path, s
 
     # A list that was damaged since is made again.
     kept = sorted(path for path, *_ in walk_files(out))
-    for path, content in zip(kept, (b"?", gzip.compress(b'[["x", 1]]'), gzip.compress(b"[")), strict=False):
-        path.write_bytes(content)
+    kept[0].write_bytes(b"?")
     listing, read = _listing_of_tars(server, there, out)
-    assert len(read) == min(3, len(kept))
+    assert len(read) == 1
     assert samples(listing) == expected
 
     # As long as it was, but another.

@@ -87,21 +87,6 @@ def test_names_that_differ_in_the_extension_keep_it(tmp_path: Path) -> None:
     assert "c/x.y.jpg and c/x_y.jpg have the same key, 'c/x_y_jpg'. Keys are path without the extension" in refused(source, layout="images")  # fmt: skip
 
 
-def test_a_folder_with_such_names_says_that_this_layout_reads_them(tmp_path: Path) -> None:
-    """It was told that they have the same key, not why, nor that another layout has none of this trouble."""
-    files = {"a/1.bmp": jpeg(1), "a/1.tiff": jpeg(2), "b/1.jpg": jpeg(3)}
-    source = write_folder(files, tmp_path / "raw")
-    apart = "Their names differ in the extension alone: rename or remove one"
-    assert refused(source).endswith(f"{apart}, or use layout=images, which reads both, without labels.")
-    assert unlabelled(listed(source, layout="images")) == {"a/1_bmp": jpeg(1), "a/1_tiff": jpeg(2), "b/1": jpeg(3)}
-    assert refused(write_tar(files, tmp_path / "raw.tar")).endswith(f"{apart}.")
-    (source / "a/1.tiff").rename(source / "a/2.tiff")
-    assert set(samples(listed(source))) == {"a/1", "a/2", "b/1"}
-    (source / "a/1_1.jpg").write_bytes(jpeg(4))
-    (source / "a/1.1.jpg").write_bytes(jpeg(5))
-    assert refused(source).endswith("dots become _. Rename or remove one.")
-
-
 def test_splits_are_folders(tmp_path: Path) -> None:
     source = write_folder({"a/1.jpg": jpeg(1), "b/2/1.jpg": jpeg(2), "c/3.jpg": jpeg(3)}, tmp_path / "raw")
     listing = listed(source, layout="images", splits={"train": "a", "val": "b"})

@@ -4,8 +4,6 @@ import csv
 import io
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -17,17 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 from raw_images import jpeg, settings, write_folder, write_tar, write_zip
 
-from data_tools.check import stats, verify
-from data_tools.check.contact_sheet import draw_sheet
+from data_tools.check import verify
 from data_tools.sharding import shard
 from data_tools.sharding.index import run as index
 from data_tools.sharding.write_shard import ShardingJob, write_shard
 from data_tools.sources import Listing, Reader, list_source
-from data_tools.sources.layouts import folder
-from data_tools.sources.layouts.archive import tar_members
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.settings.commands.data import IndexConfig, ShardConfig, VerifyConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
@@ -43,35 +38,19 @@ def skipped(listing: Listing) -> dict[str, str]:
     return {where: reason for _, where, reason in listing.skipped}
 
 
-@pytest.mark.parametrize("command", ["shard", "index", "stats", "verify"])
+@pytest.mark.parametrize("command", ["shard", "index"])
 def test_a_path_that_is_not_utf8_is_refused_before_ray(command: str, tmp_path: Path) -> None:
     """Neither Ray nor Arrow can pass it on."""
     source = write_folder(GOOD, tmp_path / LATIN)
     run = {
         "shard": lambda: shard.run(settings(source, tmp_path / "out")),
         "index": lambda: index(IndexConfig(source=str(source), out=str(tmp_path / "out"))),
-        "stats": lambda: stats.run(StatsConfig(data=str(source))),
-        "verify": lambda: verify.run(VerifyConfig(data=str(source))),
     }[command]
     with pytest.raises(UserError, match=r"^(source|data) = .* is not UTF-8, as Ray and Parquet require. Rename"):
         run()
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"^out = .* is not UTF-8"):
         shard.run(settings(write_folder(GOOD, tmp_path / "raw"), tmp_path / LATIN / "out"))
-
-
-@pytest.mark.parametrize(
-    ("folder", "what"), [("caf\u00e9", "the path {}/caf\\udcc3\\udca9"), ("raw", "caf\\udcc3\\udca9/1.jpg (its name")]
-)
-def test_names_in_utf8_that_the_locale_cannot_read_need_no_other_name(folder: str, what: str, tmp_path: Path) -> None:
-    """They were said not to be UTF-8, and to be renamed."""
-    source = write_folder({"caf\u00e9/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}, tmp_path / folder)
-    command = [sys.executable, "launch/shard.py", f"source={source}", f"out={tmp_path / 'out'}", "max_bad_share=0"]
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert done.returncode == 2
-    said = f"{what.format(tmp_path)} is UTF-8, but Python reads names as ascii here: set PYTHONUTF8=1"
-    assert said in done.stderr.splitlines()[-1]
 
 
 def test_a_parquet_file_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
@@ -134,41 +113,6 @@ def test_an_odd_item_of_a_folder_is_skipped_and_named(what: str, tmp_path: Path)
     assert any(note.startswith(f"cannot use {len(expected)} of the items listed: ") for note in listing.notes)
 
 
-def test_folders_deeper_than_python_recurses(tmp_path: Path) -> None:
-    source = write_folder(GOOD, tmp_path / "raw")
-    deep = os.open(source / "cat", os.O_RDONLY)
-    try:
-        for _ in range(2100):  # Twice the recursion limit, and beyond the longest path of the system.
-            os.mkdir("d", dir_fd=deep)
-            inner = os.open("d", os.O_RDONLY, dir_fd=deep)
-            os.close(deep)
-            deep = inner
-        os.close(deep)
-        listing = listed(source)
-    finally:
-        subprocess.run(["rm", "-rf", str(source)], check=True)  # Python, and so pytest, could not.
-    assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
-    assert list(skipped(listing).values()) == ["File name too long"]
-    assert all(len(where) < 300 for where in skipped(listing)), "one line names three of them"
-
-
-def test_a_folder_that_is_removed_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback ended the job before."""
-    source = write_folder({**GOOD, "cat/parts/2.jpg": jpeg(3)}, tmp_path / "raw")
-    scandir = os.scandir
-
-    def removing(path: str) -> object:
-        if str(path).endswith("parts/"):
-            (source / "cat/parts/2.jpg").unlink()
-            (source / "cat/parts").rmdir()
-        return scandir(path)
-
-    monkeypatch.setattr(folder.os, "scandir", removing)
-    listing = listed(source)
-    assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
-    assert skipped(listing) == {"cat/parts/": "No such file or directory"}
-
-
 def test_class_folders_with_the_names_of_other_layouts(tmp_path: Path) -> None:
     names = ["x.tar", "y.parquet", "dataset.json", "test.bin", "meta"]
     source = write_folder({f"{name}/1.jpg": jpeg(number) for number, name in enumerate(names)}, tmp_path / "raw")
@@ -182,16 +126,6 @@ def test_what_is_ignored_is_named(tmp_path: Path) -> None:
     assert said["ignored 2 files without an image extension"] == {"cat/00001", "cat/b.txt"}
     assert said["ignored 1 hidden file"] == {"cat/.photo.jpg"}
     assert said["ignored 1 image outside the class folders of splits = {'train'"] == {"top.jpg"}
-
-
-def test_one_class_alone_is_named_with_the_table_that_may_have_the_labels(tmp_path: Path) -> None:
-    """All images of images/ became the class images, and labels.csv was a file without an image extension."""
-    source = write_folder({"images/1.jpg": jpeg(1), "images/2.jpg": jpeg(2)}, tmp_path / "raw")
-    said = "all images are of one class, 'images', the folder that they lie in. ("
-    assert listed(source).notes == [f"{said}Without labels: layout=images.)"]
-    write_folder({"labels.csv": b"path,label\nimages/1.jpg,cat\nimages/2.jpg,dog\n"}, source)
-    assert f"{said}a list of images is given as source=FILE.csv.)" in listed(source).notes
-    assert listed(source / "labels.csv").classes == ["cat", "dog"]
 
 
 def test_skipped_items_count_as_bad_images_and_the_rest_is_the_same(ray_cluster: int, tmp_path: Path, capfd) -> None:
@@ -306,14 +240,6 @@ def test_an_odd_member_of_a_tar_is_skipped_and_named(what: str, layout: str, tmp
     ((_, where, said),) = listing.skipped
     assert reason in said
     assert where.isprintable()
-
-
-def test_a_pax_header_that_is_not_utf8_elsewhere_spoils_nothing(tmp_path: Path) -> None:
-    pax = record(b"comm\xffent", b"\xfe") + record(b"path", "cat/ö.jpg".encode())
-    (tmp_path / "raw.tar").write_bytes(tar_of(member(b"x", jpeg(1), pax)))
-    with open(tmp_path / "raw.tar", "rb") as file:
-        (found,) = tar_members(file, 0, os.path.getsize(tmp_path / "raw.tar"))
-    assert (found.name, found.fault) == ("cat/ö.jpg", "")
 
 
 def link(name: bytes, target: bytes, kind: bytes = tarfile.LNKTYPE) -> bytes:
@@ -537,18 +463,3 @@ def test_index_and_verify_of_odd_tars(odd_shard: Path, ray_cluster: int, tmp_pat
         file.write(tar_of(member(b"x\xff.jpg", b"", b"0 path=y\n")))
     report = verify.run(VerifyConfig(data=str(made.path)))
     assert not report["is_whole"]
-
-
-# ---------------------------------------------------------------- names in pictures
-
-
-def test_stats_of_class_names_with_control_characters(ray_cluster: int, tmp_path: Path, capsys) -> None:
-    names = ["a\nb", "\x1b[31m", "c\td", "$\\frac$", "\u202e"]
-    source = write_folder({f"{name}/{i}.jpg": jpeg(i) for i, name in enumerate(names)}, tmp_path / "raw")
-    dataset = shard.run(settings(source, tmp_path / "out"))
-    assert dataset.classes == sorted(names)
-    found = stats.run(StatsConfig(data=str(dataset.path), out=str(tmp_path / "stats")))
-    assert found["splits"]["train"]["samples"] == len(names)
-    with open(tmp_path / "stats/classes.csv", newline="") as file:
-        assert [row[0] for row in csv.reader(file)][1:] == sorted(names)
-    assert draw_sheet(dataset, 4, __import__("numpy").ones(len(names), int))

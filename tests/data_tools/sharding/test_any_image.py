@@ -1,0 +1,229 @@
+"""Data sets of images that are not three 8-bit colours: what is one sample, what its values mean, and what is left out."""
+
+import io
+from pathlib import Path
+
+import imagecodecs
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+from raw_images import encoded, jpeg, settings, write_folder
+
+from data_tools.check import stats
+from data_tools.sharding import shard
+from data_tools.sharding.values import bin_values, bins_of
+from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.base.errors import UserError
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.loading.decode import decode
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.settings.commands.data import StatsConfig
+
+Arrays = dict[str, np.ndarray]
+
+
+def tiff(array: np.ndarray, **options: object) -> bytes:
+    file = io.BytesIO()
+    layout = {"planarconfig": "contig"} if array.ndim == 3 and array.shape[2] < array.shape[1] else {}
+    tifffile.imwrite(file, array, **{"photometric": "minisblack", **layout, **options})
+    return file.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def arrays(kind: str, channels: int, count: int = 12, seed: int = 0) -> Arrays:
+    rng = np.random.default_rng(seed)
+    scale = 4095 if np.dtype(kind).kind == "u" else 1000
+    return {
+        f"{('cat', 'dog')[i % 2]}/{i:02}": (rng.gamma(2, scale / 20, (18, 22, channels))).astype(kind)
+        for i in range(count)
+    }
+
+
+def stored(dataset: Dataset, split: str = "train") -> Arrays:
+    """Key -> values of each image of a data set, by its own tars."""
+    opened = dataset.split(split)
+    reader = ShardReader(opened)
+    keys = opened.keys(range(len(opened)))
+    return {key: decode(reader.read(row), pixels=dataset.pixels) for row, key in enumerate(keys)}
+
+
+def check(dataset: Dataset, written: Arrays) -> None:
+    found = stored(dataset)
+    assert found.keys() == written.keys()
+    for key, values in written.items():
+        assert found[key].dtype == values.dtype
+        assert np.array_equal(found[key], values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "channels"), [("uint16", 1), ("uint16", 4), ("int16", 1), ("float32", 2), ("uint8", 5)]
+)
+def test_every_value_arrives(kind: str, channels: int, ray_cluster: int, tmp_path: Path) -> None:
+    written = arrays(kind, channels)
+    array_of = {key: values if channels > 1 else values[..., 0] for key, values in written.items()}
+    source = write_folder(
+        {f"{key}.tif": tiff(array, compression="zstd") for key, array in array_of.items()}, tmp_path / "raw"
+    )
+    dataset = shard.run(settings(source, tmp_path / "out"))
+    assert (dataset.pixels.type, dataset.pixels.num_channels) == (kind, channels)
+    check(dataset, written)
+    again = shard.run(settings(source, tmp_path / "out"))
+    assert again.info == dataset.info
+
+
+def test_the_range_is_that_of_the_training_split(ray_cluster: int, tmp_path: Path) -> None:
+    written = arrays("uint16", 3)
+    source = write_folder(
+        {f"{key}.png": imagecodecs.png_encode(values) for key, values in written.items()}, tmp_path / "raw"
+    )
+    dataset = shard.run(settings(source, tmp_path / "out", val_share=0.3, samples_per_shard=4))
+    of_training = np.concatenate([values.reshape(-1, 3) for values in stored(dataset).values()])
+    assert len(of_training) < len(written) * 18 * 22
+    pixels = dataset.pixels
+    for channel in range(3):
+        values = of_training[:, channel]
+        low, high = np.quantile(values, [0.001, 0.999], method="inverted_cdf")
+        assert (abs(pixels.low[channel] - low), abs(pixels.high[channel] - high)) <= (1, 1)
+        scaled = (np.clip(values.astype(float), pixels.low[channel], pixels.high[channel]) - pixels.low[channel]) / (
+            pixels.high[channel] - pixels.low[channel]
+        )
+        assert pixels.mean[channel] == pytest.approx(scaled.mean(), abs=1e-9)
+        assert pixels.std[channel] == pytest.approx(scaled.std(), abs=1e-9)
+    full = stats.run(StatsConfig(data=str(dataset.path), values=["full"], sheet=0))
+    reopened = open_dataset(dataset.path)
+    assert reopened.pixels.high == (65535.0,) * 3
+    assert full["fingerprint"] == reopened.fingerprint != dataset.fingerprint
+    stats.run(StatsConfig(data=str(dataset.path), values=["0", "4095"], sheet=0))
+    assert open_dataset(dataset.path).pixels.high == (4095.0,) * 3
+
+
+def test_values_that_were_not_measured_are_refused_in_training(ray_cluster: int, tmp_path: Path) -> None:
+    source = write_folder({f"{key}.npy": npy(values) for key, values in arrays("float32", 1).items()}, tmp_path / "raw")
+    with pytest.raises(UserError, match="values"):
+        shard.run(settings(source, tmp_path / "out", values=["full"]))
+    with pytest.raises(UserError, match=r"stats\.py"):
+        open_dataset(tmp_path / "out").split("train")
+    stats.run(StatsConfig(data=str(tmp_path / "out"), values=["percentiles"], sheet=0))
+    assert len(open_dataset(tmp_path / "out").split("train")) == 12
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "int32", "uint32"])
+def test_bins_of_wide_types_keep_the_order_and_three_digits(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.normal(0, 10.0**n, 200) for n in range(0, 9, 2)])
+    values = np.abs(values).astype(kind) if kind == "uint32" else values.astype(kind)
+    bins = bins_of(values)
+    assert (np.diff(bins[np.argsort(values, kind="stable")]) >= 0).all()
+    middle = bin_values(Pixels(("x",), kind, (0.0,), (1.0,), (0.5,), (1.0,)))[bins]
+    assert np.abs(middle - values.astype(float)).max() <= 1e-3 * np.abs(values.astype(float)).max()
+    large = np.abs(values.astype(float)) > 1
+    assert (np.abs(middle - values)[large] <= 1.1e-3 * np.abs(values.astype(float))[large]).all()
+
+
+def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    written = arrays("float32", 1)
+    for values in written.values():
+        values[:3] = np.nan
+    source = write_folder({f"{key}.npy": npy(values) for key, values in written.items()}, tmp_path / "raw")
+    dataset = shard.run(settings(source, tmp_path / "out"))
+    assert f"{12 * 3 * 22:,} missing" in capfd.readouterr().out
+    assert np.isfinite([*dataset.pixels.low, *dataset.pixels.high, *dataset.pixels.mean]).all()
+    elevation = {
+        key: np.where(values > 300, 32767, values).astype(np.int16) for key, values in arrays("float32", 1).items()
+    }
+    nodata = [(42113, "s", 0, "32767", True)]
+    tiffs = {f"{key}.tif": tiff(values[..., 0], extratags=nodata) for key, values in elevation.items()}
+    dataset = shard.run(settings(write_folder(tiffs, tmp_path / "dem"), tmp_path / "dems"))
+    assert dataset.pixels.nodata == 32767
+    assert max(dataset.pixels.high) <= 300
+
+
+def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    written = arrays("uint16", 3)
+    files = {
+        f"{key}-ch{channel}.tiff": tiff(values[..., channel]) for key, values in written.items() for channel in range(3)
+    }
+    source = write_folder(files, tmp_path / "raw")
+    lonely = shard.run(settings(source, tmp_path / "separate"))
+    assert sum(lonely.info["samples"].values()) == 36
+    said = capfd.readouterr().out
+    pattern = said.partition("channel_pattern='")[2].partition("'")[0]
+    assert "12 samples of 3 channels" in said
+    dataset = shard.run(settings(source, tmp_path / "out", channel_pattern=pattern))
+    assert dataset.pixels.channels == ("0", "1", "2")
+    check(dataset, written)
+    for name in ("cat/00-ch1.tiff", "cat/02-ch1.tiff"):
+        (source / name).unlink()
+    with pytest.raises(UserError, match="no file for channel 1"):
+        shard.run(settings(source, tmp_path / "budget", channel_pattern=pattern))
+    dataset = shard.run(settings(source, tmp_path / "lacking", channel_pattern=pattern, max_bad_share=0.2))
+    check(dataset, {key: values for key, values in written.items() if key not in ("cat/00", "cat/02")})
+    with pytest.raises(UserError, match="does not match"):
+        shard.run(settings(source, tmp_path / "wrong", channel_pattern="(?P<sample>.*)_(?P<channel>.)"))
+
+
+def test_pages_are_refused_until_a_setting_says_what_they_are(ray_cluster: int, tmp_path: Path) -> None:
+    written = arrays("uint16", 3)
+    pages = {f"{key}.tif": tiff(np.moveaxis(values, 2, 0)) for key, values in written.items()}
+    source = write_folder(pages, tmp_path / "raw")
+    with pytest.raises(UserError, match="pages=channels"):
+        shard.run(settings(source, tmp_path / "unsaid"))
+    check(shard.run(settings(source, tmp_path / "channels", pages="channels")), written)
+    first = shard.run(settings(source, tmp_path / "first", pages="first"))
+    check(first, {key: values[..., :1] for key, values in written.items()})
+    middle = shard.run(settings(source, tmp_path / "middle", pages="middle"))
+    check(middle, {key: values[..., 1:2] for key, values in written.items()})
+    each = shard.run(settings(source, tmp_path / "each", pages="samples", val_share=0.4))
+    both = stored(each) | stored(each, "val")
+    expected = {f"{key}@{page}": values[..., page : page + 1] for key, values in written.items() for page in range(3)}
+    assert both.keys() == expected.keys()
+    assert all(np.array_equal(both[key], values) for key, values in expected.items())
+    # A file is a group: all of its pages are in one split.
+    assert not {key.partition("@")[0] for key in stored(each)} & {key.partition("@")[0] for key in stored(each, "val")}
+
+
+def test_a_file_says_that_its_pages_are_channels(ray_cluster: int, tmp_path: Path) -> None:
+    written = arrays("uint16", 2)
+    ome = {
+        f"{key}.ome.tif": tiff(np.moveaxis(values, 2, 0), metadata={"axes": "CYX"}, ome=True)
+        for key, values in written.items()
+    }
+    dataset = shard.run(settings(write_folder(ome, tmp_path / "raw"), tmp_path / "out", channels=["dapi", "actin"]))
+    assert dataset.pixels.channels == ("dapi", "actin")
+    check(dataset, {f"{key}_ome": values for key, values in written.items()})
+
+
+def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    photographs = {f"cat/{i}.jpg": jpeg(i) for i in range(20)}
+    png = imagecodecs.png_encode(np.full((9, 9), 40_000, np.uint16))
+    deep = {"dog/deep.png": png, "dog/deep2.png": png, "dog/1.jpg": jpeg(99)}
+    source = write_folder({**photographs, **deep}, tmp_path / "raw")
+    with pytest.raises(UserError, match="uint16"):
+        shard.run(settings(source, tmp_path / "out"))
+    dataset = shard.run(settings(source, tmp_path / "out2", max_bad_share=0.1))
+    assert dataset.pixels == RGB8
+    assert "pixels" not in dataset.info
+    assert len(stored(dataset)) == 21
+    reduced = shard.run(settings(source, tmp_path / "reduced", to_rgb8=True))
+    assert np.array_equal(stored(reduced)["dog/deep"], np.full((9, 9, 3), round(40_000 / 257), np.uint8))
+    half = {f"dog/{i}.tif": tiff(np.zeros((9, 9, 4), np.uint16)) for i in range(15)}
+    with pytest.raises(UserError, match="to_rgb8"):
+        shard.run(settings(write_folder({**photographs, **half, **{f"dog/x{i}.npy": npy(np.zeros((5, 5), "f4")) for i in range(9)}}, tmp_path / "mixed"), tmp_path / "no"))  # fmt: skip
+    alpha = {f"cat/{i}.png": encoded(Image.fromarray(np.full((8, 8, 4), i, np.uint8)), "PNG") for i in range(3)}
+    capfd.readouterr()
+    shard.run(settings(write_folder(alpha, tmp_path / "alpha"), tmp_path / "flat"))
+    assert "3 images with an alpha channel" in capfd.readouterr().out
+
+
+def test_gray_photographs_can_have_one_channel(ray_cluster: int, tmp_path: Path) -> None:
+    gray = {f"cat/{i}.png": encoded(Image.fromarray(np.full((8, 9), 10 * i, np.uint8)), "PNG") for i in range(5)}
+    dataset = shard.run(settings(write_folder(gray, tmp_path / "raw"), tmp_path / "out", channels=["x-ray"]))
+    check(dataset, {f"cat/{i}": np.full((8, 9, 1), 10 * i, np.uint8) for i in range(5)})
+    assert dataset.pixels.low == (0.0,)
+    assert dataset.pixels.high == (255.0,)
