@@ -300,7 +300,10 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
     """
     if read_outcome(run) is None:  # A run that goes on compares its data itself.
         return
-    facts = PageFolder(run.folder).read_facts().facts
+    try:
+        facts = PageFolder(run.folder).read_facts().facts
+    except UserError:
+        return
     from pipeline.train.run_facts import datasets_of  # Late: the import takes seconds.
 
     config, changed = run.config, ""
@@ -327,7 +330,9 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
 
 def _refuse_other_weights(first: ChildRun, other: ChildRun) -> None:
     """Raise UserError if two runs began with different weights: a run that init.weights names may have trained on meanwhile."""
-    origins = [PageFolder(run.folder).read_facts().facts.origin for run in (first, other)]
+    origins = []
+    with contextlib.suppress(UserError):  # It has not begun.
+        origins = [PageFolder(run.folder).read_facts().facts.origin for run in (first, other)]
     if len({origin.sha256 for origin in origins if origin}) > 1:
         began = " and ".join(
             f"{run.folder} with {origin.path}" for run, origin in zip((first, other), origins, strict=True) if origin

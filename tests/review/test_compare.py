@@ -4,9 +4,7 @@ import csv
 import dataclasses
 import json
 import os
-import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -91,27 +89,6 @@ def test_damaged_lines_are_counted_and_repeats_count_as_the_last(tmp_path: Path)
     assert (list(losses.steps), list(losses.values[:4])) == ([1, 2, 3, 4, 5], [1, 1 / 2, 1 / 3, 1 / 4])
     assert losses.values[4] != losses.values[4]
     assert record.num_damaged == 3
-
-
-@pytest.mark.slow
-def test_mutated_files_are_read_or_refused_in_one_line(
-    tmp_path: Path, mutate: Callable[[bytes, random.Random], bytes]
-) -> None:
-    folder, rng = write_run(tmp_path / "a", evaluations={20: 0.5}), random.Random(0)
-    names = ("config.json", "metrics.jsonl", architecture.FILE, "page/facts.json")
-    originals = {name: (folder / name).read_bytes() for name in names}
-    refused: list[tuple[str, str]] = []
-    for number in range(200):
-        name = names[number % len(names)]
-        (folder / name).write_bytes(mutate(originals[name], rng))
-        try:
-            records = compare.named([from_folder(folder)] * 2)
-            list(compare.page(records, compare.groups_of(records), []))
-        except UserError as error:
-            refused.append((name, str(error)))
-        (folder / name).write_bytes(originals[name])
-    assert len(refused) > 60
-    assert [said for name, said in refused if "\n" in said or str(folder / name) not in said] == []
 
 
 def test_equal_budgets_by_hand(tmp_path: Path) -> None:
