@@ -41,7 +41,6 @@ from pipeline.settings import schema
 from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
-from pipeline.transfer import grid
 from pipeline.transfer.score_table import check_results
 
 T = TypeVar("T")
@@ -304,8 +303,6 @@ def _results(files: RunFiles) -> dict[str, Any]:
     json_record.convert(results, _AnyResults, where)
     if "protocol" in results:
         check_results(results, where)
-    elif "trials" in results:
-        grid.check_results(results, where)
     return results
 
 
