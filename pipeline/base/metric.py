@@ -20,7 +20,6 @@ GROUPS = ("train", "eval", "probe", "speed", "health")
 UNITS = ("proportion", "share", "loss", "count", "ratio", "seconds", "GiB", "images/s", "")
 # Larger numbers mean a damaged file; sums and products of smaller ones stay finite.
 MAX_NUMBER = 1e18
-_NOT_NEGATIVE = ("count", "ratio", "seconds", "GiB", "images/s")
 _MAX_TAG = 5000  # MLflow's limit for the text of a tag.
 
 
@@ -41,12 +40,6 @@ class Metric:
     def sign(self) -> int:
         """By which values are multiplied to be better the higher they are."""
         return -1 if self.better == "lower" else 1
-
-    def can_be(self, value: float) -> bool:
-        """Whether it can have a value. Losses and plain numbers may also be nan or inf."""
-        if self.is_share:
-            return 0 <= value <= 1
-        return self.unit not in _NOT_NEGATIVE or 0 <= value <= MAX_NUMBER
 
     def text(self, value: float) -> str:
         """A value as reports show it."""

@@ -96,7 +96,6 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
     opened = open_run_data(data, config.seed, config.train.global_batch, config.labels, storage)
     dataset, split = opened.dataset, opened.evaluation
     assert split is not None, "there are predictions of it"
-    found.check(len(split), dataset.num_classes)
     yield draw_confusion(found.true, found.predicted, dataset.class_names)
     yield draw_worst(found, dataset.class_names)
     yield draw_sheet(found, dataset.class_names, split, config)

@@ -18,7 +18,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import did_you_mean
 from pipeline.base.json_record import Count, Share
-from pipeline.base.metric import Metric, from_tag, metric_of
+from pipeline.base.metric import from_tag
 from pipeline.base.words import counted, on_one_line
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import holder, read_status
@@ -41,7 +41,6 @@ from pipeline.settings import schema
 from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
-from pipeline.transfer import grid
 from pipeline.transfer.score_table import check_results
 
 T = TypeVar("T")
@@ -52,8 +51,6 @@ _NOT_READ = ("system/", "checkpoint_", "grad_norm", "epoch", "images_seen", "exa
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "RUNNING": "running"}
 # What only the results.json of one kind of run has.
 _KIND_BY_RESULT = {"protocol": "vtab", "trials": "grid", "question": "study"}
-_MAX_STARTS = 100_000
-_MAX_FLOPS = 1e30
 
 
 @dataclass(frozen=True)
@@ -89,14 +86,13 @@ class FolderFiles:
     path: Path
 
     def read(self, name: str) -> bytes | None:
-        for inside in (name, f"{PAGE}/{name}"):
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    return (self.path / inside).read_bytes()
-                except NotADirectoryError:
-                    raise FileNotFoundError from None
-                except PermissionError as error:
-                    raise UserError(f"{self.path / inside} cannot be read ({error.strerror}).") from None
+        for file in (self.path / name, self.path / PAGE / name):
+            try:
+                return file.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise UserError(f"{file} cannot be read ({error.strerror}).") from None
         return None
 
     def figures(self) -> list[str]:
@@ -165,7 +161,7 @@ def from_folder(folder: Path) -> RunRecord:
         word, outcome = "killed", "ended without a word: killed, or its host was lost"
     end = _parsed(files, "end.json", End)
     facts = _facts(files)
-    metrics, num_damaged, ignored = _metrics_of(folder, facts.metrics if facts else {})
+    metrics, num_damaged = _metrics_of(folder)
     tags = end.tags if end else {}
     if not word:
         word = _STATUS.get(
@@ -175,7 +171,7 @@ def from_folder(folder: Path) -> RunRecord:
         tags = facts.all_tags() | tags
     record = RunRecord(
         folder.resolve().name, "", str(folder), files, folder, run_id_of(folder), word, tags.get("outcome", outcome or word), metrics=metrics,
-        tags=tags, origin=origin_in(tags), num_damaged=num_damaged, ignored=tuple(ignored),
+        tags=tags, origin=origin_in(tags), num_damaged=num_damaged,
     )  # fmt: skip
     if facts is not None:
         record = replace(
@@ -185,33 +181,16 @@ def from_folder(folder: Path) -> RunRecord:
     return _completed(record, facts)
 
 
-def _metrics_of(folder: Path, declared: Mapping[str, Metric]) -> tuple[dict[str, Series], int, list[str]]:
-    """Returns (metrics, number of damaged lines, phrases that say what else was left out)."""
-    if not (file := folder / METRICS_FILE).exists():
-        return {}, 0, []
-    records, num_damaged = read_metrics(file)
+def _metrics_of(folder: Path) -> tuple[dict[str, Series], int]:
+    """Returns (metrics, number of damaged lines)."""
+    if not (folder / METRICS_FILE).exists():
+        return {}, 0
+    records, num_damaged = read_metrics(folder / METRICS_FILE)
     points: dict[str, list[tuple[int, float, int]]] = {}
     for record in records:
         for name, value in record.metrics.items():
             points.setdefault(name, []).append((record.step, value, record.time))
-    metrics, impossible = _all_series(points, declared)
-    return metrics, num_damaged, impossible
-
-
-def _all_series(
-    points: Mapping[str, list[tuple[int, float, int]]], declared: Mapping[str, Metric]
-) -> tuple[dict[str, Series], list[str]]:
-    """Returns (metrics, phrases that say which points were left out, because no such metric can have such a value)."""
-    metrics, impossible = dict[str, Series](), list[str]()
-    for name, found in points.items():
-        metric = metric_of(name, declared)
-        possible = [point for point in found if metric.can_be(point[1])]
-        if len(possible) < len(found):
-            odd = next(value for _, value, _ in found if not metric.can_be(value))
-            impossible.append(f"{len(found) - len(possible):,} points of {name} are ignored, which cannot be {odd:.6g}")
-        if possible:
-            metrics[name] = Series.of(possible)
-    return metrics, impossible
+    return {name: Series.of(found) for name, found in points.items()}, num_damaged
 
 
 # ---------------------------------------------------------------------- from MLflow
@@ -229,9 +208,7 @@ def from_mlflow(store: ReadingStore, run_id: str, with_points: bool = True) -> R
     }
     files = StoredFiles(store, stored.run_id)
     declared = from_tag(stored.tags.get(METRICS_TAG, ""))
-    metrics, impossible = _all_series(
-        {name: sorted(of, key=lambda point: point[2]) for name, of in points.items()}, declared
-    )
+    metrics = {name: Series.of(sorted(of, key=lambda point: point[2])) for name, of in points.items() if of}
     tags = {
         name: text
         for name, text in stored.tags.items()
@@ -243,7 +220,7 @@ def from_mlflow(store: ReadingStore, run_id: str, with_points: bool = True) -> R
     return _completed(RunRecord(
         stored.name, "", f"mlflow:{stored.run_id}", files, run_id=stored.run_id,
         status="diverged" if outcome.startswith("diverged") else word, outcome=outcome, parameters=_as_text(stored.parameters),
-        metrics=metrics, tags=tags, datasets=tuple(stored.datasets), parents=parents, origin=origin_in(tags), ignored=tuple(impossible),
+        metrics=metrics, tags=tags, datasets=tuple(stored.datasets), parents=parents, origin=origin_in(tags),
         declared=declared,
     ))  # fmt: skip
 
@@ -277,8 +254,8 @@ def _completed(record: RunRecord, facts: RunFacts | None = None) -> RunRecord:
         kind=tags.get("kind", kind), settings=settings, has_all_settings=config is not None, steps=planned,
         images_per_step=as_count(settings.get("train.global_batch")),
         flops_per_image=_flops_per_image(settings, facts, parameters, flops),
-        starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,
-        ignored=(*[f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored"] * bool(num_cut), *record.ignored),
+        starts=tuple(starts) or (None,) * as_count(tags.get("starts")), results=results,
+        ignored=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
     )  # fmt: skip
 
 
@@ -302,10 +279,7 @@ def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
         return {}, 0.0
     try:
         config = models.config_from_dict(values)
-        flops = float(models.training_flops_per_image(config))
-        if flops > _MAX_FLOPS:
-            raise ValueError(f"{flops:.3g} FLOPs for one image")
-        return architecture.as_settings(config), flops
+        return architecture.as_settings(config), float(models.training_flops_per_image(config))
     except (UserError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
         reason = on_one_line(error)
         raise UserError(f"{files.where(architecture.FILE)} is damaged ({reason}). Remove it.") from None
@@ -329,8 +303,6 @@ def _results(files: RunFiles) -> dict[str, Any]:
     json_record.convert(results, _AnyResults, where)
     if "protocol" in results:
         check_results(results, where)
-    elif "trials" in results:
-        grid.check_results(results, where)
     return results
 
 

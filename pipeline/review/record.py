@@ -93,15 +93,6 @@ class LastPredictions:
     groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     probability: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
 
-    def check(self, num_images: int, num_classes: int) -> None:
-        """Raise UserError unless these can be predictions on such data."""
-        largest = max(labels.max(initial=-1) for labels in (self.true, self.predicted))
-        if self.rows.max(initial=-1) >= num_images or largest >= num_classes:
-            raise UserError(
-                f"predictions.npz is damaged, or of other data: it has images beyond {num_images:,}, or classes beyond "
-                f"{num_classes:,}."
-            )
-
 
 def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions:
     """The content of predictions.npz, with the probability if `more` names it. Raises UserError for a damaged file."""
@@ -109,14 +100,6 @@ def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions
         found = npz.read_arrays(content, where, ("rows", "true", "predicted", *more), optional=("groups",))
     except UserError as error:
         raise UserError(f"{where} is damaged ({str(error).removeprefix(f'{where}: ').removesuffix('.')}).") from None
-    rows, labels = found["rows"], [found[name] for name in ("true", "predicted", "groups") if name in found]
-    if any(array.ndim != 1 or len(array) != len(rows) for array in found.values()):
-        raise UserError(f"{where} is damaged: its arrays have different lengths.")
-    if any(array.dtype.kind not in "iu" for array in (rows, *labels)) or any(found[m].dtype.kind != "f" for m in more):
-        raise UserError(f"{where} is damaged: its arrays have other types.")
-    least = [array.min(initial=0) for array in (rows, found.get("groups", rows), *(1 + array for array in labels))]
-    if min(least) < 0:
-        raise UserError(f"{where} is damaged: it has rows or labels below 0.")
     return LastPredictions(**found)
 
 

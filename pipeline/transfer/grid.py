@@ -7,16 +7,15 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.files import write_text
-from pipeline.base.json_record import Count, Limits, Share, quoted
+from pipeline.base.json_record import quoted
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted
@@ -51,65 +50,6 @@ if TYPE_CHECKING:
 
 GRID_FILE = "grid.json"
 Start = Callable[[ChildRun, GridConfig], int]
-_Rate = Annotated[float, Limits(0, 1e30)]
-
-
-@dataclass(frozen=True)
-class _Trial:
-    lr: _Rate
-    top1: Share | None = None
-    loss: float | None = None
-    num_samples: Count | None = None
-    diverged: str | None = None
-
-
-@dataclass(frozen=True)
-class _SeedRun:
-    seed: int
-    top1: Share
-    num_samples: Count
-
-
-@dataclass(frozen=True)
-class _MeanScore:
-    top1: Share
-    std: Share | None
-    of_seeds: list[Share]
-    num_samples: Count
-
-
-@dataclass(frozen=True)
-class _GridResults:
-    """Content of results.json, as `run` returns it."""
-
-    lr: _Rate
-    run: str
-    settings: list[str]
-    weights: str | None
-    data: str
-    split: str
-    trained_by: str
-    top1: Share
-    std: Share | None
-    trials: list[_Trial]
-    runs: list[_SeedRun]
-    dev_share: Share
-    also: dict[str, _MeanScore]
-    num_train: Count | None = None  # Earlier versions have none.
-
-
-def check_results(results: dict[str, Any], where: str) -> None:
-    """Raise UserError unless this is the content of a results.json of which `page` can be made. where: the file, for errors."""
-    found = json_record.convert(results, _GridResults, where)
-    scored = [trial for trial in found.trials if trial.diverged is None]
-    if not found.runs or not scored or not all(len(scores.of_seeds) for scores in found.also.values()):
-        raise UserError(f"{where}: runs, trials or also is empty: the file is damaged.")
-    if any(None in (trial.top1, trial.loss, trial.num_samples) for trial in scored):
-        raise UserError(f"{where}: a trial has no top1, loss or num_samples: the file is damaged.")
-    if (found.std is None and len(found.runs) > 1) or any(
-        s.std is None and len(s.of_seeds) > 1 for s in found.also.values()
-    ):
-        raise UserError(f"{where}: std is missing: the file is damaged.")
 
 
 def start_process(run: ChildRun, config: GridConfig) -> int:
@@ -300,7 +240,10 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
     """
     if read_outcome(run) is None:  # A run that goes on compares its data itself.
         return
-    facts = PageFolder(run.folder).read_facts().facts
+    try:
+        facts = PageFolder(run.folder).read_facts().facts
+    except UserError:
+        return
     from pipeline.train.run_facts import datasets_of  # Late: the import takes seconds.
 
     config, changed = run.config, ""
@@ -327,7 +270,9 @@ def _refuse_changed(run: ChildRun, weights_now: str) -> None:
 
 def _refuse_other_weights(first: ChildRun, other: ChildRun) -> None:
     """Raise UserError if two runs began with different weights: a run that init.weights names may have trained on meanwhile."""
-    origins = [PageFolder(run.folder).read_facts().facts.origin for run in (first, other)]
+    origins = []
+    with contextlib.suppress(UserError):  # It has not begun.
+        origins = [PageFolder(run.folder).read_facts().facts.origin for run in (first, other)]
     if len({origin.sha256 for origin in origins if origin}) > 1:
         began = " and ".join(
             f"{run.folder} with {origin.path}" for run, origin in zip((first, other), origins, strict=True) if origin
@@ -389,15 +334,13 @@ def page(result: dict[str, Any]) -> list[Block]:
     ]  # fmt: skip
     chosen = frozenset(i for i, trial in enumerate(result["trials"]) if trial["lr"] == result["lr"])
     spread = ": mean ± standard deviation" if len(accuracies) > 1 else ""
-    num_train = result.get("num_train")
-    of_train = f"the {counted(num_train, 'training image')}" if num_train else "the training images"
     return [
         Paragraph(f"Weights {result['weights']}, run {result['run']} {' '.join(result['settings'])}".rstrip() + "."),
-        *([Paragraph(f"{not_held_out(result['split'], runs)}.")] if (runs := result.get(TRAINED_BY)) else []),
+        *([Paragraph(f"{not_held_out(result['split'], runs)}.")] if (runs := result[TRAINED_BY]) else []),
         Table(("data", f"top-1, %{spread}", "images"), rows),
         Heading("Choice of the learning rate"),
         Paragraph(
-            f"On {counted(best_rate(result['trials'])[1], 'image')} of {of_train}, held out at random "
+            f"On {counted(best_rate(result['trials'])[1], 'image')} of the {counted(result['num_train'], 'training image')}, held out at random "
             f"(dev_share = {result['dev_share']:g}); the final runs then train on all of them, with the rate in bold."
         ),
         Table(("lr", "top-1 on dev, %", "loss"), trials, chosen),

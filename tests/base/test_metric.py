@@ -71,22 +71,6 @@ def test_a_declaration_comes_before_the_name() -> None:
     assert as_tag({f"val_{number}": Metric() for number in range(1000)}) == ""
 
 
-@pytest.mark.parametrize(
-    ("metric", "possible", "impossible"),
-    [
-        (Metric("proportion", "higher"), (0, 1), (-0.1, 1.1, math.nan)),
-        (Metric("count", "lower"), (0, 7), (-1, math.inf, 1e19)),
-        (Metric("loss", "lower"), (-3, math.nan, math.inf), ()),
-        (Metric(), (-3, math.nan, math.inf), ()),
-    ],
-)
-def test_units_say_what_a_value_can_be(
-    metric: Metric, possible: tuple[float, ...], impossible: tuple[float, ...]
-) -> None:
-    assert all(metric.can_be(value) for value in possible)
-    assert not any(metric.can_be(value) for value in impossible)
-
-
 def test_values_are_shown_in_their_unit() -> None:
     shown = [Metric(unit).text(0.12345) for unit in ("share", "loss", "count", "")]
     assert shown == ["12.35 %", "0.1235", "0", "0.1235"]

@@ -137,7 +137,7 @@ def test_a_head_that_is_kept_keeps_its_classes(dataset: Path, tmp_path: Path) ->
 def test_a_new_head_is_zero_and_positions_fit_the_new_size(dataset: Path, tmp_path: Path) -> None:
     models.save(models.create("ViT-mu/8", 16, 7, representation=True), tmp_path / "seven.pt")
     config = load([*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "model.image_size=32"])
-    model = resume.initial_model(config, open_dataset(dataset), None, Console(tmp_path / "log.txt", False))
+    model, _ = resume.initial_model(config, open_dataset(dataset), None, Console(tmp_path / "log.txt", False))
     assert model.config.num_classes == 4
     assert not model.config.representation
     assert model.positions.shape[1] == 1 + 16
@@ -145,7 +145,7 @@ def test_a_new_head_is_zero_and_positions_fit_the_new_size(dataset: Path, tmp_pa
     by_bicubic = load(
         [*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "model.image_size=32", "init.kernel=bicubic"]
     )
-    other = resume.initial_model(by_bicubic, open_dataset(dataset), None, Console(tmp_path / "log.txt", True))
+    other, _ = resume.initial_model(by_bicubic, open_dataset(dataset), None, Console(tmp_path / "log.txt", True))
     assert "positions: 2 x 2 resampled to 4 x 4 by the kernel bicubic" in (tmp_path / "log.txt").read_text()
     assert other.config.to_dict()["kernel"] == "bicubic"  # in the run's checkpoints, and so in what reads them
     assert not torch.equal(other.positions, model.positions)

@@ -342,7 +342,7 @@ def test_it_continues_from_a_folder_of_dinov2(tmp_path: Path) -> None:
     config = schema.load(RunConfig, None, [*NEEDED, f"init.weights={tmp_path}", *changes])
     said: list[str] = []
     dataset, console = SimpleNamespace(num_classes=0, classes=[], pixels=RGB8), SimpleNamespace(say=said.append)
-    backbone = initial_model(config, dataset, None, console)  # type: ignore[arg-type]
+    backbone, _ = initial_model(config, dataset, None, console)  # type: ignore[arg-type]
     objective = objectives.create(config, backbone).eval()
     images = normal(2, 3, 56, 56)
     shift, scale = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
@@ -428,7 +428,7 @@ def test_weights_begin_a_run_with_their_backbone(tmp_path: Path, new_head: bool)
     save(old, tmp_path / "old.pt")
     config = config_of("model.image_size=24", f"init.new_head={new_head}", model=f"init.weights={tmp_path}/old.pt")
     said: list[str] = []
-    found = initial_model(
+    found, _ = initial_model(
         config, SimpleNamespace(num_classes=7, classes=[], pixels=RGB8), None, SimpleNamespace(say=said.append)
     )
     assert (found.config.num_classes, found.config.representation, found.config.image_size) == (0, False, (24, 24))

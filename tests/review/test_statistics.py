@@ -206,9 +206,6 @@ def test_images_in_groups_are_tested_by_group(tmp_path: Path) -> None:
     text = markdown("", list(compare.page(records, compare.groups_of(records), [])))
     assert "The images are in groups that are alike" in text
     assert "Wilson's over the images of one run, or their groups where they have some, which" in text
-    predictions(tmp_path / "a", right["a"], groups=-1 + groups)
-    (damaged,) = from_folder(tmp_path / "a").problems
-    assert "has rows or labels below 0" in damaged
     for name in records:
         (tmp_path / name / "page" / "predictions.npz").unlink()
     without = {name: replace(from_folder(tmp_path / name), metrics=record.metrics) for name, record in records.items()}
