@@ -151,9 +151,9 @@ def read_status(path: Path, name: str = "status.json") -> Status | None:
 
 
 def read_settings(path: Path) -> RunConfig:
-    """Read config.json, without settings that no longer exist. Raises FileNotFoundError, and UserError for a damaged file."""
+    """Read config.json. Raises FileNotFoundError, and UserError for a damaged file."""
     file = path / "config.json"
-    return schema.build_saved(RunConfig, json_record.read(file, dict[str, Any]), str(file))
+    return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
 
 
 def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

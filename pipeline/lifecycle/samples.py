@@ -63,10 +63,6 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         if config.sheet:
             parts = of_run.parts()  # With train.image_sizes, of which step is in the same as `Feed.part` says.
             part = parts[(config.step * len(parts) - 1) // steps]
-            if state is not None or path.is_dir():
-                from pipeline.objectives import of_saved  # Late, as in `_draw`.
-
-                part = of_saved(part)
             _draw(part, split, rows, uses, Path(config.sheet))
         when = "trained" if config.step <= trained else "not trained yet"
         when += f" (the newest checkpoint is of step {trained:,})" if state else ""
@@ -117,7 +113,7 @@ def _settings(path: Path, state: State | None) -> RunConfig:
                 for part in sections:
                     section = section.setdefault(part, {})
                 section[field] = value
-        return schema.build_saved(RunConfig, tree, str(path))
+        return schema.build(RunConfig, tree, str(path))
     if path.is_dir():
         try:
             return read_settings(path)

@@ -5,7 +5,7 @@ Imports architecture/, model/, data/loading, settings/, checkpoint/, monitor/ an
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,12 +99,6 @@ def describe_groups(config: RunConfig, model: Config, num_steps: int) -> list[st
     objective.num_steps = num_steps
     on_meta.begin_step(objective)  # A plan does not run every objective's loss.
     return optimizers.describe_groups(objective, config.optimizer)
-
-
-def of_saved(config: RunConfig) -> RunConfig:
-    """The settings that a run saved, without those of its objective that no longer exist, as `schema.build_saved` leaves out a run's."""
-    known = {field.name for field in fields(kind(config.train.loss).Settings)}
-    return replace(config, objective={name: value for name, value in config.objective.items() if name in known})
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:

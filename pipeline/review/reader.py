@@ -285,13 +285,13 @@ def _completed(record: RunRecord, facts: RunFacts | None = None) -> RunRecord:
 def _config(files: RunFiles) -> RunConfig | None:
     """The settings of a run; None if its files do not have them. Raises UserError for damaged ones."""
     if (tree := _parsed(files, "config.json", dict[str, Any])) is not None:
-        return schema.build_saved(RunConfig, tree, files.where("config.json"))
+        return schema.build(RunConfig, tree, files.where("config.json"))
     if (content := files.read("config.yaml")) is not None:
         try:
             tree = json_record.convert(parse_yaml(content.decode()), dict[str, Any], files.where("config.yaml"))
         except ValueError as error:
             raise UserError(f"{files.where('config.yaml')} is damaged: {on_one_line(error)[:200]}") from None
-        return schema.build_saved(RunConfig, tree, files.where("config.yaml"))
+        return schema.build(RunConfig, tree, files.where("config.yaml"))
     return None
 
 

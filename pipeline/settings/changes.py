@@ -29,20 +29,19 @@ _FROM_LEAST = typing.get_args(OnChange)
 class Fact:
     """A setting, or something else that is saved with it. default: its value in what was saved before it existed.
 
-    renamed: earlier name of a value -> its name today. of_item: defaults of the fields of each item, of a list of sections.
+    of_item: defaults of the fields of each item, of a list of sections.
     """
 
     default: Any = None
     on_change: OnChange = "result"
-    renamed: Mapping[str, str] = field(default_factory=dict)
     of_item: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, values: Mapping[str, Any], name: str) -> Any:
-        """The value of that name, by its name today."""
+        """The value of that name."""
         value = values.get(name, self.default)
         if self.of_item and isinstance(value, list):
             value = [{**self.of_item, **item} if isinstance(item, Mapping) else item for item in value]
-        return self.renamed.get(str(value), value)
+        return value
 
     def means(self, least: OnChange) -> bool:
         """Whether another value means `least` or more."""
@@ -73,7 +72,7 @@ def facts_of(cls: type, prefix: str = "", on_change: OnChange = "result") -> Map
         if typing.get_origin(kind) is dict:  # Its entries are names of their own.
             facts.update({f"{name}.{key}": Fact(value, meaning) for key, value in (default or {}).items()})
             default = None
-        facts[name] = Fact(schema.as_plain(default), meaning, declared.metadata["rule"].renamed, _of_item(kind))
+        facts[name] = Fact(schema.as_plain(default), meaning, _of_item(kind))
     return facts
 
 

@@ -167,7 +167,6 @@ class HealthConfig:
         "warn",
         "When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss "
         "before its backward pass (skip); or return to the last checkpoint before it and skip the data since then (rollback).",
-        renamed={"say": "warn"},
     )
     spike_sigma: float = setting(6.0, "A spike is this many standard deviations above the recent mean.", above=0)
     spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)

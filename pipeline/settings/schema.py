@@ -54,7 +54,7 @@ class Rule(Limits):
     """What a setting accepts beyond its type: limits of a number or of a length's amount; in a list, values are checked one by one.
 
     form, choices: of text, where choices may be a table. min_items (of a required list 1), max_items (0 is any number), distinct: of a list. is_path: the text is a path, where `~` is
-    the home folder. command: the text is words as in a shell, with quotes. renamed: earlier name of a value -> its name today.
+    the home folder. command: the text is words as in a shell, with quotes.
     needs: settings of the same class, or of the section that has the rule, or else of one that contains it, without one of which it has no
     effect (effect.py): names with | between, each set to anything but 0, empty, null and false, or `name=value,value`, where of a list one is enough and none is all.
     ignores_section: it has an effect without what its section needs.
@@ -68,7 +68,6 @@ class Rule(Limits):
     is_path: bool = False
     command: bool = False
     on_change: OnChange | None = None
-    renamed: typing.Mapping[str, str] = dataclasses.field(default_factory=dict)
     needs: str = ""
     ignores_section: bool = False
 
@@ -136,22 +135,10 @@ def build(cls: type[T], tree: Any, where: str, section: str = "") -> T:
     return _SettingsConverter(where).convert(tree, cls, section)
 
 
-def build_saved(cls: type[T], tree: Any, where: str) -> T:
-    """As `build`, of settings that a run saved: it may have had some that no longer exist, which are ignored."""
-    converter = _SettingsConverter(where)
-    converter.ignores_unknown = True
-    return converter.convert(tree, cls, "")
-
-
-# Settings of runs that no longer exist, with their defaults: the config.yaml of an earlier run has them, and is a --config, too.
-_GONE = {"profile.communication": False}
-
-
 class _SettingsConverter(Converter):
     """Converts YAML values to settings; some text is a number to the user (1e-3), and a single value is a list of one."""
 
     shown = staticmethod(as_typed)
-    ignores_unknown = False
 
     def convert(self, value: Any, kind: Any, name: str, rule: Any = None) -> Any:
         if type(kind) is type:  # Most are: what follows takes several times as long.
@@ -188,9 +175,8 @@ class _SettingsConverter(Converter):
             asked = f"{name or 'the file'} must be a mapping of settings"
             raise UserError(f"{self.where}: {asked}, not {as_typed(tree)}.{hint}")
         prefix = f"{name}." if name else ""
-        for key, value in tree.items():
-            is_gone = f"{prefix}{key}" in _GONE and value == _GONE[f"{prefix}{key}"]
-            if key not in hints and not self.ignores_unknown and not is_gone:
+        for key in tree:
+            if key not in hints:
                 guess = _did_you_mean(kind, prefix, str(key))
                 raise UserError(f"{self.where}: unknown setting {prefix}{as_typed(key)}.{guess}")
         # `out=$OUT` with a variable that is not set is no choice of the current folder.
@@ -212,7 +198,7 @@ class _SettingsConverter(Converter):
             _check_range(getattr(parsed, "amount", None), rule)
             return parsed
         if origin is typing.Literal or rule.choices:
-            return _choice(rule.choices or typing.get_args(kind), rule.renamed.get(str(value), value))
+            return _choice(rule.choices or typing.get_args(kind), value)
         if kind == dict[str, Any] and isinstance(value, dict):
             return {str(key): item for key, item in value.items()}  # Whoever reads it checks the values.
         if origin is dict and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):

@@ -167,7 +167,7 @@ def trained_otherwise(run: ChildRun) -> str:
     """
     problem, changed = "", list[Change]()
     try:
-        changed = _trained_changes(run, objectives.flat_settings(objectives.of_saved(read_settings(run.folder))))
+        changed = _trained_changes(run, objectives.flat_settings(read_settings(run.folder)))
         if not changed and how_ended(run) is not None:
             return ""
     except FileNotFoundError:
@@ -258,7 +258,7 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         if status.status not in ("finished", "diverged"):
             return None, ""
         # Built, so that settings which did not exist then have their defaults.
-        before = objectives.flat_settings(objectives.of_saved(read_settings(run.folder)))
+        before = objectives.flat_settings(read_settings(run.folder))
     except FileNotFoundError as error:
         if not file.exists() and not (run.folder / _SCORES).exists():  # Nothing was begun.
             return None, ""

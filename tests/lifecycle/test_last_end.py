@@ -8,22 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
 from pipeline.base.locks import FileLock
-from pipeline.checkpoint.store import State
-from pipeline.lifecycle import samples
 from pipeline.lifecycle.run_folder import (
     RunFolder,
     Status,
     forget_last_start,
     holder,
     last_end_in_words,
-    read_settings,
     read_status,
 )
-from pipeline.review.reader import from_folder
-from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,23 +58,6 @@ def test_a_run_that_ended_just_before_the_next_start_was_not_killed(
     assert run.lock() is None
     assert run.before == "finished at step 60"
     run.unlock()
-
-
-def test_settings_of_a_run_that_no_longer_exist_count_as_nothing(tmp_path: Path) -> None:
-    """In config.json, a run has all settings of its version; a user's own file with an unknown one is a mistake."""
-    mixed = {"path": "e", "weight": 1.0}
-    known: dict = {"name": "r", "data": {"path": "d", "mix": [mixed]}, "train": {"length": "9 steps"}, "seed": 3}
-    data = {**known["data"], "mix": [mixed | {"gone": 1}], "gone": {"a": 1}}
-    saved = known | {"data": data, "gone": "x", "past": {"b": [1]}}
-    (tmp_path / "config.json").write_text(json.dumps(saved))
-    config = schema.build(RunConfig, known, "known")
-    assert read_settings(tmp_path) == config
-    record = from_folder(tmp_path)
-    assert (record.has_all_settings, record.settings["seed"]) == (True, 3)
-    identity = {**schema.flatten(known), "data.mix": data["mix"], "data.gone": 1}
-    assert samples._settings(tmp_path, State(step=1, identity=identity)) == config
-    with pytest.raises(UserError, match="unknown setting gone"):
-        schema.build(RunConfig, saved, "mine.yaml")
 
 
 def test_a_start_is_not_refused_while_others_ask_who_has_the_folder(tmp_path: Path) -> None:

@@ -1,23 +1,17 @@
 """What a changed setting means for what was made with it."""
 
 import dataclasses
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline import objectives
-from pipeline.base.errors import UserError
-from pipeline.lifecycle.run_folder import Status
 from pipeline.settings import changes, schema
 from pipeline.settings.changes import Fact, decisive, differences, facts_of
 from pipeline.settings.commands.transfer import ProtocolConfig
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, RunConfig, TrainConfig
 from pipeline.settings.schema import setting
-from pipeline.transfer import child_run
 
 # The beginnings of names by which resuming, and grids and studies, knew settings before each said it itself.
 FIXED = (
@@ -140,39 +134,3 @@ def listed(on_change: str) -> str:
         having = [name for name in inside if FACTS[name].on_change == on_change]
         names += [f"{section}.*"] if having == inside and inside != [section] else having
     return ", ".join(f"`{name}`" for name in names)
-
-
-def test_an_earlier_name_of_a_value_is_read_and_no_change() -> None:
-    """`health.on_spike: say` in files of earlier versions is today's `warn`."""
-    config = schema.build(RunConfig, {**RUN, "health": {"on_spike": "say"}}, "old.yaml")
-    assert config.health.on_spike == "warn"
-    name = "health.on_spike"
-    assert not differences({name: "say"}, {name: "warn"}, FACTS)
-    assert not differences({name: "say"}, {}, FACTS)
-    assert [str(change) for change in differences({name: "say"}, {name: "skip"}, FACTS)] == [
-        f"{name} was warn, is skip"
-    ]
-    with pytest.raises(UserError, match=r"health.on_spike = tell must be one of warn, skip, rollback\."):
-        schema.build(RunConfig, {**RUN, "health": {"on_spike": "tell"}}, "new.yaml")
-
-
-def test_a_setting_that_an_objective_no_longer_has_counts_as_nothing(tmp_path: Path) -> None:
-    """It stood for a change of the section, so no checkpoint was continued, and a grid ended at the config.json of an earlier run."""
-    tree = {
-        **RUN,
-        "out": str(tmp_path),
-        "model": {"name": "ViT-Ti/16"},
-        "train": {"length": "1 steps", "loss": "lejepa"},
-    }
-    config = schema.build(RunConfig, {**tree, "objective": {"weight": 0.1}}, "here")
-    run = child_run.ChildRun("run", "", [], config)
-    run.folder.mkdir()
-    (run.folder / "config.json").write_text(json.dumps({**tree, "objective": {"gone": 1, "weight": 0.1}}))
-    (run.folder / "status.json").write_text(json.dumps(asdict(Status("finished", 1, 0, ""))))
-    assert child_run._look(run)[0] == Status("finished", 1, 0, "")
-    assert child_run.trained_otherwise(run) == ""
-    now = objectives.flat_settings(config)
-    then = {**now, "objective.gone": 1, "objective.local_views": 99}
-    assert of(then, now, dict(objectives.facts("lejepa"))) == ["objective.local_views was 99, is 6"]
-    with pytest.raises(UserError, match=r"unknown setting objective\.gone"):
-        objectives.flat_settings(schema.build(RunConfig, {**tree, "objective": {"gone": 1}}, "here"))
