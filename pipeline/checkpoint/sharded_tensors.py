@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -23,7 +22,6 @@ import numpy as np
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
 from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath
 
@@ -81,25 +79,6 @@ class CheckpointIndex:
         """The content of index.json."""
         return {name: value for name, value in asdict(self).items() if name != "constants" or value}
 
-    def check(self, where: str) -> None:
-        """Raise UserError for inconsistent content. where: file name for the error."""
-        for name, shape in self.shapes.items():
-            if min(shape, default=0) < 0:
-                raise UserError(f"{where}: shapes.{name} = {shape} is not a shape: the file is damaged.")
-        there: dict[str, int] = defaultdict(int)
-        for file, ranges in chain(self.files.items(), self.constants.items()):
-            if "/" in file or not file.isprintable():
-                raise UserError(f"{where}: files has {file!r}, which is not a file name: the file is damaged.")
-            for name, start, length in ranges:
-                if start < 0 or length < 0 or start + length > prod(self.shapes.get(name, [0])):
-                    raise UserError(f"{where}: {file} has elements {start} to {start + length} of {name}, which has "
-                                    f"{prod(self.shapes.get(name, [0]))}: the file is damaged.")  # fmt: skip
-                there[name] += length
-        for name, shape in self.shapes.items():
-            if there[name] < prod(shape):
-                raise UserError(f"{where}: {name} has {counted(prod(shape), 'element')}, and the files {there[name]} of them: the file "
-                                "is damaged.")  # fmt: skip
-
 
 @dataclass
 class ShardedTensors:
@@ -132,7 +111,6 @@ class ShardedTensors:
             index = json_record.parse(read_bytes(file), CheckpointIndex, str(file))
         except FileNotFoundError:
             raise UserError(f"{file} is missing: {folder} is not a complete checkpoint.") from None
-        index.check(str(file))
         return cls(folder, index)
 
     @property

@@ -3,8 +3,8 @@
 A setting that is an output path is declared as one: `setting("", "File for the table.", output="file")`. All commands check
 these in `pipeline/settings/command.py`; a path derived from several settings is checked where it is derived.
 
-The check creates no visible file and no folder: an existing path must be of the right kind, names must be valid, and an
-unnamed temporary file must be possible in the nearest existing folder. What a killed command left of a file is removed. URLs
+The check creates no visible file and no folder: an existing path must be of the right kind, and an unnamed temporary file must be
+possible in the nearest existing folder. What a killed command left of a file is removed. URLs
 are left to the storage layer.
 
 A folder holds the results of one kind of command, because many write a report.md or a results.json: `holds` names the kind that
@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import remove_unfinished
-from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
 
 # file: its folder must exist. folder: created if missing. new: a new file or folder, created with missing parent folders.
@@ -52,17 +51,12 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
 }
 # Locks of the command that runs, see `holding_outputs`.
 _held: contextlib.ExitStack | None = None
-# The longest name of a file until it is complete: see `replacing` in files.py.
-_UNFINISHED = ".{}.00000000.tmp"
 _REASONS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
     errno.EROFS: "the file system is read-only",
     errno.ENOSPC: "no space is left",
     errno.EDQUOT: "the disk quota is used up",
-    errno.ENAMETOOLONG: "the name is too long",
-    errno.ELOOP: "its links lead in a circle",
-    errno.ENOENT: "nothing can be created there",
 }
 
 
@@ -115,7 +109,7 @@ def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | 
         raise_outage(error, path)  # The path is not to blame.
         problem = _REASONS.get(error.errno or 0, error.strerror or str(error))
     if problem:
-        raise UserError(f"{name} = {_shown(path)}: {problem}. Choose another path for the output.")
+        raise UserError(f"{name} = {path}: {problem}. Choose another path for the output.")
 
 
 @contextlib.contextmanager
@@ -152,7 +146,7 @@ def _refuse_among(name: str, path: Path, images: list[str]) -> None:
         folder = Path(place)
         if folder.is_dir() and kind_of(folder) is None and path.resolve().is_relative_to(folder.resolve()):
             raise UserError(
-                f"{name} = {_shown(path)} is in the folder of the images, {place}, and its pictures would be read as such. Choose another folder."
+                f"{name} = {path} is in the folder of the images, {place}, and its pictures would be read as such. Choose another folder."
             )
 
 
@@ -172,8 +166,6 @@ def _with_article(kind: Holds) -> str:
 
 def _problem(path: Path, output: Output) -> str:
     """Returns why the path cannot be written, empty if it can. Raises OSError for what the system refuses."""
-    if os.path.islink(path) and not os.path.exists(path):
-        path.stat()
     if output == "folder":
         return _cannot_create_in(path)
     if os.path.isdir(path):
@@ -183,8 +175,7 @@ def _problem(path: Path, output: Output) -> str:
         return "it is not a regular file"
     problem = _cannot_create_in(path.parent)
     if not problem and output == "file" and not os.path.isdir(path.parent):
-        problem = f"there is no folder {_shown(path.parent)}"
-    _check_name(path.with_name(_UNFINISHED.format(path.name)))
+        problem = f"there is no folder {path.parent}"
     return problem
 
 
@@ -194,20 +185,6 @@ def _cannot_create_in(folder: Path) -> str:
     while not os.path.lexists(existing):
         existing = existing.parent
     if not os.path.isdir(existing):
-        existing.stat()  # Raises for a link that leads nowhere.
-        return f"{_shown(existing)} is a file, not a folder"
-    for part in folder.relative_to(existing).parts:
-        _check_name(existing / part)
+        return f"{existing} is not a folder"
     with tempfile.TemporaryFile(dir=existing):
         return ""
-
-
-def _check_name(path: Path) -> None:
-    """Raises OSError for a name that the file system does not allow."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        path.lstat()
-
-
-def _shown(path: Path) -> str:
-    text = str(path)
-    return text if len(text) <= 200 and text.isprintable() else quoted(text)

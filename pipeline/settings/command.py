@@ -29,12 +29,8 @@ _WRONG_PATH = {
     errno.EISDIR: "this is a folder, and a file is needed. Choose another path",
     errno.ENOTDIR: "a file is where a folder is needed. Choose another path",
     errno.EEXIST: "it exists already. Choose another path",
-    errno.ENAMETOOLONG: "the name is too long. Choose a shorter one",
-    errno.ELOOP: "its links lead in a circle. Choose another path",
     errno.EROFS: "the file system is read-only. Choose another folder, or make it writable",
-    errno.EFBIG: "the file is larger than the system allows (ulimit -f, or the file system)",
     errno.EMFILE: "too many files are open. Raise the limit: ulimit -n",
-    errno.ENFILE: "too many files are open on this machine",
 }
 # The shell's exit code of a process that was ended by SIGPIPE.
 _SIGPIPE_CODE = 141
@@ -173,8 +169,6 @@ def mistake_in_words(error: UserError | OSError) -> str | None:
         return f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
     if isinstance(error, PermissionError) and error.filename:
         return f"{error.filename}: permission denied. Choose another folder, or change its rights."
-    if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
-        return "There is no folder for temporary files. Set TMPDIR to an existing folder that can be written to."
     if isinstance(error, FileNotFoundError) and _is_lost(error):
         return (
             f"{error.filename}: it was removed while it was written, or its folder was (is its disk still mounted?). Run the same command "
@@ -189,7 +183,7 @@ def mistake_in_words(error: UserError | OSError) -> str | None:
         )
     if error.errno in _WRONG_PATH and error.filename:
         return f"{error.filename}: {_WRONG_PATH[error.errno]}."
-    if error.errno in (errno.EMFILE, errno.ENFILE):  # A pipe and a socket have no name.
+    if error.errno == errno.EMFILE:  # A pipe and a socket have no name.
         return f"{_WRONG_PATH[error.errno]}."
     return None
 

@@ -12,13 +12,9 @@ from saving import CONFIG, save_all, tensors
 from pipeline import model as models
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.checkpoint.sharded_tensors import ShardedTensors
-from pipeline.checkpoint.store import Checkpoints, WriterStatus, read_state, read_status, write_status
+from pipeline.checkpoint.store import Checkpoints
 from pipeline.lifecycle import samples
-from pipeline.lifecycle.run_folder import read_failures
-from pipeline.lifecycle.run_folder import read_status as read_run_status
 from pipeline.model.files import find_file
-from pipeline.process.committed import newest_complete
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.settings import changes, schema
@@ -79,11 +75,8 @@ def test_the_one_before_is_used_or_one_line_says_it(name: str, run: Path) -> Non
         newest = samples._newest_state(run)
         assert newest is not None
         assert newest.step in {"state.json": {10}, "checksums.json": {10, 20}}.get(name, {20})
-        # Readers of weights and of tensors, which check less, end with a UserError, or with what was saved.
-        for read in (read_weights, read_tensors, read_steps):
-            said = refusal(lambda read=read: read(run, file.parent))
-            assert "\n" not in said
-            assert len(said) < 1000
+        # Readers of weights, which check less, end with a UserError, or with what was saved.
+        assert "\n" not in refusal(lambda: read_weights(run, file.parent))
         file.write_bytes(good)
         (run / "checkpoints" / "latest").write_text("step-00000020")
 
@@ -93,48 +86,6 @@ def read_weights(run: Path, folder: Path) -> None:
         _, state, extra = models.read_weights(place)[:3]
         expected = tensors(extra["step"])["weights"]
         assert all(np.array_equal(state[name].numpy(), array) for name, array in expected.items())
-
-
-def read_tensors(run: Path, folder: Path) -> None:
-    ShardedTensors.open(folder).full_tensors("weights")
-
-
-def read_steps(run: Path, folder: Path) -> None:
-    models.config_from_dict(read_state(folder).model)
-
-
-def test_damaged_small_files_around_checkpoints(run: Path) -> None:
-    rng = np.random.default_rng(3)
-    checkpoints, console = Checkpoints(run / "checkpoints"), Console(run / "log.txt", True)
-    kept, latest = run / "checkpoints" / "kept.json", run / "checkpoints" / "latest"
-    for file in (kept, latest):
-        good = file.read_bytes()
-        for _ in range(MUTATIONS):
-            mutate(file, rng)
-            said = refusal(lambda: resume.find_checkpoint_on_all_ranks(checkpoints, FACTS, 99, ALONE, console))
-            if said:
-                assert file == kept
-                assert "repair or delete it" in said
-            else:
-                assert latest.read_text() == "step-00000020"
-            assert newest_complete(run / "checkpoints") == run / "checkpoints" / "step-00000020"
-            read_weights(run, run / "checkpoints" / "step-00000020")
-            file.write_bytes(good)
-
-    write_status(run, 0, "t", WriterStatus(error="no space left"))
-    status, failure = run / "status.json", run / "failures" / "rank-00000.json"
-    failure.parent.mkdir()
-    status.write_text('{"status": "stopped", "step": 9, "code": 75, "reason": "SIGTERM"}')
-    failure.write_text('{"rank": 0, "host": "a", "error": "gloo", "lost_others": true}')
-    assert read_failures(run)[0].lost_others
-    for file in (status, failure, run / "status-0000.t.json"):
-        good = file.read_bytes()
-        for _ in range(4 * MUTATIONS):
-            mutate(file, rng)
-            read_status(run, 0, "t")
-            read_run_status(run)
-            read_failures(run)
-            file.write_bytes(good)
 
 
 # -------------------------------------------------------------------- the pointer

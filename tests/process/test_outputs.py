@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
 WEIGHTS = ["weights=w", "images=i"]
 SWEEP = ["weights=w", "--config", str(ROOT / "configs/vtab/vit_paper.yaml")]
-LONG = "n" * 300
 
 
 def load(cls: type, *settings: str) -> Any:
@@ -52,24 +51,17 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
-    (tmp_path / "circle").symlink_to(tmp_path / "circle")
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("file", "/file is a file, not a folder"),
-        ("file/x", "/file is a file, not a folder"),
-        ("file/x/y", "/file is a file, not a folder"),
-        (LONG, "the name is too long"),
-        (f"new/{LONG}/x", "the name is too long"),
-        ("nowhere", "nothing can be created there"),
-        ("nowhere/x", "nothing can be created there"),
-        ("circle", "its links lead in a circle"),
-        ("/proc/x", "nothing can be created there"),
-        ("/proc/x/y", "nothing can be created there"),
-        ("/sys/x", ""),
+        ("file", "/file is not a folder"),
+        ("file/x", "/file is not a folder"),
+        ("file/x/y", "/file is not a folder"),
+        ("nowhere", "/nowhere is not a folder"),
+        ("/proc/x", ""),
     ],
 )
 def test_folders_that_cannot_be(path: str, said: str, place: Path) -> None:
@@ -84,16 +76,12 @@ def test_folders_that_cannot_be(path: str, said: str, place: Path) -> None:
     [
         ("folder.csv", "it is a folder, not a file", "file"),
         ("/tmp", "it is a folder, not a file", "file"),
-        ("file/x.csv", "/file is a file, not a folder", "file"),
+        ("file/x.csv", "/file is not a folder", "file"),
         ("missing/x.csv", "there is no folder .*/missing", "file"),
-        (LONG, "the name is too long", "file"),
-        ("n" * 250, "the name is too long", "file"),  # That of the unfinished file is longer than its own.
-        ("/proc/x.csv", "nothing can be created there", "file"),
-        ("nowhere/x.csv", "nothing can be created there", "file"),
         ("/dev/stdout", "it is not a regular file", "file"),
         ("/dev/null", "it is not a regular file", "file"),
         ("folder", "this folder exists already", "new"),
-        ("file/x.npz", "/file is a file, not a folder", "new"),
+        ("file/x.npz", "/file is not a folder", "new"),
     ],
 )
 def test_files_that_cannot_be(path: str, said: str, output: Output, place: Path) -> None:
@@ -144,8 +132,7 @@ def test_a_forbidden_folder(place: Path) -> None:
 
 def test_every_command_tries_its_outputs(place: Path) -> None:
     file = place / "file"
-    assert problem(run.RunConfig, *RUN, f"out={file}").startswith(f"out = {file}: {file} is a file")
-    assert problem(run.RunConfig, *RUN, f"name={LONG}").startswith("name = 'runs/nnn")
+    assert problem(run.RunConfig, *RUN, f"out={file}").startswith(f"out = {file}: {file} is not a folder")
     assert "checkpoint.folder" in problem(run.RunConfig, *RUN, f"checkpoint.folder={file}/x")
     assert "data.cache" in problem(run.RunConfig, *RUN, f"data.cache={file}/x")
     assert "there is no folder /nowhere" in problem(operate.PlanConfig, *RUN, "json=/nowhere/plan.json")
@@ -166,7 +153,7 @@ def test_every_command_tries_its_outputs(place: Path) -> None:
         (reports.CompareConfig, ["runs=[a,b]"]),
         (reports.GridConfig, ["name=n", "run=r", "lr=1"]),
     ):
-        assert "is a file, not a folder" in problem(cls, *settings, f"out={file}/x"), cls
+        assert "is not a folder" in problem(cls, *settings, f"out={file}/x"), cls
     assert "is a folder, not a file" in problem(weights.PredictConfig, *WEIGHTS, f"out={place}/folder.csv")
     assert "exists already" in problem(weights.ExportConfig, "weights=w", "format=timm", f"out={place}/folder")
 
@@ -313,5 +300,5 @@ def test_a_run_says_it_before_any_import(place: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: out = {place}/file/x: {place}/file is a file, not a folder.")
+    assert done.stderr.startswith(f"error: out = {place}/file/x: {place}/file is not a folder.")
     assert done.stderr.count("\n") == 1

@@ -34,7 +34,7 @@ from pipeline.settings.commands import transfer as transfer_settings
 from pipeline.settings.commands import weights as weights_settings
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.settings.objective_checks import OF_WHOLE_BATCH, check_small_views
-from pipeline.settings.quantities import Length, Limit, whole_number
+from pipeline.settings.quantities import Length, Limit
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.grid import make_run
 from pipeline.transfer.sweep import settings_of
@@ -170,15 +170,6 @@ def reads_of(source: str) -> set[tuple[type, str]]:
     found: set[tuple[type, str]] = set()
     Reads(found).visit(ast.parse(source))
     return found
-
-
-def test_whole_numbers_are_ascii_digits() -> None:
-    """str.isdigit() and str.isdecimal() accept more, of which int() refuses some."""
-    assert [whole_number(text) for text in ("0", "007", "9" * 18)] == [0, 7, 10**18 - 1]
-    assert whole_number("12", most=12) == 12
-    for text in ("", "²", "٣", "-1", "1_0", " 1", "1\n", "9" * 5000):
-        assert whole_number(text) is None, text
-    assert whole_number("13", most=12) is None
 
 
 def test_the_number_of_a_limit_is_written_like_that_of_a_length() -> None:

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from pipeline.base import npz, random_numbers
-from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.evaluate.intervals import freedom_of_groups, quantile
 
@@ -134,20 +133,6 @@ def as_file(counts: PixelCounts) -> bytes:
 def parse_counts(content: bytes, where: str) -> PixelCounts:
     """The counts in a file's content. Raises UserError for a damaged one."""
     found = npz.read_arrays(content, where, _NAMES, optional=("groups",))
-    rows, parts = found["rows"], [found[name] for name in _NAMES[1:]]
-    if (
-        any(array.dtype.kind not in "iu" for array in found.values())
-        or rows.ndim != 1
-        or any(
-            part.shape != parts[0].shape or part.ndim != 2 or len(part) != len(rows) or not part.size for part in parts
-        )
-    ):
-        raise UserError(f"{where} is damaged: its arrays are not counts of the same images and classes.")
-    if "groups" in found and (found["groups"].shape not in ((0,), rows.shape) or found["groups"].min(initial=0) < 0):
-        raise UserError(f"{where} is damaged: it has groups of other images.")
-    right, predicted, true = parts
-    if right.min() < 0 or (right > np.minimum(predicted, true)).any():
-        raise UserError(f"{where} is damaged: it counts more pixels as right than there are.")
     return PixelCounts(**found)
 
 
