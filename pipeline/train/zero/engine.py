@@ -209,7 +209,9 @@ class Engine:
     def forward(self, images: Tensor) -> Tensor:
         """Return the backbone's output, float32 (B, K), of a batch's images (B, S, S, C), in evaluation mode. Collective at stage 3."""
         self._set_mode(training=False)
-        return self.engine((normalise(images, self.ranks.device, self.dtype, self.objective.backbone.config.pixels),), {}, task="backbone").float()
+        return self.engine(
+            (normalise(images, self.ranks.device, self.dtype, self.objective.pixels),), {}, task="backbone"
+        ).float()
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> dict[str, Tensor]:
