@@ -253,9 +253,14 @@ class Objective(nn.Module):
         views = tuple(self.normalised(group.flatten(0, 1), device) for group in groups)
         return Inputs(views, {"valid": to_device(batch.valid, device)})
 
+    @property
+    def pixels(self) -> Pixels:
+        """What the values of the images mean."""
+        return self.backbone.config.pixels
+
     def normalised(self, images: Tensor, device: torch.device) -> Tensor:
         """Images (B, H, W, C) of a batch -> float32 (B, C, H, W) as the backbone reads them, on the device."""
-        return normalise(images, device, torch.float32, self.backbone.config.pixels)
+        return normalise(images, device, torch.float32, self.pixels)
 
     def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the scalar loss, the sum over valid samples divided by B, and scalars to log by name.

@@ -106,7 +106,7 @@ def cast(objective: "Objective", dtype: torch.dtype) -> "Objective":
 
 def inputs(objective: "Objective", config: RunConfig, images: int, dtype: torch.dtype) -> "Inputs":
     """What `loss` reads of a micro-batch of so many images, by the objective's own `inputs`; views of `dtype`."""
-    pixels = objective.backbone.config.pixels
+    pixels = objective.pixels
     groups = [
         (group.count, images, *ImageSize.parse(group.size), pixels.num_channels) for group in objective.views(config)
     ]

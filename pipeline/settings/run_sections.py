@@ -319,11 +319,10 @@ class AugmentConfig:
                 f"augment.drop_channels = {self.drop_channels} needs several channels, and images have one."
             )
         if not pixels.is_rgb8 and (given := [name for name in _OF_COLOURS if getattr(self, name)]):
-            dino = ", which is objective.solarise of train.loss=dino," if "solarise" in given else ""
+            dino = " (of train.loss=dino: objective.solarise)" if "solarise" in given else ""
             raise UserError(
-                f"{', '.join(f'augment.{name}' for name in given)}{dino} changes colours of 8-bit RGB, and images have "
-                f"{pixels.describe()}: set it to 0. For any images there are channel_brightness, channel_contrast, noise, blur, erase and "
-                "drop_channels."
+                f"{', '.join(f'augment.{name}' for name in given)}{dino}: only for 8-bit RGB, and images have {pixels.describe()}. Set to 0, or "
+                "use channel_brightness, channel_contrast, noise, blur, erase or drop_channels, which are for any images."
             )
 
     @property

@@ -40,7 +40,7 @@ def dry_run_on_all_ranks(engine: Engine, prepared: Prepared, stop: Stop) -> None
     """
     config, data, plan = prepared.config, prepared.data, prepared.plan
     views = engine.objective.views(config)
-    pixels = engine.objective.backbone.config.pixels
+    pixels = engine.objective.pixels
     batch = _blank(plan.micro_batch, views, data.split.max_labels, pixels)
     micro_batches = [batch] * min(2, plan.accumulation)  # The second has gradients and activations in memory.
     mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)

@@ -131,7 +131,7 @@ class SplitEvaluator(Evaluator):
 
         reader = SplitReader(
             split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.context.ranks,
-            pixels=self.engine.objective.backbone.config.pixels, stop=self.context.stop, budget=BadBudget(config.data.max_bad_share), seed=config.seed,
+            pixels=self.engine.objective.pixels, stop=self.context.stop, budget=BadBudget(config.data.max_bad_share), seed=config.seed,
             views=() if self.engine.objective.predicts_classes else self.engine.objective.views(config),
         )  # fmt: skip
         if not self.engine.objective.predicts_classes:
@@ -155,9 +155,7 @@ class ProbeEvaluator(Evaluator):
             self.monitoring.watchdog.at(step, "probe")
             return self.engine.features(images)
 
-        scores = probe.scores(
-            features, self.context.ranks, self.context.stop, self.engine.objective.backbone.config.pixels
-        )
+        scores = probe.scores(features, self.context.ranks, self.context.stop, self.engine.objective.pixels)
         metrics = probe_metrics(scores, self.context.config.probe.prefix)
         # Classes may well collapse to a few directions: of two classes, one is enough.
         is_judged = "spread" in scores and not self.context.config.needs_labels

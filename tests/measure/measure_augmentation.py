@@ -40,6 +40,10 @@ SETTINGS = {
     "+ RandAugment(2, 10)": AugmentConfig(randaugment_layers=2, randaugment_magnitude=10),
     "+ RandAugment(2, 20)": AugmentConfig(randaugment_layers=2, randaugment_magnitude=20),
     "+ erase 1.0": AugmentConfig(erase=1.0),
+    "+ flip_vertical, turns": AugmentConfig(flip_vertical=True, turns=True),
+    "+ channel_brightness 0.3, channel_contrast 0.3": AugmentConfig(channel_brightness=0.3, channel_contrast=0.3),
+    "+ noise 0.1": AugmentConfig(noise=0.1),
+    "+ drop_channels 0.2": AugmentConfig(drop_channels=0.2),
 }
 
 

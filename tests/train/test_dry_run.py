@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.estimate.plan import make_plan
 from pipeline.settings import schema
@@ -20,7 +21,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: t
     config = schema.load(RunConfig, None, [*given.split(), "train.length=2 steps", f"train.loss={objective}", *more])
     found: list[Any] = []
     engine: Any = SimpleNamespace(
-        objective=SimpleNamespace(views=lambda config: (), predicts_classes=objective == "softmax"),
+        objective=SimpleNamespace(views=lambda config: (), predicts_classes=objective == "softmax", pixels=RGB8),
         untouched=lambda count: contextlib.nullcontext(),
         forward=lambda images: found.append(("forward", *images.shape)),
         measure=lambda batch: found.append(("measure", len(batch.rows))),

@@ -10,6 +10,7 @@ from forked import Forge
 from ranks import metrics, settings
 
 from pipeline import objectives
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Batch
@@ -30,7 +31,7 @@ def batches(config: RunConfig, step: int) -> list[Batch]:
     split = open_dataset(config.data.path).split("train")
     stop = SimpleNamespace(is_wanted=lambda: False, together=lambda steps: steps)
     ranks = from_environment()
-    feed = Feed(config, make_plan(config, len(split), 1), split, ranks, stop, StepClock(ranks.device))  # type: ignore[arg-type]
+    feed = Feed(config, make_plan(config, len(split), 1), split, ranks, stop, StepClock(ranks.device), RGB8)  # type: ignore[arg-type]
     feed.go_to(step, [])
     found = list(feed._steps)
     assert [feed.part(i) for i in range(7)] == [0, 0, 1, 1, 2, 2, 2]

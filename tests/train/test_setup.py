@@ -118,7 +118,9 @@ def test_a_set_up_that_fails_ends_the_decoding_processes(fails: bool, monkeypatc
 
     replaced: dict[str, Any] = {
         "_connect_on_all_ranks": lambda *of: context,
-        "_find_start_on_all_ranks": lambda *of: SimpleNamespace(model=SimpleNamespace(), state=state, trained_on=[]),
+        "_find_start_on_all_ranks": lambda *of: SimpleNamespace(
+            model=SimpleNamespace(config=SimpleNamespace(pixels=None)), state=state, trained_on=[]
+        ),
         "replace": lambda context, **of: context,
         "_build_training_on_all_ranks": begun,
         "_begin_monitoring_on_all_ranks": lambda *of: None,

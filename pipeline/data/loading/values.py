@@ -12,8 +12,9 @@ def batch_values(image: np.ndarray, pixels: Pixels) -> np.ndarray:
     Wider types are scaled by the range in float64, clipped to [0, 1] and rounded to float32. NaN and nodata become `low`. Raises
     DecodeError for infinite values.
     """
-    kind = pixels.batch_type
-    is_missing = None if pixels.nodata is None else image == np.asarray(pixels.nodata).astype(image.dtype)
+    kind, nodata = pixels.batch_type, pixels.nodata
+    is_float = image.dtype.kind == "f"
+    is_missing = None if nodata is None else image == (image.dtype.type(nodata) if is_float else nodata)
     if kind != "float32":
         if pixels.type == "bool":
             return np.multiply(image, 255, dtype=np.uint8)
@@ -21,7 +22,7 @@ def batch_values(image: np.ndarray, pixels: Pixels) -> np.ndarray:
             return image.astype(kind, copy=False)
         return np.where(is_missing, lowest(pixels), image).astype(kind)
     values = image.astype(np.float64)
-    if image.dtype.kind == "f":
+    if is_float:
         is_missing = np.isnan(values) if is_missing is None else is_missing | np.isnan(values)
         if np.isinf(values if not is_missing.any() else values[~is_missing]).any():
             raise DecodeError("has infinite values")

@@ -210,9 +210,7 @@ class Engine:
         """Return the backbone's output, float32 (B, K), of a batch's images (B, S, S, C), in evaluation mode. Collective at stage 3."""
         self._set_mode(training=False)
         return self.engine(
-            (normalise(images, self.ranks.device, self.dtype, self.objective.backbone.config.pixels),),
-            {},
-            task="backbone",
+            (normalise(images, self.ranks.device, self.dtype, self.objective.pixels),), {}, task="backbone"
         ).float()
 
     @torch.no_grad()

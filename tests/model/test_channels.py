@@ -1,0 +1,130 @@
+"""Models of any channels: what their configuration saves, their arithmetic, and how weights of 8-bit RGB begin on other images."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.architecture.variants import config_from_dict, configure
+from pipeline.base.errors import UserError
+from pipeline.model import build, create, forward_macs, load, num_parameters, save, save_safetensors, to_npz, to_timm
+from pipeline.model.channels import with_channels
+
+BANDS = Pixels.full_range(("nir", "red", "green", "blue", "height"), "uint16")
+CT = replace(Pixels.full_range(("ct",), "int16"), mean=(0.4,), std=(0.3,), nodata=-2000.0)
+NAMES = ("ViT-mu/4", "R+Ti/16", "ViT-mu/1", "BiT-R50x1")
+
+
+def config_of(name: str, pixels: Pixels):  # type: ignore[no-untyped-def]
+    size = 64 if name in ("R+Ti/16", "BiT-R50x1") else 16
+    return configure(name, size, 5, pixels=pixels, small_stem=[32, 64] if name == "ViT-mu/1" else None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pixels", [CT, BANDS], ids=["ct", "bands"])
+def test_a_model_of_any_channels_is_built_counted_saved_and_read(name: str, pixels: Pixels, tmp_path: Path) -> None:
+    config = config_of(name, pixels)
+    assert config_from_dict(config.to_dict()) == config
+    model = build(config).eval()
+    images = torch.randn(2, pixels.num_channels, *config.image_size)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        features = model.features(images)
+    rgb = config_of(name, RGB8)
+    first = forward_macs(config) - forward_macs(rgb)  # The first layer alone reads channels.
+    with FlopCounterMode(display=False) as counter_of_rgb, torch.no_grad():
+        build(rgb).eval().features(torch.randn(2, 3, *config.image_size))
+    assert counter.get_total_flops() - counter_of_rgb.get_total_flops() == 2 * 2 * first
+    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
+    for file, write in (("a.pt", save), ("a.safetensors", save_safetensors)):
+        write(model, tmp_path / file)
+        again = load(tmp_path / file).eval()
+        assert again.config == config
+        assert torch.equal(again.features(images), features)
+    with pytest.raises(ValueError, match=str(pixels.num_channels)):
+        model(torch.randn(2, 3, *config.image_size))
+
+
+def test_models_of_8_bit_rgb_save_what_they_saved_before() -> None:
+    for name in NAMES:
+        assert "pixels" not in config_of(name, RGB8).to_dict()
+        assert config_of(name, RGB8) == config_from_dict(config_of(name, RGB8).to_dict())
+
+
+def test_weights_of_rgb_see_the_same_picture_in_the_same_channels() -> None:
+    """With another mean and deviation, which the bias takes up; and a grey image in one channel as in three."""
+    model = create("ViT-mu/4", 16, 0, seed=1).eval()
+    share = torch.rand(4, 3, 16, 16)
+    deeper = replace(Pixels.full_range(RGB8.channels, "uint16"), mean=(0.3, 0.4, 0.5), std=(0.1, 0.2, 0.3))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (deeper.mean, deeper.std))
+    new = replace(model.config, pixels=deeper)
+    found = build(new).eval()
+    found.load_state_dict(with_channels(model.state_dict(), model.config, new, "auto", 0)[0])
+    assert torch.allclose(found((share - mean) / std), model(2 * share - 1), atol=1e-5)
+
+    grey = replace(model.config, pixels=CT)
+    found = build(grey).eval()
+    found.load_state_dict(with_channels(model.state_dict(), model.config, grey, "auto", 0)[0])
+    one = share[:, :1]
+    assert torch.allclose(found((one - CT.mean[0]) / CT.std[0]), model(2 * one.expand(-1, 3, -1, -1) - 1), atol=1e-5)
+
+
+def test_each_rule_for_channels(tmp_path: Path) -> None:
+    model = create("ViT-mu/4", 16, 5)
+    save(model, tmp_path / "rgb.pt")
+    rgb = model.patch_embedding.weight.detach()
+    kernels = {
+        rule: load(tmp_path / "rgb.pt", pixels=BANDS, channels=rule).patch_embedding.weight.detach()  # type: ignore[arg-type]
+        for rule in ("auto", "repeat", "zero", "random")
+    }
+    mean = rgb.mean(1)
+    named = {1: rgb[:, 0], 2: rgb[:, 1], 3: rgb[:, 2]}
+    for place in range(5):
+        assert torch.allclose(kernels["auto"][:, place], named.get(place, mean) * 3 / 5, atol=1e-7)
+        assert torch.allclose(kernels["repeat"][:, place], rgb[:, place % 3] * 3 / 5, atol=1e-7)
+        assert torch.equal(kernels["zero"][:, place], named.get(place, torch.zeros_like(mean)))
+        assert place not in named or torch.equal(kernels["random"][:, place], named[place])
+    assert kernels["random"][:, [0, 4]].std() == pytest.approx((5 * 16) ** -0.5, rel=0.1)
+    timm = pytest.importorskip("timm.models._manipulate")
+    assert torch.allclose(timm.adapt_input_conv(5, rgb), kernels["repeat"], atol=1e-7)
+    one = load(tmp_path / "rgb.pt", pixels=Pixels.full_range(("x",), "uint16")).patch_embedding.weight.detach()
+    assert torch.allclose(timm.adapt_input_conv(1, rgb), one, atol=1e-6)
+    with pytest.raises(UserError, match=r"init\.channels"):
+        load(tmp_path / "rgb.pt", pixels=CT, channels="zero")
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_stems_read_other_channels_from_weights_of_rgb(name: str, tmp_path: Path) -> None:
+    old = build(config_of(name, RGB8))
+    save(old, tmp_path / "rgb.pt")
+    found = load(tmp_path / "rgb.pt", pixels=BANDS)
+    root, rgb = (model.root if name.startswith("BiT") else model.stem.root for model in (found, old))
+    assert torch.allclose(root.weight[:, 1:4], rgb.weight * 3 / 5)
+
+
+def test_weights_of_other_channels_read_their_own_range_and_no_other_channels(tmp_path: Path) -> None:
+    save(build(config_of("ViT-mu/4", BANDS)), tmp_path / "bands.pt")
+    data = replace(BANDS, high=(1000.0,) * 5, nodata=0.0)
+    assert load(tmp_path / "bands.pt", pixels=data).config.pixels == replace(BANDS, nodata=0.0)
+    for other in (RGB8, CT, replace(BANDS, type="int16")):
+        with pytest.raises(UserError, match=r"nir.*(red, green, blue\)|\(ct\)|int16)"):
+            load(tmp_path / "bands.pt", pixels=other)
+
+
+@pytest.mark.parametrize("write", [to_npz, lambda model: to_timm(model, None, {})])
+@pytest.mark.parametrize("name", ["ViT-mu/4", "BiT-R50x1"])
+def test_formats_without_a_place_for_channels_refuse_them(write, name: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match="nir"):
+        write(build(config_of(name, BANDS)))
+
+
+def test_a_range_must_fit_its_channels() -> None:
+    for wrong in ({"low": (0.0,)}, {"std": (0.0,) * 5}, {"channels": ("a",) * 5}, {"high": (-1.0,) * 5}):
+        with pytest.raises(UserError, match="pixels"):
+            replace(BANDS, **wrong)  # type: ignore[arg-type]
+    assert not BANDS.is_clipped
+    assert replace(BANDS, high=(1000.0,) * 5).is_clipped
+    assert np.allclose(RGB8.divisor_and_offset(), [[127.5] * 3, [1.0] * 3])
