@@ -39,7 +39,7 @@ def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Li
     mtimes, column = listing.table["mtime"].to_numpy(), TABLE.get_field_index("mtime")
     is_same = np.zeros(len(listing), bool)
     if not compare_all:
-        with contextlib.suppress(OSError, pa.ArrowInvalid):
+        with contextlib.suppress(OSError, pa.ArrowInvalid, KeyError):
             is_same = mtimes == open_parquet(path).read(columns=["mtime"])["mtime"].to_numpy()
     marked = pa.array(np.where(is_same, mtimes, COMPARE))
     rows = np.flatnonzero(~is_same)

@@ -102,12 +102,15 @@ class Listing:
     def digest(self) -> str:
         """Hex sha256 of split, key, classes, size and group of each sample. It does not depend on where the source is."""
         digest = hashlib.sha256("\n".join([*self.splits, "", *self.classes]).encode())
-        digest.update(pc.list_value_length(self.table["labels"]).to_numpy().tobytes())
+        counts = pc.list_value_length(self.table["labels"]).to_numpy()
         for start in range(0, len(self), _BATCH):
             part = self.table.slice(start, _BATCH)
             digest.update("\n".join(part["key"].to_pylist()).encode())
             for column in (part["split"], pc.list_flatten(part["labels"]), part["size"]):
                 digest.update(column.to_numpy().tobytes())
+        if (counts != 1).any():
+            # Omitted if every sample has one label, so that the digest of older data sets stays the same.
+            digest.update(counts.tobytes())
         if self.has_groups:
             digest.update("\n".join(self.table["group"].to_pylist()).encode())
         return digest.hexdigest()
