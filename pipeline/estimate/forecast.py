@@ -223,7 +223,7 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     return config, data, found.dataset.classes
 
 
-def _model(config: PlanConfig, num_classes: int, names: Sequence[str], pixels: Pixels) -> Config:
+def _model(config: PlanConfig, num_classes: int, names: Sequence[str], pixels: Pixels = RGB8) -> Config:
     """Returns the architecture: from the settings, from `variant`, or from init.weights."""
     refuse_without_labels(config, num_classes)
     objectives.check(config, num_classes, names)
