@@ -41,7 +41,7 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
             name, number_of = class_names[sample["class"]], int(class_counts[sample["class"]])
             about = [counted(number_of, "image"), *about]
         tar = str(dataset.shard_path(shards[sample["shard"]].name))
-        if (pixels := read_thumbnail(tar, sample["offset"], sample["size"], _SIDE)) is None:
+        if (pixels := read_thumbnail(tar, sample["offset"], sample["size"], _SIDE, dataset.pixels)) is None:
             pixels, about[-1] = _GREY, "unreadable"
         tiles.append(Tile(pixels, [printable(name), *about]))
     of_classes = f", {len(classes)} of {counted(dataset.num_classes, 'class')}; the largest classes first" * bool(

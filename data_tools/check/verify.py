@@ -200,7 +200,7 @@ def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys")
                 keys.add(shard.split, rows["key"])
             if decode_share < 1:
                 decode = frozenset(key for key in rows["key"] if _is_chosen(key, decode_share) or (split, key) in again)
-        yield VerifyJob(str(dataset.path), shard, rows, first_row, dataset.num_classes, decode)
+        yield VerifyJob(str(dataset.path), shard, rows, first_row, dataset.num_classes, decode, dataset.pixels)
         first_row += count
 
 

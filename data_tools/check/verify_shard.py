@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from data_tools.sources.layouts.archive import Member, tar_members
 from data_tools.sources.layouts.webdataset import NO_LABEL, TarSample, samples_of, split_name
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import Shard
@@ -64,7 +65,7 @@ FINDINGS = pa.schema(
 class VerifyJob:
     """One shard to check. rows: its columns of samples.parquet, None if that table cannot be read.
 
-    first_row: of the shard in its split. decode: keys of the images to decode; None is all.
+    first_row: of the shard in its split. decode: keys of the images to decode; None is all. pixels: what images must be.
     """
 
     folder: str
@@ -73,6 +74,7 @@ class VerifyJob:
     first_row: int
     num_classes: int
     decode: frozenset[str] | None
+    pixels: Pixels = RGB8
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ def _check_rows(
         if job.decode is None or key in job.decode:
             decoded += 1
             try:
-                is_now = inspect(data, decode_all=True)
+                is_now = inspect(data, decode_all=True, pixels=job.pixels)
             except DecodeError as error:
                 findings.add("undecodable", str(error), row, key)
                 continue

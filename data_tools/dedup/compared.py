@@ -55,6 +55,11 @@ def compared_split(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSpl
     if not dataset.info["samples"].get(split, 0):
         known = ", ".join(name for name, count in dataset.info["samples"].items() if count) or "none"
         raise UserError(f"{dataset.path} has no images of a split {split!r}. It has: {known}.")
+    if not dataset.pixels.is_rgb8:
+        raise UserError(
+            f"{dataset.path}: copies are only found among images of 8-bit RGB, and these are {dataset.pixels.describe()}. Equal files are "
+            f"counted by launch/stats.py data={dataset.path}"
+        )
     return ComparedSplit(dataset, split, list(jobs(dataset, split, folder)), f"{dataset.path.name}:{split}")
 
 

@@ -4,11 +4,14 @@ The manifest refers to the tars at their present location. One Ray task reads ea
 a killed job can be resumed.
 """
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import posixpath
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +25,9 @@ from data_tools.driver import remove_leftovers
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups
+from data_tools.sharding.kinds import pixels_of
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
+from data_tools.sharding.values import measure_values
 from data_tools.sharding.write_shard import load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import complete_samples, known_class_names, not_taken_over
@@ -30,6 +35,7 @@ from data_tools.sources.listing import reasons
 from data_tools.sources.reader import lost_if_unreadable, refuse_large
 from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
 from data_tools.tasks import tasks_on_cluster
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
@@ -47,7 +53,8 @@ from pipeline.data.dataset.manifest import (
     open_dataset,
     write_dataset,
 )
-from pipeline.data.loading.decode import check_end, inspect
+from pipeline.data.images.stored import StoredImage
+from pipeline.data.loading.decode import check_end, inspect, stored_image
 from pipeline.data.storage.bucket import (
     AnyPath,
     BucketPath,
@@ -65,13 +72,15 @@ from pipeline.process.outputs import try_output
 from pipeline.settings.commands.data import IndexConfig
 
 _READ_BYTES = 2**22
+# How many tars, and images of each, are looked at to see what images are.
+_PROBED_TARS, _PROBED_IMAGES = 8, 6
 
 
 @dataclass(frozen=True)
 class IndexJob:
     """A tar to read. name: in the manifest. part: path of its part file. whole: decode every image.
 
-    num_classes: exclusive limit of labels; 0 is unknown.
+    num_classes: exclusive limit of labels; 0 is unknown. pixels: what images must be.
     """
 
     path: str
@@ -80,6 +89,7 @@ class IndexJob:
     part: str
     whole: bool
     num_classes: int
+    pixels: Pixels
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,7 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             f"{out} was indexed with other classes than label_names = {config.label_names}: {other}. Give those, or remove "
             f"{INFO} and index again."
         )
+    pixels = finished.pixels if finished else pixels_of(_probed([path for *_, path in files]), config)
     jobs = [
         IndexJob(
             path=str(path),
@@ -148,6 +159,7 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             part=str(out / PARTS / f"{number:06d}.parquet"),
             whole=config.inspect == "decode",
             num_classes=len(names),
+            pixels=pixels,
         )
         for number, (split, _, path) in enumerate(files)
     ]
@@ -164,14 +176,27 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             _refuse_others(finished, results)
             dataset = finished
         else:
-            dataset = _finish(out, jobs, results, names, source, is_labelled, config.group_pattern)
+            dataset = _finish(out, jobs, results, names, source, is_labelled, config.group_pattern, pixels)
             for note in copy_notes(dataset, exact_copies(dataset, "none")):
                 print(note)
+        if not dataset.pixels.is_measured:
+            dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
         remove_tree(out / PARTS)
     finally:
         remove_if_empty(out / PARTS)  # Only if no tar was finished.
     _print_done(dataset, results, time.monotonic() - started, verified=finished is not None)
     return dataset
+
+
+def _probed(tars: list[AnyPath]) -> Iterator[tuple[str, StoredImage]]:
+    """(name, header) of the first images of some tars, evenly over all."""
+    for number in sorted({len(tars) * n // _PROBED_TARS for n in range(_PROBED_TARS)}):
+        path = tars[number]
+        with path.open("rb") as file, contextlib.suppress(UserError):  # A damaged tar is named when it is read whole.
+            for sample in itertools.islice(complete_samples(file, path), _PROBED_IMAGES):
+                with contextlib.suppress(ValueError):
+                    file.seek(sample.offset)
+                    yield f"{path.name}: {sample.name}", stored_image(file.read(sample.size))
 
 
 def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
@@ -195,7 +220,7 @@ def index_tar(job: IndexJob) -> _IndexedTar:
     path, part = to_path(job.path), to_path(job.part)
     try:
         num_bytes = file_size(path)
-        seen = {"job": asdict(job), "bytes": num_bytes, "version": version(path)}
+        seen = {"job": {**asdict(job), "pixels": job.pixels.to_dict()}, "bytes": num_bytes, "version": version(path)}
     except FileNotFoundError:
         raise UserError(f"A worker cannot access {path}: the tars must be on storage shared by all nodes.") from None
     # A complete part file of a tar that has not changed.
@@ -234,7 +259,7 @@ def _scan(
                 data = file.read(sample.size)
                 digest.update(data)
                 hashed = sample.offset + sample.size
-                ext, width, height = inspect(data, job.whole)
+                ext, width, height = inspect(data, job.whole, job.pixels)
                 if not job.whole:
                     check_end(data, ext)
             except ValueError as error:
@@ -318,7 +343,7 @@ def _read_rows(part: AnyPath, with_unlabelled: bool) -> pa.Table:
 
 def _finish(
     out: AnyPath, jobs: list[IndexJob], results: list[_IndexedTar], names: list[str], source: AnyPath, is_labelled: bool,
-    group_pattern: str,
+    group_pattern: str, pixels: Pixels,
 ) -> Dataset:  # fmt: skip
     kept = [(to_path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
     skipped = sorted(row for done in results for row in done.skipped)
@@ -343,7 +368,7 @@ def _finish(
             table.append_column("group", pa.array(find(table["key"].to_pylist()), pa.string())) for table in tables
         )
     about, settings = {"path": str(source), "indexed": True}, {"group_pattern": group_pattern} if group_pattern else {}
-    dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, settings)
+    dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, settings, pixels=pixels)
     groups = {split: dataset.table(split, verify=False).groups() for split in dataset.splits if group_pattern}
     for line in describe_groups(groups):
         print(line)

@@ -6,7 +6,7 @@ Nothing is guessed: a source whose images differ, or whose files have several pa
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.images.stored import DecodeError, StoredImage
 from pipeline.data.loading.decode import stored_image
-from pipeline.settings.commands.data import ShardConfig
+from pipeline.settings.commands.data import IndexConfig, ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
 _NUM_PROBED = 48
@@ -57,29 +57,41 @@ class _Kind:
 
 
 def source_pixels(listing: Listing, config: ShardConfig) -> Pixels:
-    """What the values of the images of a source mean, by the settings and the headers of some images; not measured yet.
-
-    Prints what the images are, unless they are photographs of 8 bits. Raises UserError where images differ, or have several pages
-    and no setting says what these are.
-    """
+    """`pixels_of` the images of a source, by the headers of some."""
     if listing.convert or config.to_rgb8:
         return RGB8
+    images = list(_probed(listing))
+    if not listing.channels and all(stored.channels == stored.pages == 1 for _, stored in images):
+        print(channel_hint(listing), end="")
+    return pixels_of(images, config, listing.channels, is_split="page" in listing.table.column_names)
+
+
+def pixels_of(
+    images: Iterable[tuple[str, StoredImage]],
+    config: ShardConfig | IndexConfig,
+    joined: Sequence[str] = (),
+    is_split: bool = False,
+) -> Pixels:
+    """What the values of images mean, by the settings and the headers of some; not measured yet.
+
+    images: (name, header). joined: names of channels, of which each is a file. is_split: each page is a sample. Prints what the images
+    are, unless they are photographs of 8 bits. Raises UserError where they differ, or have several pages and no setting says what these
+    are.
+    """
     kinds, examples, nodata = Counter[_Kind](), dict[_Kind, str](), set[float | None]()
-    for name, stored in _probed(listing):
-        has_pages = stored.pages > 1 and stored.ext not in _ANIMATIONS and "page" not in listing.table.column_names
+    for name, stored in images:
+        has_pages = stored.pages > 1 and stored.ext not in _ANIMATIONS and not is_split
         kind = _Kind(stored.channels, stored.type, stored.pages if has_pages else 1, stored.axes)
         kinds[kind] += 1
         examples.setdefault(kind, f"{name}: {stored.describe()}")
         nodata.add(stored.nodata)
-    if not listing.channels and all(kind.channels == kind.pages == 1 for kind in kinds):
-        print(channel_hint(listing), end="")
-    if not listing.channels:
+    if not joined:
         num_photographs = sum(count for kind, count in kinds.items() if kind.is_photograph)
         if num_photographs >= _MOST * kinds.total() and not config.channels:
             return RGB8  # Others are bad images, as are all if none could be read.
         kinds = Counter({kind: count for kind, count in kinds.items() if not kind.is_photograph or config.channels})
-    num_channels = _num_channels(kinds, examples, config) * max(len(listing.channels), 1)
-    names = tuple(config.channels) or tuple(listing.channels) or _default_names(num_channels)
+    num_channels = _num_channels(kinds, examples, config) * max(len(joined), 1)
+    names = tuple(config.channels) or tuple(joined) or _default_names(num_channels)
     if len(names) != num_channels:
         raise UserError(
             f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have {counted(num_channels, 'channel')}: "
@@ -100,7 +112,7 @@ def source_pixels(listing: Listing, config: ShardConfig) -> Pixels:
     return pixels
 
 
-def _num_channels(kinds: Counter[_Kind], examples: dict[_Kind, str], config: ShardConfig) -> int:
+def _num_channels(kinds: Counter[_Kind], examples: dict[_Kind, str], config: ShardConfig | IndexConfig) -> int:
     """Channels of a sample. Raises UserError if images differ, or pages have no meaning."""
     if several := [kind for kind in kinds if kind.pages > 1]:
         pages = config.pages or ("channels" if all(kind.axes == "C" for kind in several) else "")

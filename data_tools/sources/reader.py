@@ -12,8 +12,9 @@ import numpy as np
 from PIL import Image
 
 from data_tools.sources.images import to_png
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.words import counted
-from pipeline.data.loading.decode import decode
+from pipeline.data.loading.values import picture
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.retry import StorageError
 from pipeline.ray_tasks import LostError
@@ -63,14 +64,14 @@ class Reader:
         return to_png(data) if packed == PIXELS else data
 
 
-def read_thumbnail(tar: str, offset: int, size: int, side: int) -> np.ndarray | None:
+def read_thumbnail(tar: str, offset: int, size: int, side: int, pixels: Pixels = RGB8) -> np.ndarray | None:
     """The pixels of an image of a shard, (H, W, 3) uint8, reduced to at most `side`; None if it is unreadable.
 
     Raises StorageError and LostError when the store or the machine fails.
     """
     try:
         with Reader() as reader:
-            image = Image.fromarray(decode(reader.read(tar, offset, size, packed=0)))
+            image = Image.fromarray(picture(reader.read(tar, offset, size, packed=0), pixels))
     except StorageError:
         raise
     except (OSError, ValueError) as error:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from pipeline.architecture.pixels import FULL_RANGE, Pixels
-from pipeline.data.loading.decode import DecodeError
+from pipeline.data.loading.decode import DecodeError, decode
 
 
 def batch_values(image: np.ndarray, pixels: Pixels) -> np.ndarray:
@@ -31,6 +31,11 @@ def batch_values(image: np.ndarray, pixels: Pixels) -> np.ndarray:
     if is_missing is not None:
         values[is_missing] = 0
     return values.clip(0, 1, out=values).astype(np.float32)
+
+
+def picture(data: bytes, pixels: Pixels) -> np.ndarray:
+    """An image file as a picture to look at, uint8 (H, W, 3): see `to_rgb`. Raises DecodeError."""
+    return to_rgb(batch_values(decode(data, pixels=pixels), pixels), pixels)
 
 
 def lowest(pixels: Pixels) -> np.ndarray:

@@ -28,6 +28,24 @@ def _values(doc: str = "Which values become 0 and 1 in training, for images that
     )
 
 
+def _channels() -> list[str]:
+    return setting(
+        list,
+        "Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else c0, c1, ... Gray "
+        "photographs are RGB, and one channel with channels=gray.",
+        distinct=True,
+    )
+
+
+def _check_channels(channels: list[str]) -> None:
+    if any("," in name for name in channels):
+        raise UserError(f"channels = {','.join(channels)} must be a list: channels=[{','.join(channels)}]")
+
+
+def _nodata() -> float | None:
+    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.")
+
+
 def _values_images() -> int:
     return setting(10000, "Training images whose values are counted for it, evenly from all shards; 0 is all.", min=0)
 
@@ -156,12 +174,7 @@ class ShardConfig:
         95, "With resize_short: JPEG quality of re-encoded images.", min=1, max=100, needs="resize_short"
     )
     inspect: Inspect = setting("decode", _INSPECT)
-    channels: list[str] = setting(
-        list,
-        "Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else c0, c1, ... Gray "
-        "photographs are RGB, and one channel with channels=gray.",
-        distinct=True,
-    )
+    channels: list[str] = _channels()
     channel_pattern: str = setting(
         "",
         "One file per channel: a regular expression in the key with the groups sample and channel, as "
@@ -176,7 +189,7 @@ class ShardConfig:
         False,
         "Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0 to 255.",
     )
-    nodata: float | None = setting(None, "Value of missing pixels. Default: what GeoTIFFs say.")
+    nodata: float | None = _nodata()
     values: list[str] = _values()
     values_images: int = _values_images()
     max_bad_share: float = share(0.001, "Share of unreadable images above which the job stops.")
@@ -185,10 +198,7 @@ class ShardConfig:
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
         check_values(self.values)
-        if any("," in name for name in self.channels):
-            raise UserError(
-                f"channels = {','.join(self.channels)} must be a list: channels=[{','.join(self.channels)}]"
-            )
+        _check_channels(self.channels)
         if self.channel_pattern:
             groups = re.compile(self.channel_pattern).groupindex
             if {"sample", "channel"} - groups.keys():
@@ -268,11 +278,20 @@ class IndexConfig:
     )
     group_pattern: str = group_pattern()
     inspect: Inspect = setting("decode", _INSPECT)
+    channels: list[str] = _channels()
+    pages: Literal["", "first", "channels"] = setting(
+        "", "What the pages of a TIFF are: channels of one image, or all but the first are not used."
+    )
+    nodata: float | None = _nodata()
+    values: list[str] = _values()
+    values_images: int = _values_images()
     max_bad_share: float = share(0.001, "Share of unreadable samples above which the job fails.")
     num_tasks: int = _num_tasks("Number of tars read")
 
     def check(self) -> None:
-        """Check the names of splits, and the pattern. Raises UserError."""
+        """Check the names of splits and channels, the pattern and the values. Raises UserError."""
+        check_values(self.values)
+        _check_channels(self.channels)
         check_pattern(self.group_pattern)
         _check_split_names(self.splits)
 

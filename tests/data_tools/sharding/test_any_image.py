@@ -1,6 +1,7 @@
 """Data sets of images that are not three 8-bit colours: what is one sample, what its values mean, and what is left out."""
 
 import io
+import tarfile
 from pathlib import Path
 
 import imagecodecs
@@ -10,15 +11,15 @@ import tifffile
 from PIL import Image
 from raw_images import encoded, jpeg, settings, write_folder
 
-from data_tools.check import stats
-from data_tools.sharding import shard
+from data_tools.check import stats, verify
+from data_tools.sharding import index, shard
 from data_tools.sharding.values import bin_values, bins_of
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.settings.commands.data import StatsConfig
+from pipeline.settings.commands.data import IndexConfig, StatsConfig, VerifyConfig
 
 Arrays = dict[str, np.ndarray]
 
@@ -219,6 +220,24 @@ def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: i
     capfd.readouterr()
     shard.run(settings(write_folder(alpha, tmp_path / "alpha"), tmp_path / "flat"))
     assert "3 images with an alpha channel" in capfd.readouterr().out
+
+
+def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path) -> None:
+    written = {key.replace("/", "-"): values for key, values in arrays("uint16", 4).items()}
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "tars/a.tar", "w") as tar:
+        for key, values in written.items():
+            data = tiff(values)
+            member = tarfile.TarInfo(f"{key}.tif")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    config = IndexConfig(source=str(tmp_path / "tars"), channels=["blue", "green", "red", "nir"])
+    dataset = index.run(config)
+    assert dataset.pixels.channels == ("blue", "green", "red", "nir")
+    assert dataset.pixels.is_measured
+    check(dataset, written)
+    assert index.run(config).info == dataset.info
+    assert verify.run(VerifyConfig(data=str(dataset.path)))["is_whole"]
 
 
 def test_gray_photographs_can_have_one_channel(ray_cluster: int, tmp_path: Path) -> None:
