@@ -11,12 +11,11 @@ import cv2
 import numpy as np
 import torch
 
-from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.architecture.pixels import FULL_RANGE, RGB8, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.distort import distort
 from pipeline.data.loading.jpeg_region import Region
-from pipeline.data.loading.values import store
 from pipeline.settings.run import AugmentConfig
 
 # The loader has its own threads; OpenCV must not start more inside them.
@@ -252,15 +251,15 @@ def resize(image: np.ndarray, size: tuple[int, int], method: int, out: np.ndarra
     # Adding the batch dimension before permuting gives channels_last strides; otherwise torch computes plane by plane and
     # takes twice the time.
     channels_first = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
-    if image.dtype.itemsize == 2:
-        channels_first = channels_first.to(torch.float32)
+    if image.dtype != np.uint8:  # Its kernel of floats is quicker plane by plane.
+        channels_first = channels_first.to(torch.float32, memory_format=torch.contiguous_format)
     resized = torch.nn.functional.interpolate(channels_first, size[::-1], mode=_TORCH[method], antialias=True)
+    if image.dtype == np.float32:
+        resized.clamp_(0, 1)  # A bicubic filter exceeds the range.
+    elif image.dtype != np.uint8:
+        resized.round_().clamp_(*FULL_RANGE[image.dtype.name])
     pixels = resized[0].permute(1, 2, 0).numpy()
-    if image.dtype == np.uint8:
-        if out is None:
-            return pixels
-        out[:] = pixels
-        return out
-    out = np.empty(pixels.shape, image.dtype) if out is None else out
-    store(pixels, out)  # A bicubic filter exceeds the range.
+    if out is None:
+        return pixels.astype(image.dtype, copy=False)
+    out[:] = pixels
     return out
