@@ -133,24 +133,6 @@ def test_an_odd_item_of_a_folder_is_skipped_and_named(what: str, tmp_path: Path)
     assert any(note.startswith(f"cannot use {len(expected)} of the items listed: ") for note in listing.notes)
 
 
-def test_folders_deeper_than_python_recurses(tmp_path: Path) -> None:
-    source = write_folder(GOOD, tmp_path / "raw")
-    deep = os.open(source / "cat", os.O_RDONLY)
-    try:
-        for _ in range(2100):  # Twice the recursion limit, and beyond the longest path of the system.
-            os.mkdir("d", dir_fd=deep)
-            inner = os.open("d", os.O_RDONLY, dir_fd=deep)
-            os.close(deep)
-            deep = inner
-        os.close(deep)
-        listing = listed(source)
-    finally:
-        subprocess.run(["rm", "-rf", str(source)], check=True)  # Python, and so pytest, could not.
-    assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
-    assert list(skipped(listing).values()) == ["File name too long"]
-    assert all(len(where) < 300 for where in skipped(listing)), "one line names three of them"
-
-
 def test_a_folder_that_is_removed_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A traceback ended the job before."""
     source = write_folder({**GOOD, "cat/parts/2.jpg": jpeg(3)}, tmp_path / "raw")
