@@ -26,7 +26,7 @@ from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import send_report
-from pipeline.process.outputs import try_output
+from pipeline.process.outputs import hold, try_output
 from pipeline.settings.commands.data import StatsConfig
 from pipeline.settings.schema import flatten
 
@@ -49,6 +49,7 @@ def run(config: StatsConfig) -> dict[str, Any]:
         dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
     if isinstance(out, Path):
         try_output("out", out)
+        hold(out)
     counts, mixes = count(dataset)
     stats: dict[str, Any] = {
         "name": dataset.path.name,

@@ -51,6 +51,7 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
 }
 # Locks of the command that runs, see `holding_outputs`.
 _held: contextlib.ExitStack | None = None
+_paths: set[Path] = set()
 _REASONS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
@@ -121,15 +122,18 @@ def holding_outputs() -> Iterator[None]:
             yield
         finally:
             _held = None
+            _paths.clear()
 
 
 def hold(output: Path, is_file: bool = False) -> None:
-    """Refuse a second command that writes the same output at the same time (`only_writer`). No-op but in a command.
+    """Refuse a second command that writes the same output at the same time (`only_writer`). No-op but in a command, once for each output.
 
     Raises UserError, with the process that writes it.
     """
-    if _held is not None:
+    path = output.absolute()
+    if _held is not None and path not in _paths:
         _held.enter_context(only_writer(output, is_file))
+        _paths.add(path)
 
 
 def kind_of(folder: Path) -> Holds | None:

@@ -17,7 +17,7 @@ from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds
 from pipeline.evaluate.segmentation.counts import FILE as PIXEL_COUNTS
 from pipeline.monitor.run_page import TEACHER_TAG, DatasetFacts
-from pipeline.process.outputs import try_output
+from pipeline.process.outputs import hold, try_output
 from pipeline.review import rescore
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
 from pipeline.review.reader import RunReader
@@ -79,6 +79,7 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
     records = named(found)
     folder = Path(config.out) if config.out else Path("runs") / "compare" / folder_name(list(records))
     try_output("out", folder, holds="comparison")
+    hold(folder)
     scores = rescore.rescore(records, config) if config.score or config.split else {}
     for record in records.values():
         for problem in record.problems:

@@ -18,7 +18,7 @@ from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import PREDICTED_SPEED, TEACHER_TAG, DatasetFacts, ModelFacts
 from pipeline.process.committed import checkpoints_of
-from pipeline.process.outputs import try_output
+from pipeline.process.outputs import hold, try_output
 from pipeline.review import lineage
 from pipeline.review.budgets import FLOPS, in_units
 from pipeline.review.compare import PLACES, REPLACED, code_facts, folder_name, median_speed, when
@@ -51,6 +51,7 @@ def run(config: RunReportConfig) -> Path:
     folder = Path(config.out) if config.out else (record.folder or Path("runs/review") / folder_name([record.name]))
     folder = folder if config.out or record.folder is None else folder / "review"
     try_output("out", folder, holds="report of a run")
+    hold(folder)
     score = record.last_score
     title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome or record.status}"
     blocks = list(page(record, reader))

@@ -11,7 +11,7 @@ from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import OVER_SEEDS
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
-from pipeline.process.outputs import try_output
+from pipeline.process.outputs import hold, try_output
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.transfer import charts
@@ -41,6 +41,7 @@ def run(config: VtabReportConfig) -> list[Column]:
     first = sweeps[0] if sweeps[0].suffix != ".json" else sweeps[0].parent
     folder = Path(config.out) if config.out else first / "report"
     try_output("out", folder, holds="report of sweeps")
+    hold(folder)
     title = f"VTAB-1k: {table[0].name}"
     pictures = {"tasks.png": charts.draw_tasks(table), "means.png": charts.draw_means(table)}
     blocks = list(page(table, pictures))
