@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from pipeline.base.errors import naming
+
 
 class FileLock:
     """An exclusive lock on a file. The kernel releases it when the process ends, so a killed process leaves none behind.
@@ -57,12 +59,9 @@ class FileLock:
 
     def write_owner(self, owner: str) -> None:
         """Replace that text. Raises OSError."""
-        try:
+        with naming(self.path):
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, owner.encode(), 0)
-        except OSError as error:
-            error.filename = str(self.path)  # "No space left" is of little use without it.
-            raise
 
 
 @contextmanager
