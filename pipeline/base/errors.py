@@ -1,15 +1,34 @@
 """Errors that are reported in one line, and exceptions by which ranks leave a run early."""
 
 import errno
+import os
+from contextlib import contextmanager
 
 TYPE_CHECKING = False  # typing itself takes milliseconds in which Ctrl-C shows a traceback.
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import TypeGuard
 
 # What system calls report while a disk or a file server fails: an NFS server that restarts, a client that Lustre has evicted.
 OUTAGES = frozenset(
     {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT}
 )
+
+# Error numbers of the system that come from a path the user chose, with what the error says.
+_WRONG_PATH = {
+    errno.EACCES: "permission denied. Choose another folder, or change its rights",
+    errno.EPERM: "permission denied. Choose another folder, or change its rights",
+    errno.ESTALE: "its server has removed or replaced it meanwhile. Run the same command again",
+    errno.EISDIR: "this is a folder, and a file is needed. Choose another path",
+    errno.ENOTDIR: "a file is where a folder is needed. Choose another path",
+    errno.EEXIST: "it exists already. Choose another path",
+    errno.ENAMETOOLONG: "the name is too long. Choose a shorter one",
+    errno.ELOOP: "its links lead in a circle. Choose another path",
+    errno.EROFS: "the file system is read-only. Choose another folder, or make it writable",
+    errno.EFBIG: "the file is larger than the system allows (ulimit -f, or the file system)",
+    errno.EMFILE: "too many files are open. Raise the limit: ulimit -n",
+    errno.ENFILE: "too many files are open on this machine",
+}
 
 
 class UserError(ValueError):
@@ -53,6 +72,57 @@ def raise_outage(error: BaseException, path: object) -> None:
     if is_outage(error):
         error.filename = error.filename or str(path)
         raise error
+
+
+@contextmanager
+def naming(path: object) -> "Iterator[None]":
+    """Give an OSError of the block this path if it names none, as that of a write: "no space left" is of little use without."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for a mistake, which a restart would repeat; else 1."""
+    return 2 if isinstance(error, UserError | OSError) and not is_outage(error) else 1
+
+
+def is_of_one_rank(error: UserError | CrashError | OSError) -> bool:
+    """Whether other ranks know nothing of it."""
+    return isinstance(error, OSError) or error.on_one_rank
+
+
+def mistake_in_words(error: UserError | CrashError | OSError) -> str | None:
+    """What is said of an error in place of its traceback, in one line; None for an error of the system that has no such line."""
+    if not isinstance(error, OSError):
+        return " ".join(str(error).split("\n"))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
+    if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
+        return "There is no folder for temporary files. Set TMPDIR to an existing folder that can be written to."
+    if isinstance(error, FileNotFoundError) and _is_lost(error):
+        return (
+            f"{error.filename}: it was removed while it was written, or its folder was (is its disk still mounted?). Run the same command "
+            "again when the folder is there."
+        )
+    if error.errno in _WRONG_PATH and error.filename:
+        return f"{error.filename}: {_WRONG_PATH[error.errno]}."
+    if is_outage(error) and error.filename:
+        return (
+            f"{error.filename}: its disk, or the server that has it, failed ({error.strerror}). See the system's log, or choose another "
+            "folder."
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):  # A pipe and a socket have no name.
+        return f"{_WRONG_PATH[error.errno]}."
+    return None
+
+
+def _is_lost(error: FileNotFoundError) -> bool:
+    """Whether a file could not be written because its folder is missing, or could not get its name at the end."""
+    folder = os.path.dirname(str(error.filename or ""))
+    return bool(folder) and (error.filename2 is not None or not os.path.isdir(folder))
 
 
 class Interrupted(Exception):  # noqa: N818 - no error

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, naming
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
@@ -67,12 +67,9 @@ class FileLock:
 
     def write_owner(self, owner: str) -> None:
         """Replace that text. Raises OSError."""
-        try:
+        with naming(self.path):
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, owner.encode(), 0)
-        except OSError as error:
-            error.filename = str(self.path)  # "No space left" is of little use without it.
-            raise
 
 
 @contextmanager

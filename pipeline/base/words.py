@@ -36,6 +36,12 @@ def aligned(rows: Sequence[Sequence[str]], num_left: float = math.inf) -> list[s
     ]
 
 
+def how_to_resume(step: int) -> str:
+    """What follows a crash. step: of the last checkpoint that is known, 0 without one."""
+    goes_on = f"resumes from the checkpoint of step {step:,}, or a later one" if step else "starts the run again"
+    return f"The same command {goes_on}."
+
+
 def on_one_line(message: object) -> str:
     """The text of a message, often an error's, with a single space for each line break and run of spaces."""
     return " ".join(str(message).split())

@@ -26,7 +26,7 @@ import torch
 
 from pipeline.base import json_record
 from pipeline.base.errors import CrashError, OneRankCrashError, UserError
-from pipeline.base.words import counted
+from pipeline.base.words import how_to_resume
 from pipeline.checkpoint.sharded_tensors import RankPart
 from pipeline.checkpoint.writer import Best, Commit, Reply, Request, SaveJob
 from pipeline.process.distributed import Ranks
@@ -206,7 +206,8 @@ class Saver:
             self.longest = max(self.longest, reply.seconds)
             if reply.error is not None and self._error is None:
                 kind = CrashError if reply.crash else UserError
-                self._error = kind(f"the checkpoint was not saved: {reply.error}")
+                what = f"the checkpoint of step {request.job.step:,}" if request.job else "the best checkpoint"
+                self._error = kind(f"{what} was not saved: {reply.error} {how_to_resume(self.committed_step)}")
             # The other ranks' writers reply once their parts are written, before rank 0's commits.
             if request.job and self._error is None and self.ranks.is_main:
                 self.committed_step = request.job.step
@@ -216,24 +217,13 @@ class Saver:
         what = f"the checkpoint writer of rank {self.ranks.rank} died ({self._last_words()})"
         unanswered = list(self._in_flight)
         self._in_flight.clear()
-        saving = next((request.job.step for request in unanswered if request.job), None)
-        if saving is None:
-            note = f"{what} between two saves: a new one is started"
-        else:
-            before = f"{counted(saving - self.committed_step, 'step')} before" if self.committed_step else "none before"
-            note = f"{what} while it saved step {saving:,} (the last checkpoint: {before}): a new one does it again"
         if any(request.again for request in unanswered):
-            last = (
-                f"the last checkpoint is of step {self.committed_step:,}"
-                if self.committed_step
-                else "there is no checkpoint yet"
-            )
             self._error = CrashError(
-                f"{what}, the second one at the same save; {last}. If the kernel killed it, the host needs more memory: then give "
-                "the same command again."
+                f"{what}, the second one at the same save. If the kernel killed it, the host needs more memory. "
+                f"{how_to_resume(self.committed_step)}"
             )
             return
-        self._notes.append(note)
+        self._notes.append(f"{what}: a new one goes on")
         self._close_pipes()
         self._start_writer()
         for request in unanswered:

@@ -9,6 +9,7 @@ all of them, assembles model.safetensors, and commits. No writer imports torch, 
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import mmap
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import json_record
-from pipeline.base.errors import UserError, is_outage
+from pipeline.base.errors import UserError, is_outage, mistake_in_words
 from pipeline.base.words import on_one_line
 from pipeline.checkpoint.sharded_tensors import (
     BYTES,
@@ -58,7 +59,6 @@ from pipeline.process.running_time import running_time
 # Timeout for another rank's writer without a heartbeat: it is lost, and probably its host.
 GIVE_UP_SECONDS = 60.0
 _CHUNK = 2**23
-_FULL = "no space left: free some, or lower checkpoint.keep; the same command resumes from the last checkpoint"
 
 
 class WriterError(Exception):
@@ -196,8 +196,7 @@ def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
             with data[begin : begin + _CHUNK] as chunk:
                 if not np.isfinite(np.frombuffer(chunk, np.float32)).all():
                     raise WriterError(
-                        f"weights or moments of step {job.step:,} are non-finite (NaN or Inf) on rank {job.rank}. The same "
-                        "command continues from the previous checkpoint"
+                        f"weights or moments of step {job.step:,} are non-finite (NaN or Inf) on rank {job.rank}."
                     )
                 digest.update(chunk)
                 if file is not None:
@@ -223,7 +222,7 @@ def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, 
             with reach.request():
                 status = read_status(path, rank, job.token)
             if status.error is not None:
-                raise (LostWriterError if status.crash else WriterError)(f"{status.error} (rank {rank})")
+                raise (LostWriterError if status.crash else WriterError)(f"rank {rank}: {status.error}")
             if status.part is not None:
                 parts[rank] = status.part
             last, since = heard.get(rank, (WriterStatus(), 0.0))
@@ -232,7 +231,7 @@ def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, 
             elif reach.seconds_since(since) > give_up:
                 raise LostWriterError(
                     f"rank {rank}'s part of the checkpoint of step {job.step:,} does not come: its writer has said "
-                    f"nothing for {give_up:.0f} s"
+                    f"nothing for {give_up:.0f} s."
                 )
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
@@ -303,10 +302,12 @@ def _beating(path: AnyPath, job: SaveJob) -> Iterator[Reach]:
 
 
 def _one_line(error: Exception, folder: AnyPath) -> str:
-    if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
-        return f"{folder}: {_FULL}"
-    text = on_one_line(error)
-    return text if isinstance(error, (WriterError, StorageError)) else f"{folder}: {type(error).__name__}: {text}"
+    if not isinstance(error, OSError):
+        return on_one_line(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{folder}: no space left. Free some, or lower checkpoint.keep."
+    error.filename, error.filename2 = str(folder), None  # It names a hidden file, or none.
+    return mistake_in_words(error) or f"{folder}: {type(error).__name__}: {on_one_line(error)}."
 
 
 def mark_best(best: Best) -> None:
@@ -330,7 +331,7 @@ def answer(line: str, memory: int) -> Reply:
     except UserError as failed:  # A damaged kept.json.
         error = str(failed)
     except Exception as failed:  # Report everything: the rank waits for a reply.
-        error, crash = f"the checkpoint writer failed: {type(failed).__name__}: {on_one_line(failed)}", True
+        error, crash = f"the checkpoint writer failed: {type(failed).__name__}: {on_one_line(failed)}.", True
     return Reply(error, crash, time.perf_counter() - begin)
 
 

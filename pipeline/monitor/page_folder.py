@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pipeline.base import json_record
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, naming
 from pipeline.base.files import write_text
 from pipeline.base.json_record import Count, Time
 from pipeline.base.words import counted
@@ -80,7 +80,8 @@ class PageFolder:
         (self.path / _END).unlink(missing_ok=True)
         write_text(self.path / _FACTS, json.dumps(asdict(SavedFacts(experiment, facts)), indent=1))
         if facts.steps:
-            with open_to_append(self.path / _STARTS) as file:
+            path = self.path / _STARTS
+            with naming(path), open_to_append(path) as file:
                 file.write(json.dumps(asdict(start)).encode() + b"\n")
 
     def write_text(self, name: str, lines: list[str]) -> None:

@@ -7,11 +7,13 @@ When steps run again (after a kill, or after a rollback because of a loss spike)
 and from MLflow: each step has one point, the last.
 """
 
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.base.errors import naming
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, open_to_append, repair
 from pipeline.monitor.mlflow.mirror import FindModels
@@ -64,12 +66,9 @@ class Tracker:
         if metrics and step != self._axes_step:
             metrics, self._axes_step = {**metrics, **self.facts.axes(step)}, step
         if metrics:
-            try:
+            with naming(self.path):
                 self._file.write(Record(step, round(time.time() * 1000), metrics).to_line())
                 self._file.flush()
-            except OSError as error:
-                error.filename = str(self.path)  # No write names its file.
-                raise
 
     def has_at_start(self, names: Iterable[str]) -> bool:
         """Whether the step that the run continues from has a record of one of these metrics."""
@@ -97,10 +96,13 @@ class Tracker:
         """
         description = describe(self.facts.description, self._page.starts())
         end = End(status, self.facts.tags_at_end(outcome or status.lower(), description, result, collapse))
-        self._page.end(end)
-        if self._enabled:
-            self._sender.end(end, in_a_hurry)
-        self._file.close()
+        try:
+            self._page.end(end)
+        finally:
+            if self._enabled:
+                self._sender.end(end, in_a_hurry)
+            with contextlib.suppress(OSError):  # Of a record that could not be written, which `log` has raised.
+                self._file.close()
 
     def _remove_after(self, step: int) -> list[str]:
         plan = repair(self.path, step)

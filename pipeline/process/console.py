@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pipeline.base.errors import naming
 from pipeline.base.progress import duration
 from pipeline.process.start import silence_broken_output
 
@@ -30,7 +31,7 @@ class Console:
         except OSError:
             # The launcher that read the output was killed. The run must not end, as it may be about to commit.
             silence_broken_output()
-        with open(self.log, "a", encoding="utf-8", errors="backslashreplace") as file:
+        with naming(self.log), open(self.log, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def open_bar(self, done: int, total: int) -> None:

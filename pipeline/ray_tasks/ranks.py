@@ -130,6 +130,4 @@ def _get_from_rank(references: Any) -> Any:
     try:
         return ray.get(references)
     except ray.exceptions.RayError as error:
-        raise CrashError(
-            f"a rank is lost: {first_line(error)} Run the same command again to continue from the last checkpoint."
-        ) from None
+        raise CrashError(f"a rank is lost: {first_line(error)} Run the same command again to continue.") from None

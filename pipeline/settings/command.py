@@ -4,7 +4,6 @@ import argparse
 import errno
 import gc
 import importlib
-import os
 import sys
 import textwrap
 import time
@@ -12,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, get_type_hints
 
-from pipeline.base.errors import CrashError, UserError, is_outage
-from pipeline.base.words import counted, on_one_line
+from pipeline.base.errors import CrashError, UserError, exit_code, is_of_one_rank, mistake_in_words
+from pipeline.base.words import counted
 from pipeline.process.launcher import forget_launcher
 from pipeline.process.outputs import holding_outputs, try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
@@ -24,14 +23,6 @@ from pipeline.settings.yaml_reader import as_typed
 
 T = TypeVar("T")
 
-# Error numbers of the system that come from a path the user chose, with what the error says.
-_WRONG_PATH = {
-    errno.EISDIR: "this is a folder, and a file is needed. Choose another path",
-    errno.ENOTDIR: "a file is where a folder is needed. Choose another path",
-    errno.EEXIST: "it exists already. Choose another path",
-    errno.EROFS: "the file system is read-only. Choose another folder, or make it writable",
-    errno.EMFILE: "too many files are open. Raise the limit: ulimit -n",
-}
 # The shell's exit code of a process that was ended by SIGPIPE.
 _SIGPIPE_CODE = 141
 # How long a rank that leaves an error to rank 0 to say waits, where no launcher ends it.
@@ -128,13 +119,7 @@ def mistakes_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:  # A run handles Ctrl-C itself: pipeline/lifecycle/stop.py.
         say_interrupted()
         sys.exit(130)
-    except CrashError as error:
-        if rank() == 0 or error.on_one_rank:
-            print(f"error: {on_one_line(error)}", file=sys.stderr, flush=True)
-        else:
-            _let_rank_0_speak()
-        sys.exit(1)
-    except (UserError, OSError) as error:
+    except (UserError, CrashError, OSError) as error:
         if (
             isinstance(error, OSError)
             and error.errno == errno.EPIPE
@@ -148,50 +133,17 @@ def mistakes_in_one_line() -> Iterator[None]:
         # Most mistakes are raised on every rank and printed by rank 0; a disk or a sample may fail on one rank only.
         if rank() == 0:
             print(f"error: {line}", file=sys.stderr, flush=True)
-        elif isinstance(error, OSError) or error.on_one_rank:
+        elif is_of_one_rank(error):
             print(f"error on rank {rank()}: {line}", file=sys.stderr, flush=True)
         else:
             _let_rank_0_speak()
-        sys.exit(1 if is_outage(error) else 2)
+        sys.exit(exit_code(error))
 
 
 def _let_rank_0_speak() -> None:
     """Wait until a launcher ends this rank: it ends all when the first has ended, and rank 0, which says the error of all, may be later."""
     with suppress(KeyboardInterrupt):
         time.sleep(SILENT_SECONDS)
-
-
-def mistake_in_words(error: UserError | OSError) -> str | None:
-    """What is said of a mistake of the user, or of a disk, in one line; None for an error of the system that is none."""
-    if isinstance(error, UserError):
-        return " ".join(str(error).split("\n"))
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
-    if isinstance(error, PermissionError) and error.filename:
-        return f"{error.filename}: permission denied. Choose another folder, or change its rights."
-    if isinstance(error, FileNotFoundError) and _is_lost(error):
-        return (
-            f"{error.filename}: it was removed while it was written, or its folder was (is its disk still mounted?). Run the same command "
-            "again when the folder is there."
-        )
-    if error.errno == errno.ESTALE and error.filename:
-        return f"{error.filename}: its server has removed or replaced it meanwhile. Run the same command again."
-    if is_outage(error) and error.filename:
-        return (
-            f"{error.filename}: its disk, or the server that has it, failed ({error.strerror}). See the system's log, or choose another "
-            "folder."
-        )
-    if error.errno in _WRONG_PATH and error.filename:
-        return f"{error.filename}: {_WRONG_PATH[error.errno]}."
-    if error.errno == errno.EMFILE:  # A pipe and a socket have no name.
-        return f"{_WRONG_PATH[error.errno]}."
-    return None
-
-
-def _is_lost(error: FileNotFoundError) -> bool:
-    """Whether a file could not be written because its folder is missing, or could not get its name at the end."""
-    folder = os.path.dirname(str(error.filename or ""))
-    return bool(folder) and (error.filename2 is not None or not os.path.isdir(folder))
 
 
 def fields_help(cls: type) -> str:

@@ -293,38 +293,29 @@ def test_a_part_that_never_comes_is_named_and_nothing_stays(tmp_path: Path) -> N
     assert names(tmp_path) == ["latest", "step-00000010"]
 
 
+@pytest.mark.parametrize(
+    ("number", "kind", "way_out"),
+    [(errno.ENOSPC, WriterError, "checkpoint.keep"), (errno.EIO, writer.LostWriterError, "another folder")],
+)
 def test_the_error_of_one_is_the_error_of_all_and_nothing_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, kind: type[WriterError], way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """That of a file server is a crash: a supervisor starts the run again, which it does not after a mistake of the user."""
     save_all(tmp_path, 10)
-    fsync = os.fsync
-
-    def full(descriptor: int) -> None:
-        if "rank-0001" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(writer.os, "fsync", full)
-    for rank in (1, 0):
-        with pytest.raises(WriterError, match=r"no space left: free some, or lower checkpoint.keep") as error:
-            save(*job(tmp_path, 20, rank, 2))
-    assert "(rank 1)" in str(error.value)
-    assert names(tmp_path) == ["latest", "step-00000010"]
-
-
-def test_a_file_server_that_fails_one_rank_is_a_crash_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A supervisor starts the run again, which it does not after a mistake of the user."""
     fsync = os.fsync
 
     def fails(descriptor: int) -> None:
         if "rank-0001" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.EIO, "Input/output error")
+            raise OSError(number, os.strerror(number))
         fsync(descriptor)
 
     monkeypatch.setattr(writer.os, "fsync", fails)
     for rank in (1, 0):
-        with pytest.raises(writer.LostWriterError, match="Input/output error"):
+        with pytest.raises(kind, match=f"{tmp_path}: .*{way_out}") as error:
             save(*job(tmp_path, 20, rank, 2))
+        assert type(error.value) is kind
+    assert "rank 1: " in str(error.value)
+    assert names(tmp_path) == ["latest", "step-00000010"]
 
 
 def test_a_checkpoint_is_read_again_while_the_file_server_fails(

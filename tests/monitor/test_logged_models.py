@@ -399,6 +399,41 @@ def test_a_model_that_a_killed_sender_registered_gets_its_alias_and_no_second_ve
     assert client.get_model_version_by_alias("photos", "best").tags["step"] == "10"
 
 
+def test_a_model_that_a_killed_sender_created_goes_with_the_run_that_another_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlflow.json did not name it yet: it stayed as a logged model of a deleted run."""
+
+    def kill(*_: object) -> None:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(MlflowStore, "delete_points_after", lambda self, run_id, step: False)
+    found = [checkpoint(tmp_path, "a", 10)]
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.tracking.MlflowClient.set_logged_model_tags", kill)
+        tracked(tmp_path, "a", found, {10: 0.5})
+    (left,) = logged(tmp_path)
+    tracked(tmp_path, "a", found, {10: 0.25}, start=0)
+    (model,) = logged(tmp_path)
+    assert left.source_run_id != model.source_run_id == run_id_of(tmp_path / "a")
+
+
+def test_a_checkpoint_that_cannot_be_read_is_no_fault_of_the_store(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was said that the server cannot be reached, without its being asked."""
+
+    def fails(ended: bool) -> list[ModelFacts]:
+        raise OSError(errno.EIO, "Input/output error", "/runs/a/checkpoints/latest")
+
+    tracker = Tracker(TrackConfig(), tmp_path, tmp_path / "a", RunFacts("a", "pretrain"), 0, FAST, fails)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish("FINISHED")
+    said = warnings_in(capfd.readouterr().err)
+    assert "/runs/a/checkpoints/latest" in said[0]
+    assert "reached" not in said[0]
+
+
 def test_a_registered_model_that_somebody_deleted_is_not_made_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

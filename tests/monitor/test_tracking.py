@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -263,6 +264,25 @@ def test_a_store_on_a_full_disk_gets_the_rest_when_there_is_room(
         assert history(out, "loss", uri) == [(step, float(step)) for step in range(40)]
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_page_that_cannot_be_written_does_not_keep_mlflow_from_the_end(out: Path) -> None:
+    """A run that failed on a full disk went on for ever in MLflow, and the error of its page hid that of its metrics."""
+    tracker = start(out)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        size = (out / "run/metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+        with pytest.raises(OSError, match="too large") as error:
+            tracker.log(1, {"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.filename == str(out / "run/metrics.jsonl")
+    (out / "run/page/end.json").mkdir()
+    with pytest.raises(IsADirectoryError) as error:
+        tracker.finish("FAILED")
+    assert error.value.filename == str(out / "run/page/end.json")
+    assert [run.info.status for run in runs(out)] == ["FAILED"]
 
 
 def test_each_tracking_uri_has_its_own_state(out: Path, database: Path) -> None:

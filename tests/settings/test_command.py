@@ -159,63 +159,24 @@ def test_mistakes_in_settings_are_one_line(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err == "error: the command line: unknown setting outt. Did you mean out?\n"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_one_line(
-    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = ending(OSError(number, "No space left on device", "/data/x.tar"), monkeypatch, capsys)
-    assert said.startswith("error: No space left for /data/x.tar: free some")
-    assert said.count("\n") == 1
-    assert "a file" in ending(OSError(number, "No space left on device"), monkeypatch, capsys)
-
-
-def test_a_forbidden_folder_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    said = ending(PermissionError(errno.EACCES, "Permission denied", "/root/x"), monkeypatch, capsys)
-    assert said == "error: /root/x: permission denied. Choose another folder, or change its rights.\n"
+_NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # Also of a pipe or a socket.
+_REFUSED = (errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "path", "code"),
     [
-        (errno.EISDIR, "this is a folder"),
-        (errno.ENOTDIR, "a file is where a folder is needed"),
-        (errno.EEXIST, "it exists already"),
-        (errno.EROFS, "the file system is read-only. Choose another folder, or make it writable."),
-        (errno.EMFILE, "too many files are open"),
+        *((number, "", 2) for number in _NAMELESS),
+        *((number, "/data/x", 2) for number in (errno.ENOSPC, *_REFUSED)),
+        *((number, "/data/x", 1) for number in (errno.EIO, errno.ESHUTDOWN, errno.ESTALE)),
     ],
 )
-def test_a_path_that_the_system_refuses_is_one_line(
-    number: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_the_system_refuses_is_one_line(
+    number: int, path: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printed = ending(OSError(number, "as the system says it", "/data/x"), monkeypatch, capsys)
-    assert printed.startswith(f"error: /data/x: {said}")
-    assert printed.count("\n") == 1
-
-
-def test_too_many_open_files_are_one_line_without_a_path(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As of a pipe or a socket, with `ulimit -n 40`: they ended in a traceback."""
-    said = ending(OSError(errno.EMFILE, "Too many open files"), monkeypatch, capsys)
-    assert said.startswith("error: too many files are open")
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (errno.EIO, "its disk, or the server that has it, failed (as the system says it)"),
-        (errno.ESHUTDOWN, "its disk, or the server that has it, failed"),
-        (errno.ESTALE, "its server has removed or replaced it"),
-    ],
-)
-def test_a_disk_or_a_server_that_fails_is_one_line_and_no_mistake(
-    number: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """After code 2, a supervisor, a study and a Kubernetes job would not start the run again."""
-    printed = ending(OSError(number, "as the system says it", "/data/x"), monkeypatch, capsys, code=1)
-    assert printed.startswith(f"error: /data/x: {said}")
-    assert printed.count("\n") == 1
+    """A disk or a server that fails has code 1: after 2, a supervisor, a study and a Kubernetes job would not start a run again."""
+    printed = ending(OSError(number, "as the system says it", path or None), monkeypatch, capsys, code=code)
+    assert (printed.startswith("error: "), path in printed, printed.count("\n")) == (True, True, 1)
 
 
 @pytest.mark.parametrize("when", ["before", "while"])

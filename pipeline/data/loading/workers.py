@@ -128,8 +128,7 @@ class WorkerProcesses:
                 own[:] = shared
         except (OSError, EOFError):
             raise OneRankCrashError(
-                f"{socket.gethostname()}: a process that decodes images (data.processes) was killed; if by the kernel, the host needs more memory: "
-                "the same command resumes from the last checkpoint."
+                f"{socket.gethostname()}: a process that decodes images (data.processes) was killed; if by the kernel, the host needs more memory."
             ) from None
         finally:
             self._idle.put(worker)

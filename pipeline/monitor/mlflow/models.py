@@ -71,6 +71,11 @@ class ModelStore(MlflowStore):
         """Delete a logged model if it exists."""
         found_by(partial(self.client.delete_logged_model, model_id))
 
+    def delete_models(self, run_id: str) -> None:
+        """Delete all logged models of a run, also one that a sender created before it was killed."""
+        for model in self.logged_models(self.client.get_run(run_id).info.experiment_id, run_id):
+            self.delete_model(model.model_id)
+
     def scores(self, run_id: str) -> tuple[str, dict[int, list[Any]]]:
         """(ID of the run's experiment, its scores: step -> MLflow's points of evaluations and probes)."""
         run = self.client.get_run(run_id)

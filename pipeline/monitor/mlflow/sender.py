@@ -19,7 +19,7 @@ from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
 from pipeline.monitor.mlflow.mirror import FindModels, RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
-from pipeline.monitor.mlflow.refusals import Refusals, warn, what_failed
+from pipeline.monitor.mlflow.refusals import Refusals, one_line, warn, what_failed
 from pipeline.monitor.mlflow.state import (
     FOLDER_TAG,
     STATE_FILE,
@@ -176,7 +176,11 @@ class MlflowSender:
                     self._store = None  # Connecting again creates a run.
                     continue
                 if not num_failures:
-                    trouble = str(error) if isinstance(error, UserError) else what_failed(error)
+                    is_own = isinstance(error, UserError) or getattr(error, "filename", None) is not None
+                    if is_own and self._store is not None:
+                        trouble = f"lacks what cannot be read here ({one_line(error)})"
+                    else:
+                        trouble = str(error) if isinstance(error, UserError) else what_failed(error)
                     warn(
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )
@@ -307,8 +311,10 @@ class MlflowSender:
         for relation, parent in self.facts.parents.items():
             if shown := store.link_to_parent(state.run_id, self.facts.name, self.facts.kind, parent, state.replaces):
                 named[relation], self._links[f"`{parent}`"] = shown
-        if state.replaces:
-            store.delete_run(state.replaces)
+        if old := state.replaces:
+            models = f"that the logged models of run {old} are deleted"
+            self.refusals.allows(store, state.run_id, models, partial(store.delete_models, old), optional=True)
+            store.delete_run(old)
             self._update(state, replaces=None)
         # The name of the parent alone, unless the tags say more of it: those of earlier versions did not.
         by_name = {"parent": named["parent"]} if "parent" in named else {}
@@ -400,8 +406,6 @@ class MlflowSender:
             f"MLflow at {self.shown_uri} has points of steps after {step:,}, which run again, and a server cannot delete points: run "
             f"{new} replaces {old}, which is deleted (`mlflow gc` removes it for good)."
         )
-        for model in state.models.values():
-            store.delete_model(model.model_id)
         self._update(state, run_id=new, sent_bytes=0, has_parameters=False, replaces=old, artifacts={}, models={})
         self._store = None  # Connecting again sends the parameters and deletes the old run.
         self._connect()
