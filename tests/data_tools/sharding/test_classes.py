@@ -1,6 +1,5 @@
 """Class rules: merged, chosen, ordered, large enough, held out; and readable names."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from data_tools.sharding.classes import apply_rules, odd_classes, readable_names
 from data_tools.sharding.holdout import hold_out
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import INFO
 
 SIZES = {"ant": 1, "bee": 3, "cat": 5, "dog": 6}
 
@@ -206,10 +204,6 @@ def test_the_names_of_tiny_imagenet_are_taken(ray_cluster: int, tmp_path: Path) 
     dataset = shard.run(settings(source, tmp_path / "out"))
     assert dataset.info["class_names"] == ["crane", "crane"]
     assert (dataset.classes, dataset.class_names) == (["n01", "n02"], ["crane (n01)", "crane (n02)"])
-    # A data set of an earlier version, which ignored them, is checked as it was.
-    info = {name: value for name, value in dataset.info.items() if name not in ("class_names", "checksum")}
-    (dataset.path / INFO).write_text(json.dumps(info))
-    assert shard.run(settings(source, tmp_path / "out")).class_names == ["n01", "n02"]
 
 
 def test_classes_that_training_does_not_have_are_refused_in_every_layout(tmp_path: Path) -> None:
