@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import path_inside
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.lifecycle.logged_models import logged_models
@@ -116,6 +115,5 @@ def _end_without_word(folder: Path) -> End:
 def _settings(folder: Path) -> RunConfig | None:
     """The settings of a training run; None for a report."""
     with contextlib.suppress(FileNotFoundError):
-        path_inside(folder, "config.json")
         return read_settings(folder)
     return None

@@ -86,8 +86,7 @@ def differences(
         fact = fact_of(name, known) or (Fact() if name in now else None)
         if fact and fact.means(least):
             change = Change(name, fact.of(then, name), fact.of(now, name), fact)
-            # As text too: image sizes used to be numbers, before 224x384 was possible.
-            if change.then != change.now and str(change.then) != str(change.now):
+            if change.then != change.now:
                 found.append(change)
     return found
 

@@ -218,12 +218,6 @@ def read_evaluation(run: ChildRun) -> ScoresFile:
     found = json_record.read(file, ScoresFile)
     if found.top1 is None and objectives.kind(run.config.train.loss).predicts_classes:
         raise UserError(f"{file}: top1 is missing.")
-    if found.num_samples < 1 or any(share is not None and not 0 <= share <= 1 for share in (found.top1, found.top5)):
-        raise UserError(f"{file}: top1 = {found.top1} of {found.num_samples} samples is out of range.")
-    if not all(
-        1 <= (number or 1) <= found.num_samples for number in (found.top1_effective_images, found.top5_effective_images)
-    ):
-        raise UserError(f"{file}: a number of effective images of {found.num_samples} is out of range.")
     return found
 
 

@@ -138,11 +138,7 @@ class Sweep:
         try:
             content = json_record.read(file, dict[str, Any])
             outcome = json_record.convert(content.pop("outcome", None), dict[str, Any], str(file), "outcome")
-            found = json_record.convert(outcome, _Outcome, str(file), "outcome")
-            if not (0 <= found.accuracy <= 1 and found.num_images > 0):
-                raise UserError(
-                    f"{file}: accuracy {found.accuracy} of {counted(found.num_images, 'image')} is out of range."
-                )
+            json_record.convert(outcome, _Outcome, str(file), "outcome")
             if other := [name for name, value in self._about(cell).items() if content.get(name) != value]:
                 raise UserError(f"{file} is of another {other[0]}.")
         except FileNotFoundError:
