@@ -18,7 +18,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import did_you_mean, read_bytes
 from pipeline.base.metric import from_tag
-from pipeline.base.words import counted, on_one_line
+from pipeline.base.words import counted
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
@@ -237,10 +237,7 @@ def _config(files: RunFiles) -> RunConfig | None:
     if (tree := _parsed(files, "config.json", dict[str, Any])) is not None:
         return schema.build(RunConfig, tree, files.where("config.json"))
     if (content := files.read("config.yaml")) is not None:
-        try:
-            tree = json_record.convert(parse_yaml(content.decode()), dict[str, Any], files.where("config.yaml"))
-        except ValueError as error:
-            raise UserError(f"{files.where('config.yaml')} is damaged: {on_one_line(error)[:200]}") from None
+        tree = parse_yaml(content.decode())
         return schema.build(RunConfig, tree, files.where("config.yaml"))
     return None
 
@@ -250,12 +247,8 @@ def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
     values = _parsed(files, architecture.FILE, dict[str, Any])
     if values is None:
         return {}, 0.0
-    try:
-        config = models.config_from_dict(values)
-        return architecture.as_settings(config), float(models.training_flops_per_image(config))
-    except (UserError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
-        reason = on_one_line(error)
-        raise UserError(f"{files.where(architecture.FILE)} is damaged ({reason}). Remove it.") from None
+    config = models.config_from_dict(values)
+    return architecture.as_settings(config), float(models.training_flops_per_image(config))
 
 
 def _flops_per_image(

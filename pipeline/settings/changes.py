@@ -86,7 +86,8 @@ def differences(
         fact = fact_of(name, known) or (Fact() if name in now else None)
         if fact and fact.means(least):
             change = Change(name, fact.of(then, name), fact.of(now, name), fact)
-            if change.then != change.now:
+            # As text too: of two types for one value, such as a size as a number and as text.
+            if change.then != change.now and str(change.then) != str(change.now):
                 found.append(change)
     return found
 
