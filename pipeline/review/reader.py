@@ -40,7 +40,6 @@ from pipeline.settings import schema
 from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
-from pipeline.transfer.score_table import check_results
 
 T = TypeVar("T")
 
@@ -110,7 +109,7 @@ def weights_named_in(folder: Path) -> str:
     config = _mapping(files, "config.json")
     if config:
         return config.get("init", {}).get("weights") or ""
-    results = _results(files)
+    results = _mapping(files, "results.json")
     return (results.get("checkpoint") or {}).get("path") or results.get("weights") or ""
 
 
@@ -206,7 +205,7 @@ def _as_text(parameters: Mapping[str, Any]) -> dict[str, str]:
 def _completed(record: RunRecord, facts: RunFacts | None = None) -> RunRecord:
     """The record with what follows from its files, tags and parameters."""
     files, tags, parameters = record.files, record.tags, record.parameters
-    results = _results(files)
+    results = _mapping(files, "results.json")
     starts, num_cut = parse_starts(files.read("starts.jsonl") or b"")
     config = _config(files)
     if config is not None:
@@ -261,14 +260,6 @@ def _flops_per_image(
     loss = settings.get("train.loss", "softmax")
     is_models = loss in OBJECTIVES and objectives.kind(str(loss)).trains_backbone_alone
     return of_model or rounded if is_models else rounded or of_model
-
-
-def _results(files: RunFiles) -> dict[str, Any]:
-    """Content of results.json of a grid, a study or a sweep; {} if it is missing. Raises UserError for a damaged one."""
-    results, where = _mapping(files, "results.json"), files.where("results.json")
-    if "protocol" in results:
-        check_results(results, where)
-    return results
 
 
 def _facts(files: RunFiles) -> RunFacts | None:
