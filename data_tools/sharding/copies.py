@@ -88,8 +88,9 @@ def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
     for split in sorted(dataset.splits, key=lambda name: name == "train"):
         index = dataset.index(split)
         # The first half of each hash: that two of 100 million images agree by chance has a probability of 0.03 %.
-        halves = np.ascontiguousarray(index.hashes).view(np.uint64)[::2]
-        rows = np.delete(np.arange(len(halves)), excluded_rows(dataset, split, exclude)[0])
+        has_hashes = len(index.hashes) > 0
+        halves = np.ascontiguousarray(index.hashes).view(np.uint64)[::2] if has_hashes else np.zeros(len(index))
+        rows = np.delete(np.arange(len(index)), excluded_rows(dataset, split, exclude)[0])
         rows = rows[halves[rows] != 0]  # Without a hash in the manifest.
         digests = halves[rows]
         _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)

@@ -22,7 +22,8 @@ class TrainedSet:
 
 def recorded(extra: Mapping[str, Any]) -> list[TrainedSet]:
     """What weights were trained on: by their run, by those from whose weights it began, and by its teacher. extra: of their file."""
-    return [TrainedSet(**one) for one in extra.get(TRAINED_ON) or ()]
+    found = extra.get(TRAINED_ON) or ()
+    return [TrainedSet(one["name"], one["fingerprint"], one["split"], one.get("run", "")) for one in found]
 
 
 def trained_by(sets: Iterable[TrainedSet], fingerprint: str, split: str) -> str:
@@ -33,4 +34,4 @@ def trained_by(sets: Iterable[TrainedSet], fingerprint: str, split: str) -> str:
 
 def not_held_out(split: str, runs: str) -> str:
     """A line to print of a score on images that were trained on. runs: of `trained_by`."""
-    return f"{split} was trained on by {runs}: its scores are not of held-out images"
+    return f"the scores on {split} are not of held-out images: it was trained on by {runs}"

@@ -86,14 +86,13 @@ class DistillClasses(TaughtObjective, Classification):
                 "trained by sigmoid: objective.teacher_loss=sigmoid."
             )
         of_teacher = published.extra.get("classes") or ()
-        other = [n for n, pair in enumerate(zip(names, of_teacher, strict=False)) if pair[0] != pair[1]]
-        if other and cls.settings(config).match_classes:
+        note = classes_note(config.data.path, names, teacher, of_teacher) if names else ""
+        if note and of_teacher and cls.settings(config).match_classes:
             raise UserError(
-                f"class {other[0]} is {quoted(of_teacher[other[0]])} in objective.teacher = {teacher}, but {quoted(names[other[0]])} in "
-                f"{config.data.path}: the accuracy on held-out images would be that of other classes. Use a data set with the teacher's "
-                "classes in their order (class_list of launch/shard.py). If only the names differ: objective.match_classes=false."
+                f"objective.teacher: {note}. The accuracy on held-out images would be that of other classes. Use a data set with the "
+                "teacher's classes in their order (class_list of launch/shard.py). If only the names differ: objective.match_classes=false."
             )
-        return classes_note(config.data.path, names, teacher, of_teacher) if names else ""
+        return note
 
     @classmethod
     def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def _children_in_folder(found: Lineage, record: RunRecord) -> Iterator[str]:
             continue
         try:
             weights = os.path.expanduser(weights_named_in(folder))
-            path = Path(os.path.realpath(weights)) if weights and "\0" not in weights else None
+            path = Path(os.path.realpath(weights)) if weights else None
         except (UserError, OSError) as error:
             found.ignored.append(str(error))
             continue

@@ -7,7 +7,7 @@ makes the record from either, and both give the same record.
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +17,8 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import did_you_mean
-from pipeline.base.json_record import Count, Share
 from pipeline.base.metric import from_tag
-from pipeline.base.words import counted, on_one_line
+from pipeline.base.words import counted
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
@@ -41,7 +40,6 @@ from pipeline.settings import schema
 from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
-from pipeline.transfer.score_table import check_results
 
 T = TypeVar("T")
 
@@ -51,31 +49,6 @@ _NOT_READ = ("system/", "checkpoint_", "grad_norm", "epoch", "images_seen", "exa
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "RUNNING": "running"}
 # What only the results.json of one kind of run has.
 _KIND_BY_RESULT = {"protocol": "vtab", "trials": "grid", "question": "study"}
-
-
-@dataclass(frozen=True)
-class _CheckpointOrigin:
-    path: str = ""
-    run_id: str | None = None
-
-
-@dataclass(frozen=True)
-class _SeedScore:
-    top1: Share
-    num_samples: Count = 0
-    effective_images: float = 0
-
-
-@dataclass(frozen=True)
-class _AnyResults:
-    """What is read of any results.json: of a grid, a study, or a sweep."""
-
-    name: str | None = None
-    checkpoint: _CheckpointOrigin | None = None
-    weights: str | None = None
-    split: str | None = None
-    top1: Share | None = None
-    runs: list[_SeedScore] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------------- from a folder
@@ -135,9 +108,8 @@ def weights_named_in(folder: Path) -> str:
     files = FolderFiles(folder)
     config = _mapping(files, "config.json")
     if config:
-        init = json_record.convert(config.get("init", {}), dict[str, Any], files.where("config.json"), "init")
-        return json_record.convert(init.get("weights") or "", str, files.where("config.json"), "init.weights")
-    results = _results(files)
+        return config.get("init", {}).get("weights") or ""
+    results = _mapping(files, "results.json")
     return (results.get("checkpoint") or {}).get("path") or results.get("weights") or ""
 
 
@@ -233,7 +205,7 @@ def _as_text(parameters: Mapping[str, Any]) -> dict[str, str]:
 def _completed(record: RunRecord, facts: RunFacts | None = None) -> RunRecord:
     """The record with what follows from its files, tags and parameters."""
     files, tags, parameters = record.files, record.tags, record.parameters
-    results = _results(files)
+    results = _mapping(files, "results.json")
     starts, num_cut = parse_starts(files.read("starts.jsonl") or b"")
     config = _config(files)
     if config is not None:
@@ -264,10 +236,7 @@ def _config(files: RunFiles) -> RunConfig | None:
     if (tree := _parsed(files, "config.json", dict[str, Any])) is not None:
         return schema.build(RunConfig, tree, files.where("config.json"))
     if (content := files.read("config.yaml")) is not None:
-        try:
-            tree = json_record.convert(parse_yaml(content.decode()), dict[str, Any], files.where("config.yaml"))
-        except ValueError as error:
-            raise UserError(f"{files.where('config.yaml')} is damaged: {on_one_line(error)[:200]}") from None
+        tree = parse_yaml(content.decode())
         return schema.build(RunConfig, tree, files.where("config.yaml"))
     return None
 
@@ -277,12 +246,8 @@ def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
     values = _parsed(files, architecture.FILE, dict[str, Any])
     if values is None:
         return {}, 0.0
-    try:
-        config = models.config_from_dict(values)
-        return architecture.as_settings(config), float(models.training_flops_per_image(config))
-    except (UserError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
-        reason = on_one_line(error)
-        raise UserError(f"{files.where(architecture.FILE)} is damaged ({reason}). Remove it.") from None
+    config = models.config_from_dict(values)
+    return architecture.as_settings(config), float(models.training_flops_per_image(config))
 
 
 def _flops_per_image(
@@ -295,15 +260,6 @@ def _flops_per_image(
     loss = settings.get("train.loss", "softmax")
     is_models = loss in OBJECTIVES and objectives.kind(str(loss)).trains_backbone_alone
     return of_model or rounded if is_models else rounded or of_model
-
-
-def _results(files: RunFiles) -> dict[str, Any]:
-    """Content of results.json of a grid, a study or a sweep; {} if it is missing. Raises UserError for a damaged one."""
-    results, where = _mapping(files, "results.json"), files.where("results.json")
-    json_record.convert(results, _AnyResults, where)
-    if "protocol" in results:
-        check_results(results, where)
-    return results
 
 
 def _facts(files: RunFiles) -> RunFacts | None:

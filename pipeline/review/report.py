@@ -40,7 +40,6 @@ _COUNTS = {
 }
 # Logged only where there is one.
 _COLLAPSES = {"collapse": "the objective's values", "probe_collapse": "the probe's features"}
-_MAX_IGNORED = 4  # Damaged runs that are named.
 _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 
@@ -70,10 +69,8 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     yield Heading("Lineage")
     found = lineage.lineage_of(record, reader)
     yield lineage.drawing(found)
-    for line in found.ignored[:_MAX_IGNORED]:
+    for line in found.ignored:
         yield Paragraph(f"Left out of the picture, because it is damaged: {line}")
-    if len(found.ignored) > _MAX_IGNORED:
-        yield Paragraph(f"So are {len(found.ignored) - _MAX_IGNORED:,} others.")
     if record.steps or record.last_step:
         yield Heading("Plan and measurement")
         yield _measured(record)

@@ -32,10 +32,6 @@ class Fact:
     default: Any = None
     on_change: OnChange = "result"
 
-    def of(self, values: Mapping[str, Any], name: str) -> Any:
-        """The value of that name, by its name today."""
-        return values.get(name, self.default)
-
     def means(self, least: OnChange) -> bool:
         """Whether another value means `least` or more."""
         return _FROM_LEAST.index(self.on_change) >= _FROM_LEAST.index(least)
@@ -85,8 +81,8 @@ def differences(
     for name in {**now, **then}:
         fact = fact_of(name, known) or (Fact() if name in now else None)
         if fact and fact.means(least):
-            change = Change(name, fact.of(then, name), fact.of(now, name), fact)
-            # As text too: image sizes used to be numbers, before 224x384 was possible.
+            change = Change(name, then.get(name, fact.default), now.get(name, fact.default), fact)
+            # As text too: of two types for one value, such as a size as a number and as text.
             if change.then != change.now and str(change.then) != str(change.now):
                 found.append(change)
     return found

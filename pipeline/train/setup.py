@@ -12,10 +12,9 @@ import yaml
 
 from pipeline import model as models
 from pipeline import objectives
-from pipeline.base import trained_on as trained
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.base.trained_on import TrainedSet
+from pipeline.base.trained_on import TrainedSet, not_held_out
 from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
@@ -142,11 +141,11 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
         config = replace(config, init=replace(config.init, weights=origin.path))
     model, before = ranks.on_all(partial(resume.initial_model, config, dataset, resumed, console))
     trained_on = list(dict.fromkeys([*before, *context.prepared.data.trained_on(config.name)]))
-    not_held_out = context.prepared.data.not_held_out(trained_on)
+    marked = context.prepared.data.not_held_out(trained_on)
     if (probe := context.prepared.run_probe) and (runs := probe.trained_by(trained_on)):
-        not_held_out["probe.split"] = runs
-    for name, runs in not_held_out.items():
-        console.say(trained.not_held_out(name, runs))
+        marked["probe.split"] = runs
+    for name, runs in marked.items():
+        console.say(not_held_out(name, runs))
     if not config.model.name:
         ranks.on_main(partial(refuse_too_large, config, plan, model.config, least, of))
     state = State(step=0) if resumed is None else read_state(resumed)

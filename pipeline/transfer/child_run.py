@@ -49,24 +49,10 @@ class ChildRun:
 
 
 @dataclass(frozen=True)
-class FinetuneScores:
-    """The last evaluation of a run that fine-tunes. effective_images: of top1, see `effective_number`; num_samples without groups.
-
-    trained_by: runs that trained on these images; "" for none.
-    """
-
-    top1: float
-    loss: float
-    num_samples: int
-    effective_images: float
-    trained_by: str
-
-
-@dataclass(frozen=True)
 class ScoresFile:
     """The fields of a run's scores.json that are checked. Only a run that predicts masked patches has no top1.
 
-    loss: None where it is no finite number.
+    loss: None where it is no finite number. trained_by: runs that trained on these images; "" for none.
     """
 
     loss: float | None
@@ -231,7 +217,7 @@ def read_evaluation(run: ChildRun) -> ScoresFile:
     return found
 
 
-def read_outcome(run: ChildRun) -> FinetuneScores | str | None:
+def read_outcome(run: ChildRun) -> ScoresFile | str | None:
     """Scores of a run that has finished with these settings; the reason if it diverged; None if it must be run."""
     status = how_ended(run)
     if status is None:
@@ -246,7 +232,7 @@ def read_outcome(run: ChildRun) -> FinetuneScores | str | None:
         return None
     if found.loss is None:
         return f"{run.name} has no finite loss on the images it was scored on"
-    return FinetuneScores(found.top1, found.loss, found.num_samples, found.effective_images, found.trained_by)
+    return found
 
 
 def _look(run: ChildRun) -> tuple[Status | None, str]:

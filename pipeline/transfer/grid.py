@@ -221,7 +221,7 @@ def run_to_end(grid_run: ChildRun, config: GridConfig, start: Start, page: "Grid
             raise UserError(f"{grid_run.folder} failed (exit code {code}), see above. The same command continues it.")
     if isinstance(outcome, str):
         raise DivergedError(f"{grid_run.folder}: {outcome}")
-    return asdict(outcome)
+    return {**asdict(outcome), "effective_images": outcome.effective_images}
 
 
 def _refuse_other_settings(runs: list[ChildRun]) -> None:

@@ -127,20 +127,12 @@ def read_results(path: Path) -> dict[str, Any]:
     file = path / RESULTS_FILE if path.is_dir() else path
     try:
         results: dict[str, Any] = json_record.readable(json_record.read(file, dict[str, Any]))
+        json_record.convert(results, _SweepResults, str(file))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file. Name the folder of a sweep of launch/vtab.py.") from None
     except UserError as error:
         raise UserError(f"{error} {_WAY_OUT}") from None
-    check_results(results, str(file))
     return results
-
-
-def check_results(results: dict[str, Any], where: str) -> None:
-    """Raise UserError unless this is the content of a results.json whose scores can be used. where: the file, for errors."""
-    try:
-        json_record.convert(results, _SweepResults, where)
-    except UserError as error:
-        raise UserError(f"{error} {_WAY_OUT}") from None
 
 
 def column_of(name: str, results: dict[str, Any]) -> Column:

@@ -246,11 +246,6 @@ def _copies_in(
         report = read_dedup_report(to_path(place))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is missing. Make it with {remedy}") from None
-    except UserError as error:
-        reason = str(error).removeprefix(str(path)).strip(" :.")
-        raise UserError(
-            f"{path} is damaged, or no report of launch/dedup.py ({reason}). Make it again with {remedy}"
-        ) from None
     digest = report.data.fingerprint
     known_splits = [split for other, split in trained if other == digest]
     if trained and not known_splits:

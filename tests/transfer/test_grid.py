@@ -568,7 +568,17 @@ def test_what_a_kill_leaves_of_two_reports_is_not_taken_for_one(
     score = {"top1": 0.5, "std": None, "num_samples": 9}
     trials = [{"lr": 0.1, "top1": 0.5, "loss": 1.0, "num_samples": 9}]
     runs = [{"seed": 0, "top1": 0.5, "num_samples": 9}]
-    about = {"run": "x.yaml", "settings": [], "weights": "w", "data": "d", "split": "val", "lr": 0.1, "dev_share": 0.1}
+    about = {
+        "run": "x.yaml",
+        "settings": [],
+        "weights": "w",
+        "data": "d",
+        "split": "val",
+        "lr": 0.1,
+        "dev_share": 0.1,
+        "num_train": 9,
+        "trained_by": "",
+    }
     results = {**about, **score, "trials": trials, "runs": runs, "also": {}}
     grid._write_report(results, config)
     replace_file = os.replace

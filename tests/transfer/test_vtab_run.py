@@ -149,7 +149,7 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
         told = (
             f"1 results of cells cannot be used, and these cells run again: {re.escape(str(cell))}.*{re.escape(reason)}"
         )
-        assert re.match(told if "accuracy ." not in reason else told.replace(re.escape(reason), reason), said), said
+        assert re.match(told, said), said
     jobs: list[str] = []
 
     def again(
@@ -421,8 +421,7 @@ def test_copies_that_dedup_marked_are_told(prepared: list[str], finished: Path, 
     for damaged in (whole[:40], "[]", "{}", json.dumps({**report, "against": [{}]})):
         (tmp_path / "dedup" / "report.json").write_text(damaged)
         said = refused(tmp_path / "other", trained)
-        assert said.startswith(f"{tmp_path / 'dedup' / 'report.json'} is damaged, or no report of launch/dedup.py (")
-        assert "). Make it again with launch/dedup.py" in said
+        assert said.startswith(str(tmp_path / "dedup" / "report.json"))
     assert not (tmp_path / "other").exists()
     (tmp_path / "file").touch()
     assert "Make it with launch/dedup.py" in refused(

@@ -263,6 +263,7 @@ def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, 
         outcome = read_outcome(finetune)
         if outcome is not None and not isinstance(outcome, str):
             name = f"finetune:{own_name(finetune)}"
+            assert outcome.top1 is not None, "else there is no outcome"
             scores[name], num_test[name] = outcome.top1, outcome.num_samples
             effective |= {name: outcome.effective_images} if outcome.effective_images < outcome.num_samples else {}
     if study.config.vtab and (accuracies := _vtab_scores(study.folder, cell)):
