@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import write_text
+from pipeline.base.files import as_bytes, write_text
 from pipeline.base.locks import FileLock
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -102,13 +102,24 @@ class RunFolder:
 
     def say_status(self, status: Status) -> None:
         """Replace status.json. No-op unless this process holds the folder (rank 0)."""
-        if self.is_owner:
-            with self._saying:
-                write_text(self.path / "status.json", json.dumps(asdict(status)))
+        if not self.is_owner:
+            return
+        path, text = self.path / "status.json", json.dumps(asdict(status))
+        with self._saying:
+            try:
+                write_text(path, text)
+            except OSError:
+                # A full disk has no room for another file, but the last one has a block of its own.
+                with contextlib.suppress(OSError), open(path, "r+b") as file:
+                    file.write(as_bytes(text.ljust(path.stat().st_size)))
+                    return
+                raise
 
     def say_failure(self, error: str, lost_others: bool, trace: str = "", outage: bool = False) -> None:
-        """Write this rank's failure record, and its traceback if there is one."""
-        if self.ours:
+        """Write this rank's failure record, and its traceback if there is one, unless the disk fails."""
+        with contextlib.suppress(OSError):
+            if not self.ours:
+                return
             file = self._failure_file()
             file.parent.mkdir(exist_ok=True)
             failure = Failure(self.rank, socket.gethostname(), error, lost_others, outage)

@@ -18,17 +18,27 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from pipeline.base.errors import CrashError, DivergedError, Interrupted, Stopped, UserError, is_outage
-from pipeline.base.words import on_one_line
+from pipeline.base.errors import (
+    CrashError,
+    DivergedError,
+    Interrupted,
+    Stopped,
+    UserError,
+    exit_code,
+    is_of_one_rank,
+    is_outage,
+    mistake_in_words,
+)
+from pipeline.base.words import how_to_resume, on_one_line
 from pipeline.lifecycle.launcher_process import find_launcher
 from pipeline.lifecycle.rank_store import RankStore
 from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, is_stop_asked, read_failures, stop_file
-from pipeline.settings.command import mistake_in_words
+from pipeline.process import waits
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
@@ -43,10 +53,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _POLL_SECONDS = 1.0
 # Timeout of one store request: rank 0, which hosts the store, may hang.
 _STORE_SECONDS = 5.0
-# Before training, rank 0 waits this long before it exits, so that the others can read its message from the store.
+# See `_spread`.
 _SPREAD_SECONDS = 3.0
-# Prefix of the message that ends all ranks with one rank's UserError, and the timeout for it to arrive.
-_REFUSED, _REFUSAL_SECONDS = "refused: ", 15.0
+# Timeout for a message that ends all ranks to arrive.
+_END_SECONDS = 15.0
 # One Ctrl-C may arrive twice, from the terminal and from the launcher.
 _ONE_INTERRUPT_SECONDS = 1.0
 # The deepspeed launcher kills what is left 30 s after SIGTERM.
@@ -73,11 +83,11 @@ class Stop:
         self.begin = time.monotonic()  # Monotonic: wall clocks jump.
         self._training = False
         self._agreed = False  # A rank may learn this before the reason.
-        self._refused = False
+        self._is_recorded = False
         self._ranks: Ranks | None = None
         self._store: RankStore | None = None
         self._hosts: list[str] = []  # By rank.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._interrupted = self._terminated = float("inf")  # Times of the first SIGINT and SIGTERM.
         self._before: dict[int, Any] = {}
         self._woken, self._wake = os.pipe()
@@ -92,6 +102,8 @@ class Stop:
                 self._before[number] = signal.signal(number, _ignore)
                 signal.siginterrupt(number, False)
         self._closed = False
+        # Shows how the run ended to those who follow it: called with the ending and its reason. Rank 0 of a run sets it.
+        self.show_end: Callable[[Ending, str], None] = lambda how, reason: None
         self._launcher = find_launcher()
         self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
         self._thread.start()
@@ -102,15 +114,13 @@ class Stop:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write how the run ended, unless another run holds the folder; then stop listening."""
-        if self._refused:  # The error is only that other ranks left; the thread ends this one.
-            self._thread.join()
-        with contextlib.suppress(OSError):  # A full disk, which the error already reports.
-            if error is None:
+        with self._lock:
+            pass  # While another rank ends this one, the error is only that it has left.
+        if error is None:
+            with contextlib.suppress(OSError):
                 self.folder.say_status(Status("finished", self.step, 0, ""))
-            elif isinstance(error, UserError | OSError) and (mistake := mistake_in_words(error)):
-                self._end_with_mistake(error, mistake)
-            else:
-                self._end_with_failure(error)
+        else:
+            self._end_with(error)
         self._closed = True
         os.write(self._wake, b"\0")
         self._thread.join()
@@ -128,40 +138,67 @@ class Stop:
         if waits and self._terminated < float("inf"):
             signal.raise_signal(signal.SIGTERM)  # Its launcher ends it already: the command would wait for that.
 
-    def _end_with_mistake(self, error: UserError | OSError, mistake: str) -> None:
-        """Write that a run ended with one line and no traceback."""
-        how: Ending = "diverged" if isinstance(error, DivergedError) else "refused"
-        code = 2
-        if is_outage(error):  # Another start may succeed.
-            how, code = "failed", 1
-        self.folder.say_status(Status(how, self.step, code, mistake))
-        # The others lose this rank, and would say that it was killed.
-        if isinstance(error, OSError) or error.on_one_rank:
-            self.folder.say_failure(mistake, lost_others=False, outage=is_outage(error))
-
-    def _end_with_failure(self, error: BaseException) -> None:
-        """Write an error that nobody expected. Ends the process if it comes from the loss of another rank."""
-        text = f"{type(error).__name__}: {on_one_line(error)[:500]}"
-        lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
-        crash = isinstance(error, CrashError)
-        lines = "" if crash else "".join(traceback.format_exception(error))
-        self.folder.say_failure(text, lost_others, lines, is_outage(error))
-        if lost_others:
-            if not self._training and self._is_any_asked():
-                # The others left as asked, and so does this rank, within a second.
-                self._thread.join(_REFUSAL_SECONDS)
-            self._leave_lost(text)
+    def _end_with(self, error: BaseException) -> None:
+        """Write what a run ended with. Ends the process if other ranks are the cause, or have to end with this one."""
+        if not isinstance(error, UserError) and not self._training and self._told("stop"):
+            # The others left as asked, and so does this rank, within a second.
+            self._thread.join(_END_SECONDS)
         asked = f" ({self.reason})" if self.reason else ""
-        self.folder.say_status(Status("failed", self.step, 1, (str(error) if crash else text) + asked))
+        line = mistake_in_words(error) if isinstance(error, UserError | CrashError | OSError) else None
+        if line is None:
+            text = f"{type(error).__name__}: {on_one_line(error)[:500]}"
+            lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
+            self.folder.say_failure(text, lost_others, "".join(traceback.format_exception(error)), is_outage(error))
+            if lost_others:
+                self._leave_lost(text)
+            self._record("failed", text + asked)
+            return
+        assert isinstance(error, UserError | CrashError | OSError)
+        how: Ending = (
+            "diverged" if isinstance(error, DivergedError) else "refused" if exit_code(error) == 2 else "failed"
+        )
+        alone = is_of_one_rank(error)
+        if alone or isinstance(error, CrashError):
+            self.folder.say_failure(line, lost_others=False, outage=is_outage(error))
+        where = f"rank {self.folder.rank} on {socket.gethostname()}: " if self.folder.rank else ""
+        if alone and self._store is not None:
+            # The others may be blocked in a collective, and would say that this rank was killed.
+            with contextlib.suppress(RuntimeError):
+                if where:
+                    time.sleep(_POLL_SECONDS)  # Rank 0, which may have the same error, goes first.
+                if not self._told("end"):
+                    self._store.set(_key("end"), f"{how} {where}{line}")
+                self._thread.join(_END_SECONDS)  # The thread ends this process, as on the other ranks.
+        self._record(how, line + (asked if how == "failed" else ""))
+
+    def _record(self, how: Ending, reason: str) -> None:
+        """Write how this start ended wherever it is shown. The first call counts. A disk that fails does not hide the reason."""
+        with self._lock:
+            if self._is_recorded:
+                return
+            self._is_recorded = True
+            with contextlib.suppress(OSError):
+                self.folder.say_status(Status(how, self.step, _code(how), reason))
+            with contextlib.suppress(OSError):
+                self.show_end(how, reason)
+
+    def meet(self, hosts_store: bool) -> None:
+        """Open the store through which the ranks hear of each other's stop requests and errors. hosts_store: on this rank."""
+        from torch.distributed import TCPStore
+
+        # A rank that hosts it and is asked to stop has told the others, or they have not found it yet.
+        with self._lock if hosts_store else contextlib.nullcontext():
+            # A connection of its own: the process group's is held while it waits.
+            store = TCPStore(
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=hosts_store, wait_for_workers=False,
+                multi_tenant=True,
+            )  # fmt: skip
+            self._store = RankStore(store, _STORE_SECONDS)
 
     def connect(self, ranks: "Ranks") -> None:
         """Share stop requests with the other ranks from now on. Needs the process group. Collective."""
-        if ranks.world_size > 1:
-            from torch.distributed import TCPStore
-
-            # A connection of its own: the process group's is held while it waits.
-            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-            self._store = RankStore(store, _STORE_SECONDS)
+        if ranks.world_size > 1 and self._store is None:
+            self.meet(hosts_store=False)
         ranks.barrier()
         self._hosts = ranks.gather(socket.gethostname())
         self._ranks, self.folder.ours = ranks, True
@@ -189,8 +226,8 @@ class Stop:
 
     def record_failure(self, line: str, lost_others: bool) -> None:
         """Write why this rank is about to end, because its main thread will not. lost_others: other ranks are the cause."""
+        self.folder.say_failure(line, lost_others)
         with contextlib.suppress(OSError):
-            self.folder.say_failure(line, lost_others)
             self.folder.say_status(Status("failed", self.step, 1, line))
 
     def is_wanted(self) -> bool:
@@ -239,17 +276,6 @@ class Stop:
         assert self._ranks is not None
         return next(filter(None, self._ranks.gather(self.reason)))
 
-    def refuse(self, error: UserError) -> NoReturn:
-        """End all ranks with this rank's error, before training; the others may be blocked in a collective.
-
-        Rank 0 prints the error, whichever rank raised it, and all exit with code 2.
-        """
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(_key(), f"{_REFUSED}{error}")
-                self._thread.join(_REFUSAL_SECONDS)  # The thread ends this process, as on the other ranks.
-        raise error
-
     def leave(self, step: int, reason: str) -> NoReturn:
         """Exit with code RESUME, all ranks together, because a launcher kills the others when one exits. Collective.
 
@@ -258,6 +284,8 @@ class Stop:
         assert self._ranks is not None
         self.step = step
         self._say_stopped(RESUME, reason)
+        with contextlib.suppress(OSError):
+            self.show_end("stopped", reason)
         alone = threading.Timer(_FAREWELL_SECONDS, _exit, [RESUME])
         alone.daemon = True
         alone.start()
@@ -288,8 +316,6 @@ class Stop:
         if speaks:
             line = self._loss(gone, error)
             with contextlib.suppress(OSError):
-                self.folder.say_status(Status("failed", self.step, 1, line))
-            with contextlib.suppress(OSError):
                 os.write(said, f"error: {line}\n".encode())
         # The store ends with rank 0, and a launcher kills the others when one exits.
         with contextlib.suppress(RuntimeError):
@@ -298,8 +324,7 @@ class Stop:
             elif not speaks:
                 self._store.wait(_key("told"), 2 * _ROLL_CALL_SECONDS)
                 line = self._store.get(_key("told"))
-                with contextlib.suppress(OSError):
-                    self.folder.say_status(Status("failed", self.step, 1, line))
+        self._record("failed", line or error)
         _exit(1)
 
     def _roll_call(self) -> list[int]:
@@ -325,10 +350,7 @@ class Stop:
         if len(gone) > _NAMED:
             lines.append(f"and so did {len(gone) - _NAMED} more")
         what = ", ".join(lines) or f"rank {self.folder.rank} on {socket.gethostname()} failed ({error})"
-        return (
-            f"{what}. The other ranks end, too. The same command resumes from the last checkpoint, of step {self.step:,} or "
-            f"later; launch/supervise.py gives it by itself. Details: {self.folder.path / 'failures'}"
-        )
+        return f"{what}. The other ranks end, too. {how_to_resume(self.step)} Details: {self.folder.path / 'failures'}"
 
     # ------------------------------------------------------------------ the listening thread
     def _listen(self) -> None:
@@ -337,9 +359,10 @@ class Stop:
             for number in os.read(self._woken, 100) if woken else b"":
                 if number in _SIGNALS:  # Not 0, which wakes the thread, nor a signal that a library handles.
                     self._hear(signal.Signals(number))
+            if end := self._told("end"):
+                how, _, line = end.partition(" ")
+                self._leave_ended(cast(Ending, how), line)
             if not self.reason and (reason := self._asked_elsewhere()):
-                if reason.startswith(_REFUSED):
-                    self._leave_refused(reason.removeprefix(_REFUSED))
                 self._want(reason)
             self._answer_roll_call()
             if time.monotonic() - self._terminated > _LAST_WORD_SECONDS:
@@ -350,7 +373,7 @@ class Stop:
         now = time.monotonic()
         if number == signal.SIGINT and now - self._interrupted > _ONE_INTERRUPT_SECONDS:
             self._say_stopped(130, "a second SIGINT: what came after the last checkpoint is lost")
-            self._tell("stopped at once by a second SIGINT: the same command continues from the last checkpoint")
+            self._tell(f"stopped at once by a second SIGINT. {how_to_resume(self.step)}")
             _exit(130)
         if number == signal.SIGINT:
             self._interrupted = min(self._interrupted, now)
@@ -362,24 +385,20 @@ class Stop:
         """Return the reason of a stop request other than a signal; empty if there is none."""
         if self._launcher is not None and self._launcher.is_gone():
             return f"{BY_LAUNCHER} ({self._launcher.name}, process {self._launcher.pid})"
-        if self._ranks is None:  # Not connected: the other ranks could not be told.
-            return ""
-        if self._ranks.is_main:
+        if self._ranks is not None and self._ranks.is_main:
             if is_stop_asked(self.folder.path):
                 return BY_FILE
             reserve = _RESERVE_SECONDS + 3 * (self.commit_seconds or self._expected_seconds)
             if self.limit_seconds and time.monotonic() - self.begin > self.limit_seconds - reserve:
                 return BY_LIMIT
-        with contextlib.suppress(RuntimeError):  # Rank 0, which hosts the store, has exited.
-            if self._store is not None and self._store.check(_key()):
-                return self._store.get(_key())
-        return ""
+        return self._told("stop")
 
-    def _is_any_asked(self) -> bool:
-        """Whether a rank has told the others of a request to leave."""
-        with contextlib.suppress(RuntimeError):
-            return self._store is not None and self._store.check(_key())
-        return False
+    def _told(self, name: str) -> str:
+        """What a rank has told the others: why they are to "stop", or how and why they "end"; empty if nothing."""
+        with contextlib.suppress(RuntimeError):  # Rank 0, which hosts the store, has exited.
+            if self._store is not None and self._store.check(_key(name)):
+                return self._store.get(_key(name))
+        return ""
 
     def _answer_roll_call(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -398,7 +417,7 @@ class Stop:
                     f"stopped by {reason} before training began: the same command starts it again (exit code {RESUME})"
                 )
                 if self._store is not None and self.folder.rank == 0:
-                    time.sleep(_SPREAD_SECONDS)  # The store ends with this rank.
+                    _spread()
                 _exit(RESUME)
 
     def _tell(self, line: str) -> None:
@@ -406,15 +425,13 @@ class Stop:
             with contextlib.suppress(OSError):  # Not print(), which the main thread may be in.
                 os.write(2, f"{line}\n".encode())
 
-    def _leave_refused(self, error: str) -> NoReturn:
-        self._refused = True
-        if self.folder.rank == 0:
-            with contextlib.suppress(OSError):
-                self.folder.say_status(Status("refused", self.step, 2, error))
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        # The store ends with rank 0, and a launcher kills the others when one exits.
-        time.sleep(_SPREAD_SECONDS)
-        _exit(2)
+    def _leave_ended(self, how: Ending, line: str) -> NoReturn:
+        """End with the error of one rank, which rank 0 says for all."""
+        with self._lock:  # The main thread may meet the end of that rank.
+            self._record(how, line)
+            self._tell(f"error: {line}")
+            _spread()  # Also on other ranks: a launcher kills all when one exits.
+            _exit(_code(how))
 
     def _say_stopped(self, code: int, reason: str) -> None:
         with contextlib.suppress(OSError):
@@ -429,6 +446,17 @@ def _exit(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _spread() -> None:
+    """Give the other ranks time to read from the store, which ends with rank 0."""
+    for wait in waits.in_progress():
+        wait.is_silent = True  # What the main thread waits for is of no use any more.
+    time.sleep(_SPREAD_SECONDS)
+
+
+def _code(how: Ending) -> int:
+    return 1 if how == "failed" else 2
 
 
 def _key(name: str = "stop") -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -119,18 +119,11 @@ class Ranks:
         return self.agree(value)
 
     def on_all(self, function: Callable[[], T]) -> T:
-        """Call `function` on every rank; returns this rank's result. A UserError of any rank is raised on every rank.
-
-        For what reads files, which may be others on another host: a rank that left alone would count as killed.
-        """
-        value, problem = cast(T, None), ""
+        """Call `function`, which reads files that may be others on another host; returns its result. A UserError ends all ranks."""
         try:
-            value = function()
+            return function()
         except UserError as error:
-            problem = str(error) if self.is_main else f"rank {self.rank} on {socket.gethostname()}: {error}"
-        if said := next(filter(None, self.gather(problem)), ""):
-            raise UserError(said)
-        return value
+            raise OneRankError(str(error)) from error
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the picklable values of all ranks, in rank order, on every rank."""
@@ -159,11 +152,13 @@ def from_environment() -> Ranks:
 
 
 @contextlib.contextmanager
-def all_started(ranks: Ranks, minutes: float) -> Iterator[None]:
+def all_started(
+    ranks: Ranks, minutes: float, meet: Callable[[bool], None] = lambda hosts_store: None
+) -> Iterator[None]:
     """Enter the block, which initialises the process group, once all ranks have come here. Collective.
 
     A rank that waits says for which ranks. Raises CrashError after `minutes`, and when rank 0 has ended, because the ranks meet
-    there.
+    there. meet: called once they can; whether this rank is to host the store where they do.
     """
     if ranks.world_size == 1:
         yield
@@ -192,6 +187,7 @@ def all_started(ranks: Ranks, minutes: float) -> Iterator[None]:
         while not hosts_it and not _listens(address, port):  # Torch would print stack frames at the limit.
             pause()
         try:
+            meet(hosts_it)
             store = dist.TCPStore(
                 address, port, None, hosts_it, timedelta(minutes=minutes), wait_for_workers=False, multi_tenant=True
             )

@@ -18,7 +18,6 @@ from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.views import Views
-from pipeline.lifecycle.stop import Stop
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import training_step
@@ -32,7 +31,7 @@ _NO_SUCH_KERNEL = " does not have a deterministic implementation"
 _NO_COMPILER = ("InvalidCxxCompiler", "Cannot find a working triton installation", "Failed to find C compiler")
 
 
-def dry_run_on_all_ranks(engine: Engine, prepared: Prepared, stop: Stop) -> None:
+def dry_run_on_all_ranks(engine: Engine, prepared: Prepared) -> None:
     """Run one training step and one batch of each evaluator, of the largest shapes; leaves no trace in model or optimizer.
 
     Call it before a checkpoint is loaded. Out of memory on any rank ends all ranks, with settings that need less.
@@ -46,7 +45,7 @@ def dry_run_on_all_ranks(engine: Engine, prepared: Prepared, stop: Stop) -> None
         training_step(engine, micro_batches, step=0, lr=0.0, mixing=mixing)
     if objectives.metrics(config)["scores"]:
         most = max(len(split) for _, split in data.evaluated.values())
-        with _trial("evaluation", config, -(-most // plan.world_size), stop) as count:
+        with _trial("evaluation", config, -(-most // plan.world_size)) as count:
             if engine.objective.predicts_classes:
                 engine.forward(_images(count, config))
             else:
@@ -54,23 +53,21 @@ def dry_run_on_all_ranks(engine: Engine, prepared: Prepared, stop: Stop) -> None
     if probe := prepared.run_probe:
         read = [len(probe.labelled.choice.rows), len(probe.labelled.test)] if probe.labelled else []
         most = max(*read, min(config.probe.rankme_images, len(probe.own)), 0)
-        with _trial("probe", config, most, stop) as count:
+        with _trial("probe", config, most) as count:
             engine.features(_images(count, config))
 
 
 @contextmanager
-def _trial(what: str, config: RunConfig, most: int, stop: Stop) -> Iterator[int]:
+def _trial(what: str, config: RunConfig, most: int) -> Iterator[int]:
     """Context of a batch of an evaluator; yields its number of images. most: that a rank may get."""
     count = min(config.evaluate.batch, most)
     smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
-    with room(
-        f"{what} with {counted(count, 'image')} (evaluate.batch = {config.evaluate.batch})", lambda: smaller, stop
-    ):
+    with room(f"{what} with {counted(count, 'image')} (evaluate.batch = {config.evaluate.batch})", lambda: smaller):
         yield count
 
 
 @contextmanager
-def room(what: str, way_out: Callable[[], str], stop: Stop) -> Iterator[None]:
+def room(what: str, way_out: Callable[[], str]) -> Iterator[None]:
     """Context in which an out-of-memory error on one rank ends all ranks. what: is tried out. way_out: what takes less memory."""
     try:
         yield
@@ -78,24 +75,20 @@ def room(what: str, way_out: Callable[[], str], stop: Stop) -> Iterator[None]:
         reason = str(error).partition("\n")[0]
         operation, has_no_kernel, _ = reason.partition(_NO_SUCH_KERNEL)
         if has_no_kernel:
-            stop.refuse(
-                OneRankError(
-                    f"torch has no kernel for {operation} that gives the same bits each time on this GPU. Use engine.deterministic=false "
-                    "(a resumed run then differs in the last bits), or compute it otherwise."
-                )
-            )
+            raise OneRankError(
+                f"torch has no kernel for {operation} that gives the same bits each time on this GPU. Use engine.deterministic=false "
+                "(a resumed run then differs in the last bits), or compute it otherwise."
+            ) from None
         if any(words in str(error) for words in _NO_COMPILER):
             what = "Triton and a C compiler" if torch.cuda.is_available() else "a C++ compiler (g++, or what CXX names)"
-            stop.refuse(
-                OneRankError(
-                    f"engine.compile = true needs {what}, which {socket.gethostname()} does not have. Install it, or use engine.compile=false."
-                )
-            )
+            raise OneRankError(
+                f"engine.compile = true needs {what}, which {socket.gethostname()} does not have. Install it, or use engine.compile=false."
+            ) from None
         if not _is_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # Frees tensors: the estimate below needs memory.
         where = f"{socket.gethostname()} ran out of memory before the first step, trying out {what}"
-        stop.refuse(OneRankError(f"{where}: {reason} {way_out()}"))
+        raise OneRankError(f"{where}: {reason} {way_out()}") from None
 
 
 def _is_of_memory(error: BaseException) -> bool:

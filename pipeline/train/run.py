@@ -3,8 +3,7 @@
 Pre-training and fine-tuning differ only in their settings: fine-tuning has `init.weights`.
 """
 
-from pipeline.base.errors import DivergedError, Stopped
-from pipeline.base.words import on_one_line
+from pipeline.base.errors import Stopped
 from pipeline.lifecycle.stop import Stop
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import train_on_all_ranks
@@ -25,36 +24,24 @@ def train_prepared(stop: Stop, prepared: Prepared) -> None:
     A run that is asked to stop commits a checkpoint and ends the process with exit code 75.
     """
     run = set_up(stop, prepared)
-    progress, console, meter = run.progress, run.context.console, run.monitoring.meter
-    if reason := _train(run):
+    stop.show_end = run.show_end
+    progress, console, meter, reason = run.progress, run.context.console, run.monitoring.meter, None
+    try:
+        reason = _train_until_stopped(run)
+    finally:
+        run.close(is_finished=reason == "")
+    if reason:
         console.say(
             f"stopped by {reason} at step {progress.step:,}, which is committed: the same command resumes it (exit code 75)"
         )
         stop.leave(progress.step, reason)
+    stop.show_end("finished", "")
     if progress.start >= prepared.plan.steps:
         console.say("nothing left to do: the run is finished")
         return
     console.say(
         f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {run.context.folder}"
     )
-
-
-def _train(run: TrainingRun) -> str:
-    """`_train_until_stopped`, and record how it ended."""
-    progress, status, outcome, reason = run.progress, "FAILED", "", ""
-    try:
-        reason = _train_until_stopped(run)
-        status, outcome = "FINISHED", "finished"
-        if reason:
-            status = "KILLED"
-            outcome = f"stopped by {reason} at step {progress.step:,}; the same command resumes it"
-    except Exception as error:
-        kind = "diverged" if isinstance(error, DivergedError) else "failed"
-        outcome = f"{kind} after step {progress.step:,}: {on_one_line(error)}"
-        raise
-    finally:
-        run.close(status, outcome, in_a_hurry=bool(reason))
-    return reason
 
 
 def _train_until_stopped(run: TrainingRun) -> str:

@@ -14,7 +14,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.base.words import counted, on_one_line
+from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
@@ -89,7 +89,7 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     data_lines = data_notes(data, config.train.loss) if ranks.is_main else []  # Others say nothing.
     for line in plan.notes(config) + objectives.without_effect(config) + data_lines + probe_notes:
         console.say(line)
-    start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config))
+    start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config), stop.meet)
     ranks.agree(in_use)
     stop.connect(ranks)
     ranks.on_all(partial(resume.refuse_other_facts, identity, ranks.agree(identity)))
@@ -173,10 +173,10 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
         del weights  # whose tensors the objective has copied
     fused = context.identity["fused_optimizer"]
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
-    with room("training", lambda: what_takes_less(config, plan, start.model.config), context.stop):
+    with room("training", lambda: what_takes_less(config, plan, start.model.config)):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))
-        dry_run_on_all_ranks(engine, context.prepared, context.stop)
+        dry_run_on_all_ranks(engine, context.prepared)
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)
         if start.state.step:
@@ -193,7 +193,7 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
 def _begin_monitoring_on_all_ranks(
     context: RunContext, start: _StartingPoint, training: Training, undone: contextlib.ExitStack
 ) -> Monitoring:
-    """Begin what measures the run. undone: ends its threads, and the run in MLflow, if set-up fails."""
+    """Begin what measures the run. undone: ends its threads if set-up fails."""
     config, ranks, folder, console = context.config, context.ranks, context.folder, context.console
     dataset, state, engine = context.prepared.data.dataset, start.state, training.engine
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
@@ -208,7 +208,9 @@ def _begin_monitoring_on_all_ranks(
     # Also for a finished run: sends the metrics that MLflow has not received yet.
     tracker = _start_tracker(context, start, hosts) if ranks.is_main else None
     if tracker:
-        undone.push(partial(_end_tracker, tracker))
+        context.stop.show_end = lambda how, reason: tracker.finish(
+            "FAILED", in_a_hurry=True, outcome=f"{how} before training began: {reason}"
+        )
         for line in tracker.notes:
             console.say(line)
     # After the metrics of steps that run again are gone, and before its settings are there: a kill must leave no word of a last
@@ -263,12 +265,6 @@ def _write_facts(context: RunContext, model: Model, engine: Engine) -> None:
     write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
     page.write_text("environment.txt", environment(context.ranks.device))
     page.write_text("plan.txt", plan_lines(context.config, context.plan, model))
-
-
-def _end_tracker(tracker: Tracker, kind: object, error: BaseException | None, trace: object) -> None:
-    """End the record of a run whose set-up failed. An exit function of `contextlib.ExitStack`."""
-    why = "" if error is None else f": {on_one_line(error)}"
-    tracker.finish("FAILED", in_a_hurry=True, outcome=f"failed before training began{why}")
 
 
 def write_settings(config: RunConfig, folder: Path) -> None:

@@ -20,7 +20,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.plan import Plan
-from pipeline.lifecycle.run_folder import RUN_FOLDER
+from pipeline.lifecycle.run_folder import RUN_FOLDER, Ending
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter, Trace
@@ -290,21 +290,26 @@ class TrainingRun:
         for row, key in zip(sorted(bad), self.context.prepared.data.split.keys(sorted(bad)), strict=True):
             self.context.console.say(f"left out {key}: {bad[row]}")
 
-    def close(self, status: str, outcome: str, in_a_hurry: bool) -> None:
-        """End threads and processes.
-
-        status: FINISHED, FAILED or KILLED (MLflow's names). outcome: how the run ended, in words. in_a_hurry: the run must exit
-        soon.
-        """
+    def close(self, is_finished: bool) -> None:
+        """End threads and processes."""
         monitoring = self.monitoring
         monitoring.watchdog.close()
         self.context.console.close_bar()
         self.training.feed.loader.close()
         self.saving.saver.close()
         if monitoring.drawing:
-            monitoring.drawing.end(last=status == "FINISHED" and self.progress.step > self.progress.start)
-        if tracker := monitoring.tracker:
-            tracker.finish(
-                status, in_a_hurry, outcome, result(self, tracker.facts, status, outcome), monitoring.collapses.first
-            )
+            monitoring.drawing.end(last=is_finished and self.progress.step > self.progress.start)
         waits.say_with(None)  # The console was this run's.
+
+    def show_end(self, how: Ending, reason: str) -> None:
+        """Show on the run's page how this start ended."""
+        if (tracker := self.monitoring.tracker) is None:
+            return
+        step = self.progress.step
+        status, outcome = "FAILED", f"{how} after step {step:,}: {reason}"
+        if how == "finished":
+            status, outcome = "FINISHED", how
+        elif how == "stopped":
+            status, outcome = "KILLED", f"stopped by {reason} at step {step:,}; the same command resumes it"
+        told = result(self, tracker.facts, status, outcome)
+        tracker.finish(status, how != "finished", outcome, told, self.monitoring.collapses.first)

@@ -1,21 +1,24 @@
 """What goes wrong around a run: broken images, full disks, files that do not fit. Nothing is lost, and one line says it."""
 
 import contextlib
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import faulty_s3
 import numpy as np
 import pytest
 import torch
-from forked import Forge, train
+from forked import Forge, ForkedRun, train
 from polling import until
 from ranks import metrics, settings
 from saving import save_all
@@ -25,9 +28,11 @@ from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.lifecycle import samples
-from pipeline.lifecycle.run_folder import Status, read_settings
+from pipeline.lifecycle.run_folder import RESUME, Status, read_failures, read_settings, read_status
+from pipeline.lifecycle.stop import Stop
 from pipeline.monitor import tracking
 from pipeline.monitor.mlflow.sender import SenderTimeouts
+from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import metric_name
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
@@ -35,6 +40,8 @@ from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume, setup
+from pipeline.train.training_run import TrainingRun
+from pipeline.train.zero import engine
 from pipeline.transfer.child_run import ChildRun, how_ended, why_unusable
 
 
@@ -158,29 +165,112 @@ def fine_tuning(dataset: Path, out: Path, weights: Path) -> list[str]:
     return [*kept, f"init.weights={weights}", "optimizer.name=sgd", "optimizer.weight_decay=0"]
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real small file system; needs root to mount it."""
     out = tmp_path / "small"
     out.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(out)], capture_output=True, text=True
-    )
-    if mount.returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(out)]
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a file system needs root")
-    try:
-        more = ["train.length=8 steps", "checkpoint.every=1 steps", "checkpoint.keep=8", "evaluate.every=8 steps"]
-        run = forge.start(1, settings(dataset, out, "full", *more))
-        assert run.wait() == [2], run.said()
-        errors = [line for line in run.said().splitlines() if line.startswith("error")]
-        assert len(errors) == 1, run.said()
-        assert "no space left" in errors[0].lower()
-        assert "Traceback" not in run.said()
-        names = sorted(path.name for path in (out / "full" / "checkpoints").iterdir())
-        assert names[0] == "latest"
-        assert all(name.startswith("step-") for name in names[1:]), "nothing half-written stays"
-        assert models.load(out / "full").config.num_classes == 4
-    finally:
-        subprocess.run(["umount", str(out)], check=True)
+    yield out
+    subprocess.run(["umount", str(out)], check=True)
+
+
+def only_error(run: ForkedRun, num_ranks: int) -> str:
+    """The one line that all ranks together say of an error, without what precedes it."""
+    said = [line for rank in range(num_ranks) for line in run.said(rank).splitlines()]
+    (line,) = [line for line in said if re.search(r"rror|Traceback|^  File", line)]
+    return line.removeprefix("error: ")
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(forge: Forge, dataset: Path, small_disk: Path) -> None:
+    more = ["train.length=8 steps", "checkpoint.every=1 steps", "checkpoint.keep=8", "evaluate.every=8 steps"]
+    run = forge.start(1, settings(dataset, small_disk, "full", *more))
+    assert run.wait() == [2], run.said()
+    assert "no space left" in only_error(run, 1).lower()
+    names = sorted(path.name for path in (small_disk / "full" / "checkpoints").iterdir())
+    assert names[0] == "latest"
+    assert all(name.startswith("step-") for name in names[1:]), "nothing half-written stays"
+    assert models.load(small_disk / "full").config.num_classes == 4
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_disk_without_a_free_byte_ends_all_ranks_in_one_line(
+    num_ranks: int, forge: Forge, dataset: Path, small_disk: Path
+) -> None:
+    """status.json, which could not be replaced, went on saying that the run is running; the other rank printed a traceback."""
+    more = ["train.length=100000 steps", "evaluate.every=100%", "checkpoint.every=100%"]
+    run = forge.start(num_ranks, settings(dataset, small_disk, "full", *more))
+    until(lambda: "step 3/" in run.said())
+    with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    assert run.wait() == [2] * num_ranks, run.said()
+    line = only_error(run, num_ranks)
+    assert str(small_disk / "full") in line
+    assert read_status(small_disk / "full") == Status("refused", 0, 2, line)
+
+
+def train_until_a_disk_of_rank_1_fails(argument: tuple[int, list[str]]) -> None:
+    """In a rank: the other one waits for it in a collective call."""
+    number, overrides = argument
+    record = TrainingRun.record_step
+
+    def fails(run: TrainingRun, *of: Any) -> None:
+        if run.context.ranks.rank == 1 and run.progress.step == 3:
+            raise OSError(number, os.strerror(number), "/local/cache")
+        record(run, *of)
+
+    TrainingRun.record_step = fails  # type: ignore[method-assign]
+    train([overrides])
+
+
+@pytest.mark.parametrize(("number", "code", "how"), [(errno.ENOSPC, 2, "refused"), (errno.EIO, 1, "failed")])
+def test_a_disk_that_fails_one_rank_ends_all_with_its_line(
+    number: int, code: int, how: str, forge: Forge, dataset: Path, tmp_path: Path
+) -> None:
+    """Rank 0 said that it lost a rank, and that a supervisor starts it again, which it does not after code 2."""
+    argument = [number, settings(dataset, tmp_path, "lost", "evaluate.every=100%", "checkpoint.every=2 steps")]
+    run = forge.start_work(2, "test_train_faults:train_until_a_disk_of_rank_1_fails", argument)
+    assert run.wait() == [code, code], run.said(0) + run.said(1)
+    line, folder = only_error(run, 2), tmp_path / "lost"
+    assert line.startswith("rank 1 on ")
+    assert "/local/cache" in line
+    assert read_status(folder) == Status(how, 0, code, line)  # type: ignore[arg-type]
+    assert {rank: (f.lost_others, f.outage) for rank, f in read_failures(folder).items()} == {1: (False, code == 1)}
+    end = PageFolder(folder).read_end()
+    assert end is not None
+    assert (end.status, line in end.tags["outcome"]) == ("FAILED", True)
+
+
+def train_and_be_asked_while_ranks_connect(argument: tuple[str, int, list[str]]) -> None:
+    """In a rank: this one gets SIGTERM right before the ranks make their process group, or use it for the first time."""
+    place, asked, overrides = argument
+    owner = {"init_distributed": engine.deepspeed, "connect": Stop}[place]
+    function = getattr(owner, place)
+
+    def ask_first(*of: Any, **named: Any) -> Any:
+        if int(os.environ["RANK"]) == asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*of, **named)
+
+    setattr(owner, place, ask_first)
+    train([overrides])
+
+
+@pytest.mark.parametrize(("place", "asked"), [("init_distributed", 0), ("init_distributed", 1), ("connect", 1)])
+def test_ranks_that_connect_leave_with_the_one_that_is_asked(
+    place: str, asked: int, forge: Forge, dataset: Path, tmp_path: Path
+) -> None:
+    """The other one met the end of the first, with code 1 and torch's traceback, before it could be told."""
+    argument = [place, asked, settings(dataset, tmp_path, "asked")]
+    run = forge.start_work(2, "test_train_faults:train_and_be_asked_while_ranks_connect", argument)
+    assert run.wait() == [RESUME, RESUME], run.said(0) + run.said(1)
+    said = [line for rank in (0, 1) for line in run.said(rank).splitlines()]
+    assert len([line for line in said if line.startswith("stopped by SIGTERM")]) == 1
+    assert not re.search("rror|Traceback", "".join(said))
+    assert read_status(tmp_path / "asked") == Status("stopped", 0, RESUME, "SIGTERM, before training began")
 
 
 def train_until_its_settings_are_written(overrides: list[str]) -> None:

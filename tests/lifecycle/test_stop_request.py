@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from pipeline.base.errors import OneRankError
+from pipeline.base.errors import CrashError, DivergedError, UserError
 from pipeline.lifecycle.rank_store import RankStore
-from pipeline.lifecycle.run_folder import RESUME, Failure, Status, is_stop_asked, read_failures, read_status
+from pipeline.lifecycle.run_folder import RESUME, Status, is_stop_asked, read_status
 from pipeline.lifecycle.stop import Stop, _key
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -108,24 +107,6 @@ def test_a_stop_before_training_is_said(number: signal.Signals, tmp_path: Path) 
     assert (done.returncode, done.stderr) == (RESUME, said)
 
 
-def test_a_rank_that_loses_one_which_was_asked_to_leave_leaves_as_asked(tmp_path: Path) -> None:
-    """Before training: it met the loss before it was told of the request, and failed with code 1."""
-    code = (
-        "import sys; from types import SimpleNamespace; sys.path.insert(0, 'tests/lifecycle')\n"
-        "from test_stop_request import Path, stop_of\n"
-        "with stop_of(Path(sys.argv[1])) as stop:\n"
-        "    nothing = lambda *of: 1\n"
-        "    stop._ranks = SimpleNamespace(is_main=False)\n"
-        "    stop._store = SimpleNamespace(check=lambda key: key.endswith('/stop/0'), get=lambda key: 'SIGTERM', set=nothing, add=nothing)\n"
-        "    raise RuntimeError('gloo: connection closed by peer')\n"
-    )
-    environment = {**os.environ, "RANK": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (RESUME, "")
-
-
 @pytest.mark.parametrize(
     "when",
     ["os.kill(os.getpid(), 15); until(lambda: stop.reason)", "join, stop._thread.join = stop._thread.join, after"],
@@ -174,34 +155,35 @@ def test_a_run_that_is_leaving_does_not_say_that_it_is_running(tmp_path: Path) -
     assert read_status(tmp_path / "x") == Status("stopped", 0, RESUME, "SIGTERM, before training began")
 
 
-def test_the_status_of_what_ends_with_code_2_says_so(tmp_path: Path) -> None:
-    """Also of an error of the system, such as a full disk: a restart would repeat it."""
-    stop = stop_of(tmp_path)
-    assert stop.folder.lock() is None
-    with pytest.raises(OSError, match="left"), stop:
-        raise OSError(errno.ENOSPC, "No space left on device", "page/facts.json")
-    said = "No space left for page/facts.json: free some, or choose another folder for the output."
-    assert read_status(tmp_path / "x") == Status("refused", 0, 2, said)
+@pytest.mark.parametrize(
+    ("error", "how", "code", "word"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "page/facts.json"), "refused", 2, "page/facts.json"),
+        (OSError(errno.EIO, "I/O error", "log.txt"), "failed", 1, "log.txt"),  # A restart may succeed.
+        (UserError("train.length"), "refused", 2, "train.length"),
+        (DivergedError("optimizer.lr"), "diverged", 2, "optimizer.lr"),
+        (CrashError("rank 3"), "failed", 1, "rank 3"),
+        (RuntimeError("a bug"), "failed", 1, "a bug"),
+    ],
+)
+def test_an_end_is_recorded_at_one_place(
+    tmp_path: Path, error: Exception, how: str, code: int, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """status.json and what mirrors the run have the same ending and reason, also where the mirror or failures/ cannot be written."""
+    stop, shown = stop_of(tmp_path), list[tuple[str, str]]()
 
+    def show(how: str, reason: str) -> None:
+        shown.append((how, reason))
+        raise OSError(errno.ENOSPC, "No space left on device", "page/end.json")
 
-def test_the_failure_of_a_file_server_is_no_refusal(tmp_path: Path) -> None:
-    """A supervisor ended with the first one."""
-    stop = stop_of(tmp_path)
+    stop.show_end = show
     assert stop.folder.lock() is None
     stop.folder.ours = True
-    with pytest.raises(OSError, match="I/O"), stop:
-        raise OSError(errno.EIO, "I/O error", "log.txt")
-    said = "log.txt: its disk, or the server that has it, failed (I/O error). See the system's log, or choose another folder."
-    assert read_status(tmp_path / "x") == Status("failed", 0, 1, said)
-    assert read_failures(tmp_path / "x") == {0: Failure(0, socket.gethostname(), said, False, outage=True)}
-
-
-def test_why_one_rank_alone_ended_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the others say that it was killed."""
-    monkeypatch.setenv("RANK", "1")
-    (tmp_path / "x").mkdir()
-    stop = stop_of(tmp_path)
-    stop.folder.ours = True
-    with pytest.raises(OneRankError), stop:
-        raise OneRankError("shard 3 is missing")
-    assert read_failures(tmp_path / "x") == {1: Failure(1, socket.gethostname(), "shard 3 is missing", False)}
+    (tmp_path / "x/failures").touch()
+    with pytest.raises(type(error)), stop:
+        raise error
+    status = read_status(tmp_path / "x")
+    assert status
+    assert (status.status, status.code) == (how, code)
+    assert word in status.reason
+    assert shown == [(how, status.reason)]

@@ -2,12 +2,10 @@
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -86,29 +84,6 @@ def test_a_rank_that_never_starts_ends_the_wait(
     assert error.value.on_one_rank == (alone == 1), "rank 0 is not there to say it"
 
 
-@pytest.mark.parametrize(
-    ("own", "others", "said"),
-    [("no file w", ["no file w", ""], "no file w"), ("", ["", "rank 1 on b: no file w"], "rank 1 on b: no file w")],
-)
-def test_a_mistake_that_one_rank_finds_is_raised_on_all(own: str, others: list[str], said: str) -> None:
-    def read() -> str:
-        if own:
-            raise UserError(own)
-        return "read"
-
-    with pytest.raises(UserError, match=f"^{said}$"):
-        of_two(0, lambda value: others if value == others[0] else []).on_all(read)
-
-
-def test_another_host_names_itself() -> None:
-    def read() -> str:
-        raise UserError("no file w")
-
-    with pytest.raises(UserError, match=f"^rank 1 on {socket.gethostname()}: no file w$"):
-        of_two(1, lambda value: ["", value]).on_all(read)
-    assert of_two(1, lambda value: ["", value]).on_all(lambda: "read") == "read"
-
-
 def test_what_rank_0_finds_for_all_it_says_alone() -> None:
     def read() -> None:
         raise OneRankError("access denied")
@@ -116,6 +91,8 @@ def test_what_rank_0_finds_for_all_it_says_alone() -> None:
     with pytest.raises(UserError, match=r"^access denied$") as error:
         Ranks(0, 0, 1, torch.device("cpu")).on_main(read)
     assert not error.value.on_one_rank, "every rank would print it"
+    with pytest.raises(OneRankError, match="access denied"):
+        Ranks(1, 0, 1, torch.device("cpu")).on_all(read)
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, ":4096:8"), (":16:8", ":16:8"), (":4096:2:16:8", ":4096:8")])
@@ -133,13 +110,3 @@ def test_a_gpu_repeats_its_bits_also_in_attention(
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.allow_tf32 = torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-def of_two(number: int, gather: Callable[[Any], list[Any]]) -> Ranks:
-    """A rank whose `gather` is that function."""
-
-    class Rank(Ranks):
-        def gather(self, value: Any) -> list[Any]:
-            return gather(value)
-
-    return Rank(number, 0, 2, torch.device("cpu"))

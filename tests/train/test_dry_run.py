@@ -2,7 +2,7 @@
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: t
         run_probe=SimpleNamespace(labelled=labelled, own=range(500)) if config.probe.every.amount else None,
     )
     monkeypatch.setattr(dry_run, "training_step", lambda *arguments, **more: None)
-    dry_run.dry_run_on_all_ranks(engine, prepared, SimpleNamespace())  # type: ignore[arg-type]
+    dry_run.dry_run_on_all_ranks(engine, prepared)
     return found
 
 
@@ -60,15 +60,11 @@ def test_probes_are_tried_also_of_a_run_that_nothing_else_measures(monkeypatch: 
 def test_an_operation_whose_bits_do_not_repeat_is_one_line() -> None:
     """torch raises the error on any device, though only a GPU's run asks for it."""
 
-    def refuse(error: UserError) -> NoReturn:
-        raise error
-
-    stop: Any = SimpleNamespace(refuse=refuse)
     torch.use_deterministic_algorithms(True)
     try:
         with (
             pytest.raises(UserError, match=r"no kernel for put_ that .* Use engine\.deterministic=false"),
-            dry_run.room("training", lambda: "", stop),
+            dry_run.room("training", lambda: ""),
         ):
             torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
     finally:

@@ -8,8 +8,6 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from tiny import make_dataset
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.architecture.variants import configure
-from pipeline.base.errors import Stopped, UserError
+from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import Status, read_status
 from pipeline.model.weights import safetensors_metadata
 from pipeline.monitor.page_folder import PageFolder
@@ -107,37 +105,6 @@ def test_a_model_that_cannot_be_trained_is_refused_before_there_is_a_run_folder(
     with pytest.raises(UserError, match=said):
         start.prepare(schema.load(RunConfig, None, given))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_save_that_fails_at_a_stop_is_how_the_run_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its page and MLflow said nothing of it."""
-
-    def stopped(run: object) -> None:
-        raise Stopped
-
-    def full() -> None:
-        raise UserError("the checkpoint was not saved: no space left")
-
-    def nothing(*given: object) -> None:
-        pass
-
-    ends: list[object] = []
-    monkeypatch.setattr(run, "train_on_all_ranks", stopped)
-    training: Any = SimpleNamespace(
-        progress=SimpleNamespace(start=0, step=7),
-        context=SimpleNamespace(
-            stop=SimpleNamespace(begin_training=nothing),
-            console=SimpleNamespace(open_bar=nothing),
-            plan=SimpleNamespace(steps=9),
-        ),
-        saving=SimpleNamespace(saver=SimpleNamespace(wait=full)),
-        evaluators=[],
-        save_before_stop_on_all_ranks=nothing,
-        close=lambda status, outcome, in_a_hurry: ends.append((status, outcome, in_a_hurry)),
-    )
-    with pytest.raises(UserError, match="no space left"):
-        run._train(training)
-    assert ends == [("FAILED", "failed after step 7: the checkpoint was not saved: no space left", False)]
 
 
 @pytest.mark.slow
@@ -288,4 +255,4 @@ def test_a_set_up_that_fails_late_ends_what_it_began(forge: Forge, dataset: Path
     assert rank.wait() == [3], rank.said()
     end = PageFolder(tmp_path / "x").read_end()
     assert end is not None
-    assert (end.status, "failed before training began: " in str(end.tags)) == ("FAILED", True)
+    assert (end.status, "refused before training began: " in str(end.tags)) == ("FAILED", True)

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -46,16 +46,21 @@ _LET_GO_SECONDS = 0.02
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def start_ranks(ranks: Ranks, timeout_minutes: float, wait_minutes: float = 0.0) -> None:
+def start_ranks(
+    ranks: Ranks,
+    timeout_minutes: float,
+    wait_minutes: float = 0.0,
+    meet: Callable[[bool], None] = lambda hosts_store: None,
+) -> None:
     """Initialise the process group; must precede any collective. No-op if it is initialised.
 
     timeout_minutes: for all ranks to start, and of a collective call beyond `wait_minutes`, for which a rank may wait while the
-    others are in a collective call. Raises CrashError if a rank does not start.
+    others are in a collective call. meet: see `all_started`. Raises CrashError if a rank does not start.
     """
     if torch.distributed.is_initialized():
         return
     deepspeed.utils.logger.setLevel("WARNING")
-    with all_started(ranks, timeout_minutes), _quiet():
+    with all_started(ranks, timeout_minutes, meet), _quiet():
         limit = datetime.timedelta(minutes=timeout_minutes + wait_minutes)
         deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
