@@ -364,7 +364,7 @@ class Stop:
         return self._told("stop")
 
     def _told(self, name: str) -> str:
-        """What a rank has told the others: why they are to "stop", or the code and the error that "end" them; empty if nothing."""
+        """What a rank has told the others: why they are to "stop", or how and why they "end"; empty if nothing."""
         with contextlib.suppress(RuntimeError):  # Rank 0, which hosts the store, has exited.
             if self._store is not None and self._store.check(_key(name)):
                 return self._store.get(_key(name))
