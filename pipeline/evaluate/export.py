@@ -22,7 +22,7 @@ from pipeline.base.files import new_output
 from pipeline.base.words import counted
 from pipeline.evaluate import export_mae
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
-from pipeline.model.convert.preprocessing import eval_resize, written_crop, written_filter
+from pipeline.model.convert.preprocessing import eval_resize, written_crop, written_filter, written_scale
 from pipeline.model.convert.timm_format import timm_eps
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives.mae import Mae
@@ -78,8 +78,9 @@ def run(config: ExportConfig) -> LogitDifference:
         say=print,
     ).eval()
     del content  # whose tensors the model has copied
-    if config.format == "huggingface" and (note := written_crop(view, model.config.image_size)):
-        notes.append(note)
+    if config.format == "huggingface":
+        said = written_crop(view, model.config.image_size), written_scale(model.config.pixels)
+        notes += filter(None, said)
     if config.format not in _AS_IT_IS and isinstance(model.config, ViTConfig) and "sincos2d" in model.config.positions:
         size = "{} x {}".format(*model.config.image_size)
         notes.append(

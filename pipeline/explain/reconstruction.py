@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.model import ViTConfig
+from pipeline.model.convert.preprocessing import HALF
 from pipeline.objectives.mae import Mae, draw_masks, errors, patches_of
 
 _GREY = 0.5
@@ -47,7 +48,7 @@ def reconstruct(model: Mae, images: Tensor, rows: np.ndarray, seed: int, batch: 
             predicted = predicted * (variance + 1e-6).sqrt() + mean
         pixels, P = config.pixels, config.patch_size
         read = pixels.mean, pixels.std
-        predicts = (model.mean, model.std) if pixels.is_rgb8 else read
+        predicts = read if (model.mean, model.std) == (HALF, HALF) else (model.mean, model.std)
         own_mean, own_std, mean, std = (torch.tensor(v, device=part.device).repeat(P**2) for v in (*read, *predicts))
         patches = patches_of(part.float(), P) * own_std + own_mean
         masked.append(_image_of(torch.where(removed, _GREY, patches), config))

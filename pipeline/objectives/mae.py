@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.architecture.pixels import Pixels
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
@@ -99,10 +99,10 @@ class Mae(Objective):
     @classmethod
     def check_pixels(cls, config: RunConfig, pixels: Pixels) -> None:
         super().check_pixels(config, pixels)
-        if cls.settings(config).pixels == "imagenet" and not pixels.is_rgb8:
+        if cls.settings(config).pixels == "imagenet" and pixels != RGB8:
             raise UserError(
-                f"objective.pixels = imagenet is the mean and deviation of 8-bit RGB, and images have {pixels.describe()}: use "
-                "objective.pixels=half, as the backbone reads them."
+                f"objective.pixels = imagenet is the mean and deviation of 8-bit RGB, and images have {pixels.describe()} with a mean and "
+                "deviation of their own: use objective.pixels=half, as the backbone reads them."
             )
 
     @classmethod

@@ -141,7 +141,7 @@ def finetune(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch
     ).to(device)  # fmt: skip
     steps, diverged = train_model(model, train, cell, config, device)
     outcome: dict[str, Any] = {"steps": steps, "num_images": len(tested), "accuracy": 0.0}
-    read = reader(protocol, device)
+    read = reader(protocol, model, device)
 
     def logits(images: Tensor) -> Tensor:
         with _arithmetic(config, device):
@@ -169,7 +169,7 @@ def train_model(
     steps = setting.length.steps(len(split), batch)
     warmup = warmup_steps(protocol, setting, len(split))
     size, augment = view_of(protocol, cell.task)
-    read = reader(protocol, device)
+    read = reader(protocol, model, device)
     objective = Classification(model, "softmax", read=lambda pixels, _: read(pixels))
     optimizer = optimizers.build(
         objective,
@@ -249,7 +249,7 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
     model = (
         models.load(config.weights, image_size=size, num_classes=0, kernel=config.kernel, pixels=RGB8).eval().to(device)
     )
-    read = reader(protocol, device)
+    read = reader(protocol, model, device)
 
     def features(images: Tensor) -> Tensor:
         with _arithmetic(config, device):
@@ -316,12 +316,13 @@ def warmup_steps(protocol: ProtocolConfig, setting: Setting, num_samples: int) -
     return warmup
 
 
-def reader(protocol: ProtocolConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
+def reader(protocol: ProtocolConfig, model: Model, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Returns the function uint8 (B, S, S, 3) -> float32 (B, 3, S, S) on the device, normalised for the model."""
+    read_as = RGB8 if protocol.pixels == "imagenet" else model.config.pixels
     mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
 
     def read(images: Tensor) -> Tensor:
-        pixels = normalise(images, device, torch.float32, RGB8)
+        pixels = normalise(images, device, torch.float32, read_as)
         return (pixels * 0.5 + 0.5 - mean) / std if protocol.pixels == "imagenet" else pixels
 
     return read

@@ -9,7 +9,7 @@ import torch
 from model_parts import ALL_PARTS, CHANGES, randomised
 
 from pipeline import model as models
-from pipeline.architecture.pixels import RGB8
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import RankPart, ShardedTensors
 from pipeline.checkpoint.writer import Commit, Retention
@@ -208,3 +208,18 @@ def test_the_use_of_the_host_has_that_of_its_gpus(device: torch.device) -> None:
     found = HostMeter(Ranks(0, 0, 1, device)).read_on_all_ranks()
     assert ("system/gpu_memory_percent" in found) == (device.type == "cuda")
     assert 0 < found.get("system/gpu_memory_percent", 1) < 100
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int16", "uint16", "float32"])
+def test_images_of_any_type_are_normalised_as_on_a_cpu(kind: str, device: torch.device) -> None:
+    ends = {
+        "low": (10.0, 0.0, 5.0, 1.0),
+        "high": (200.0, 250.0, 180.0, 100.0),
+        "mean": (0.3, 0.4, 0.5, 0.6),
+        "std": (0.1, 0.2, 0.3, 0.4),
+    }
+    pixels = Pixels(("a", "b", "c", "d"), kind, **ends)  # type: ignore[arg-type]
+    images = (torch.rand(2, 8, 8, 4) * (1 if kind == "float32" else 255)).to(getattr(torch, kind))
+    pinned = images.pin_memory() if device.type == "cuda" else images
+    found = normalise(pinned, device, torch.float32, pixels).cpu()
+    assert torch.allclose(found, normalise(images, CPU, torch.float32, pixels), rtol=1e-6, atol=1e-6)

@@ -11,8 +11,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.architecture.variants import config_from_dict, configure
 from pipeline.base.errors import UserError
-from pipeline.model import build, create, forward_macs, load, num_parameters, save, save_safetensors, to_npz, to_timm
+from pipeline.model import (
+    build,
+    create,
+    forward_macs,
+    load,
+    num_parameters,
+    save,
+    save_safetensors,
+    to_huggingface,
+    to_npz,
+    to_timm,
+)
 from pipeline.model.channels import with_channels
+from pipeline.model.convert.preprocessing import written_scale
+from pipeline.model.files import write_folder
 
 BANDS = Pixels.full_range(("nir", "red", "green", "blue", "height"), "uint16")
 CT = replace(Pixels.full_range(("ct",), "int16"), mean=(0.4,), std=(0.3,), nodata=-2000.0)
@@ -88,10 +101,8 @@ def test_each_rule_for_channels(tmp_path: Path) -> None:
         assert torch.equal(kernels["zero"][:, place], named.get(place, torch.zeros_like(mean)))
         assert place not in named or torch.equal(kernels["random"][:, place], named[place])
     assert kernels["random"][:, [0, 4]].std() == pytest.approx((5 * 16) ** -0.5, rel=0.1)
-    timm = pytest.importorskip("timm.models._manipulate")
-    assert torch.allclose(timm.adapt_input_conv(5, rgb), kernels["repeat"], atol=1e-7)
-    one = load(tmp_path / "rgb.pt", pixels=Pixels.full_range(("x",), "uint16")).patch_embedding.weight.detach()
-    assert torch.allclose(timm.adapt_input_conv(1, rgb), one, atol=1e-6)
+    one = load(tmp_path / "rgb.pt", pixels=Pixels.full_range(("red",), "uint16")).patch_embedding.weight.detach()
+    assert torch.allclose(rgb.sum(1, keepdim=True), one, atol=1e-6)
     with pytest.raises(UserError, match=r"init\.channels"):
         load(tmp_path / "rgb.pt", pixels=CT, channels="zero")
 
@@ -119,6 +130,26 @@ def test_weights_of_other_channels_read_their_own_range_and_no_other_channels(tm
 def test_formats_without_a_place_for_channels_refuse_them(write, name: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="nir"):
         write(build(config_of(name, BANDS)))
+
+
+@pytest.mark.parametrize("pixels", [CT, BANDS], ids=["ct", "bands"])
+def test_features_equal_those_of_transformers(pixels: Pixels, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = create("ViT-mu/4", 16, 0, seed=1, pixels=pixels, gelu="erf").eval()
+    tensors, config, processor = to_huggingface(model, None, {})
+    write_folder(tmp_path / "hf", tensors, {"config.json": config, "preprocessor_config.json": processor})
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "hf", local_files_only=True).eval()
+    images = torch.randn(2, pixels.num_channels, 16, 16)
+    with torch.no_grad():
+        found, expected = theirs(images).last_hidden_state[:, 0], model(images)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert config["num_channels"] == pixels.num_channels
+    assert (processor["do_rescale"], bool(written_scale(pixels))) == (
+        (True, False) if pixels is BANDS else (False, True)
+    )
+    assert processor["rescale_factor"] == pytest.approx(1 / 65535 if pixels is BANDS else 1)
+    with pytest.raises(UserError):
+        load(tmp_path / "hf")  # Of which channels, the folder does not say.
 
 
 def test_a_range_must_fit_its_channels() -> None:

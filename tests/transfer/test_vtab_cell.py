@@ -164,10 +164,11 @@ def test_mirror_and_crop_stay_away_where_they_would_change_the_question(data: Da
 
 def test_pixels_are_normalised_as_the_protocol_says(data: Dataset) -> None:
     images = torch.tensor([[[[0, 128, 255]]]], dtype=torch.uint8)
-    assert reader(config(data).protocol, CPU)(images).flatten().tolist() == pytest.approx(
+    model = models.create("ViT-mu/4", 16, 0)
+    assert reader(config(data).protocol, model, CPU)(images).flatten().tolist() == pytest.approx(
         [-1, 128 / 127.5 - 1, 1], abs=1e-6
     )
-    found = reader(config(data, "protocol.pixels=imagenet").protocol, CPU)(images).flatten().tolist()
+    found = reader(config(data, "protocol.pixels=imagenet").protocol, model, CPU)(images).flatten().tolist()
     assert found == pytest.approx([-0.485 / 0.229, (128 / 255 - 0.456) / 0.224, (1 - 0.406) / 0.225], abs=1e-5)
 
 

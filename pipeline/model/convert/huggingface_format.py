@@ -168,7 +168,7 @@ def to_huggingface(
         raise UserError(f"Hugging Face's {cls} cannot hold {feature}; format = safetensors, onnx or torch_export can.")
     config, state = as_plain(
         model, f"Hugging Face's {cls}", _KINDS[kind].pools, hybrids=False,
-        representation=kind == "huggingface" and not has_head and model.config.pool == "token", holds=_KINDS[kind].holds,
+        representation=kind == "huggingface" and not has_head and model.config.pool == "token", holds=_KINDS[kind].holds | {"pixels"},
     )  # fmt: skip
     if not NAMES[kind].patch_bias:
         move_patch_bias(state, config.num_patches)
@@ -182,14 +182,14 @@ def to_huggingface(
         "hidden_size": config.width, "num_hidden_layers": config.depth, "num_attention_heads": config.num_heads,
         "intermediate_size": config.mlp_width, "hidden_act": HIDDEN_ACTS[config.gelu],
         "layer_norm_eps": config.layer_norm_eps, "image_size": height if height == width else [height, width],
-        "patch_size": config.patch_size, "num_channels": 3, **own,
+        "patch_size": config.patch_size, "num_channels": config.pixels.num_channels, **own,
     }  # fmt: skip
     if has_head:
         names = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
         found |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
         if loss == "sigmoid":
             found["problem_type"] = _OF_SIGMOID
-    return tensors, found, preprocessing.to_huggingface(view, config.image_size)
+    return tensors, found, preprocessing.to_huggingface(view, config.image_size, config.pixels)
 
 
 def _family(config: ViTConfig) -> tuple[str, str, dict[str, Any]]:

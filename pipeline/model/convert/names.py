@@ -155,7 +155,7 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
     D, M, K, P = (config.width,), (config.mlp_width,), (config.num_classes,), config.patch_size
     heads = (config.num_heads, config.head_dim) if names.flax else D
 
-    channels = 3 if config.stem is None else resnets.add_stem(entries, config.stem)
+    channels = config.pixels.num_channels if config.stem is None else resnets.add_stem(entries, config.stem)
     ones = () if names.flat else (1,)
     if config.has_class_token:
         entries.append(Entry(names.class_token, (*ones, *ones, *D), "class_token", (1, 1, *D)))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits
@@ -141,13 +142,17 @@ def from_open_clip(cfg: Json) -> Preprocessing:
     return Preprocessing(view, found.mean or CLIP_MEAN, found.std or CLIP_STD)
 
 
-def to_huggingface(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
-    """The content of preprocessor_config.json. image_size: (height, width)."""
+def to_huggingface(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> dict[str, Any]:
+    """The content of preprocessor_config.json, which can divide by one number alone (`written_scale`). image_size: (height, width)."""
     height_width = {"height": image_size[0], "width": image_size[1]}
     common = {
         "do_resize": True, "resample": 3 if view.get("resize_filter") == "bicubic" else 2, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
-        "image_mean": list(HALF), "image_std": list(HALF), "do_convert_rgb": True,
+        "image_mean": list(pixels.mean), "image_std": list(pixels.std), "do_convert_rgb": True,
     }  # fmt: skip
+    if not pixels.is_rgb8:
+        divides = not written_scale(pixels)
+        factor = 1 / pixels.high[0] if divides else 1.0
+        common |= {"do_rescale": divides, "rescale_factor": factor, "do_convert_rgb": False}
     if view.get("eval_crop", "center") == "resize":
         return {"image_processor_type": "ViTImageProcessor", "size": height_width, **common}
     side = eval_resize(view, image_size)
@@ -183,6 +188,17 @@ def written_filter(view: Json) -> str:
     return (
         f"it resizes images by Pillow's bilinear filter, and evaluation here by resize_filter = {own}, which it does not have: its scores "
         "are those of launch/evaluate.py with resize_filter=antialias"
+    )
+
+
+def written_scale(pixels: Pixels) -> str:
+    """Says how values are to be scaled that `to_huggingface` cannot scale; "" if it can."""
+    is_clipped = pixels.is_clipped or pixels.batch_type == "float32"
+    if {*pixels.low} == {0} and len({*pixels.high}) == 1 and not is_clipped:
+        return ""
+    return (
+        f"it cannot say how values are scaled: give it (clip(value, low, high) - low) / (high - low), of low = {list(pixels.low)} and high = "
+        f"{list(pixels.high)} for {', '.join(pixels.channels)}"
     )
 
 
