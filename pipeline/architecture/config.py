@@ -351,7 +351,12 @@ class ViTConfig(Fields):
     @property
     def patch_outputs(self) -> int:
         """Number of outputs for each corrupted patch."""
-        return {None: 0, "mean_color": 512, "small_patch": 16 * 512, "pixels": self.pixels.num_channels * self.patch_pixels**2}[self.masked]
+        return {
+            None: 0,
+            "mean_color": 512,
+            "small_patch": 16 * 512,
+            "pixels": self.pixels.num_channels * self.patch_pixels**2,
+        }[self.masked]
 
     @property
     def num_outputs(self) -> int:

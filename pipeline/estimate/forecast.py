@@ -210,7 +210,15 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     num_bytes = int(split.shard_bytes.sum())
     notes = label_notes(found, config.train.loss)
     data = Data(
-        len(split), found.epoch_samples, found.dataset.num_classes, used, num_bytes, source, balance, notes, split.pixels
+        len(split),
+        found.epoch_samples,
+        found.dataset.num_classes,
+        used,
+        num_bytes,
+        source,
+        balance,
+        notes,
+        split.pixels,
     )
     return config, data, found.dataset.classes
 

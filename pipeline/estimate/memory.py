@@ -266,12 +266,16 @@ def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
     return sum(input_bytes(size, count * micro_batch, precision, pixels) for size, count, pixels in views)
 
 
-def input_bytes(
-    size: tuple[int, int], micro_batch: int, precision: TrainPrecision, pixels: Pixels = RGB8
-) -> int:
+def input_bytes(size: tuple[int, int], micro_batch: int, precision: TrainPrecision, pixels: Pixels = RGB8) -> int:
     """Bytes of a micro-batch's images of a size (height, width): normalised in fp32, and the 16-bit copy that the model reads."""
     height, width = size
-    return micro_batch * pixels.num_channels * height * width * (4 if precision == "fp32" else 4 + dtype_of(precision).itemsize)
+    return (
+        micro_batch
+        * pixels.num_channels
+        * height
+        * width
+        * (4 if precision == "fp32" else 4 + dtype_of(precision).itemsize)
+    )
 
 
 def checkpoint_bytes(model: Config, config: RunConfig) -> int:

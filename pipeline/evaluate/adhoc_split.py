@@ -52,7 +52,12 @@ class AdhocSplit:
 
 
 def open_adhoc_split(
-    places: Sequence[str], split: str, exclude: str, names: Sequence[str], setting: str = "images", pixels: Pixels = RGB8
+    places: Sequence[str],
+    split: str,
+    exclude: str,
+    names: Sequence[str],
+    setting: str = "images",
+    pixels: Pixels = RGB8,
 ) -> AdhocSplit:
     """Open the images of a command. Files of a folder are sorted by path; files given by name keep their order.
 

@@ -60,7 +60,14 @@ class LoadedModel:
             remedy = "Check the images, or raise max_bad_share."
             budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
             yield SplitReader(
-                split, self.image_size, self.view, config.batch, config.threads, alone, bar.update, budget=budget,
+                split,
+                self.image_size,
+                self.view,
+                config.batch,
+                config.threads,
+                alone,
+                bar.update,
+                budget=budget,
                 pixels=self.pixels,
             )
 

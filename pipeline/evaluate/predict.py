@@ -87,9 +87,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     if config.class_names and own is not None:
         _tell_other_names(config, own, loaded)
     numbers = [f"class {number}" for number in range(num_classes)]
-    images = open_adhoc_split(
-        config.images, config.split, config.exclude, own or numbers, pixels=loaded.pixels
-    )
+    images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers, pixels=loaded.pixels)
     refuse_without_dataset(config, split=["images"], exclude=["images"])
     if own and images.fingerprint:
         images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))

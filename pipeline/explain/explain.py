@@ -178,14 +178,21 @@ def _draw_images(
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_read = max(config.num_drawn, config.num_averaged if "distance" in drawings else 0)
-    rows, pixels = _read(config, pictures.split, order[:num_read], eval_view(loaded.view, loaded.image_size, _read_as(loaded, pictures.split)))
+    rows, pixels = _read(
+        config,
+        pictures.split,
+        order[:num_read],
+        eval_view(loaded.view, loaded.image_size, _read_as(loaded, pictures.split)),
+    )
     rows, drawn = rows[: config.num_drawn], pixels[: config.num_drawn]
     shown = read_shown(config, loaded, pictures.split, rows)[1]
     captions = [_caption(pictures, row) for row in rows.tolist()]
     results.numbers["images"] = pictures.split.keys(rows)
     if not loaded.pixels.is_rgb8:
         results.numbers["shown_channels"] = [loaded.pixels.channels[place] for place in loaded.pixels.shown]
-        print(f"pictures show {', '.join(results.numbers['shown_channels'])} as red, green and blue, by the recorded range")
+        print(
+            f"pictures show {', '.join(results.numbers['shown_channels'])} as red, green and blue, by the recorded range"
+        )
 
     model = loaded.model
     if isinstance(model, VisionTransformer) and "patches" in drawings:
@@ -199,7 +206,11 @@ def _draw_images(
         results.numbers["component_variance_shares"] = found.shares.tolist()
     if "reconstruction" in drawings and mae is not None:
         painted = reconstruct(
-            mae.to(loaded.device), normalise(drawn, loaded.device, torch.float32, loaded.pixels), rows, config.seed, config.batch
+            mae.to(loaded.device),
+            normalise(drawn, loaded.device, torch.float32, loaded.pixels),
+            rows,
+            config.seed,
+            config.batch,
         )
         results.drawings["reconstruction"] = galleries.draw_reconstruction(
             painted, mae.normalise, to_rgb(drawn.numpy(), loaded.pixels), captions

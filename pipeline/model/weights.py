@@ -255,7 +255,14 @@ def load(
     weights = content or read_weights(path, say)
     old, state = weights.config, weights.state
     pools = {"mean_pool": mean_pool, "attentive_pool": attentive_pool}
-    options: dict[str, Any] = {"gelu": gelu, "representation": representation, "kernel": kernel, "pixels": pixels, **pools, **training}
+    options: dict[str, Any] = {
+        "gelu": gelu,
+        "representation": representation,
+        "kernel": kernel,
+        "pixels": pixels,
+        **pools,
+        **training,
+    }
     config = adapted(old, path, image_size, num_classes, new_head=new_head, **options)
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
         for note in resizing_notes(old, config):

@@ -107,7 +107,9 @@ def cast(objective: "Objective", dtype: torch.dtype) -> "Objective":
 def inputs(objective: "Objective", config: RunConfig, images: int, dtype: torch.dtype) -> "Inputs":
     """What `loss` reads of a micro-batch of so many images, by the objective's own `inputs`; views of `dtype`."""
     pixels = objective.pixels
-    groups = [(group.count, images, *ImageSize.parse(group.size), pixels.num_channels) for group in objective.views(config)]
+    groups = [
+        (group.count, images, *ImageSize.parse(group.size), pixels.num_channels) for group in objective.views(config)
+    ]
     views = tuple(torch.empty(shape, dtype=getattr(torch, pixels.batch_type), device=META) for shape in groups)
     labels, valid = torch.zeros((images, 1), dtype=torch.int64), torch.ones(images, dtype=torch.bool)
     batch = Batch(views, labels, valid, np.arange(images), np.zeros(images, np.int64))

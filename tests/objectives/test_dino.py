@@ -428,7 +428,9 @@ def test_weights_begin_a_run_with_their_backbone(tmp_path: Path, new_head: bool)
     save(old, tmp_path / "old.pt")
     config = config_of("model.image_size=24", f"init.new_head={new_head}", model=f"init.weights={tmp_path}/old.pt")
     said: list[str] = []
-    found = initial_model(config, SimpleNamespace(num_classes=7, classes=[], pixels=RGB8), None, SimpleNamespace(say=said.append))
+    found = initial_model(
+        config, SimpleNamespace(num_classes=7, classes=[], pixels=RGB8), None, SimpleNamespace(say=said.append)
+    )
     assert (found.config.num_classes, found.config.representation, found.config.image_size) == (0, False, (24, 24))
     assert torch.equal(found.blocks[0].mlp.up.weight, old.blocks[0].mlp.up.weight)
     assert said[-1] == f"train.loss = dino begins with the backbone of {tmp_path}/old.pt; its head is new"

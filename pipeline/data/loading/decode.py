@@ -120,7 +120,9 @@ def _decode_npy(data: bytes, choose: Callable[[int, int], Region] | None, pixels
         raise DecodeError(_reason(error)) from None
     found = found[..., None] if found.ndim == 2 else found
     if found.ndim != 3 or found.shape[2] != pixels.num_channels or found.dtype != np.dtype(pixels.type):
-        raise DecodeError(f"an array {found.shape} of {found.dtype}, not (H, W, {pixels.num_channels}) of {pixels.type}")
+        raise DecodeError(
+            f"an array {found.shape} of {found.dtype}, not (H, W, {pixels.num_channels}) of {pixels.type}"
+        )
     if choose is None:
         return found
     top, left, height, width = choose(*found.shape[:2])

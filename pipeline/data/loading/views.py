@@ -112,9 +112,7 @@ def remembering_train_view(
     return ViewWriter(((1, image_size, image_size),), write)
 
 
-def eval_view(
-    config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, times: int = 1
-) -> ViewWriter:
+def eval_view(config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, times: int = 1) -> ViewWriter:
     """Returns a writer of the evaluation view, the same for every epoch and row. times: with so many times its pixels a side."""
     size = ImageSize.parse(image_size)
 

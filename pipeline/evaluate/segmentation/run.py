@@ -71,7 +71,9 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     origin = find_origin(file, config.weights)
     loaded = load_model(replace(config, weights=str(file)))
     if not loaded.pixels.is_rgb8:
-        raise UserError(f"{config.weights} reads {loaded.pixels}, and launch/segment.py reads 8-bit RGB only: use such weights.")
+        raise UserError(
+            f"{config.weights} reads {loaded.pixels}, and launch/segment.py reads 8-bit RGB only: use such weights."
+        )
     tokens = _tokens(config, loaded)
     train, test = open_pairs(config)
     data, split = _scored_on(config)
