@@ -90,11 +90,9 @@ def _decoded(data: bytes, pixels: Pixels, *options: Any) -> np.ndarray:
     return image if pixels == RGB8 else batch_values(image, pixels)
 
 
-def train_view(
-    config: AugmentConfig, seed: int, image_size: ImageSize | int, by_region: bool = True, pixels: Pixels = RGB8
-) -> ViewWriter:
-    """`train_views` for one view."""
-    return train_views((Views(1, image_size, config),), seed, by_region, pixels)
+def train_view(config: AugmentConfig, seed: int, image_size: ImageSize | int, by_region: bool = True) -> ViewWriter:
+    """`train_views` for one view of 8-bit RGB."""
+    return train_views((Views(1, image_size, config),), seed, by_region)
 
 
 def remembering_train_view(
