@@ -150,7 +150,9 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             f"{out} was indexed with other classes than label_names = {config.label_names}: {other}. Give those, or remove "
             f"{INFO} and index again."
         )
-    pixels = finished.pixels if finished else pixels_of(_probed([path for *_, path in files]), config)
+    pixels = finished.pixels if finished else None
+    if not pixels:
+        pixels = pixels_of(_probed([path for *_, path in files]), config.channels, config.pages, config.nodata)
     jobs = [
         IndexJob(
             path=str(path),

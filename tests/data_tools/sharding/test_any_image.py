@@ -169,6 +169,21 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
         shard.run(settings(source, tmp_path / "wrong", channel_pattern="(?P<sample>.*)_(?P<channel>.)"))
 
 
+def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster: int, tmp_path: Path) -> None:
+    written = arrays("uint16", 2, 4)
+    written["dog/01"][..., 0] = written["cat/00"][..., 0]  # The same first file.
+    written["cat/02"] = written["cat/00"]
+    files = {f"{key}-{channel}.npy": npy(values[..., channel]) for key, values in written.items() for channel in (0, 1)}
+    source = write_folder(files, tmp_path / "raw")
+    merging = {"merge_copies": True, "layout": "images"}
+    pattern = {"channel_pattern": "(?P<sample>.*)-(?P<channel>.)"}
+    dataset = shard.run(settings(source, tmp_path / "out", **pattern, **merging))
+    check(dataset, {key: values for key, values in written.items() if key != "cat/02"})
+    pages = {f"{key}.tif": tiff(np.moveaxis(values, 2, 0)) for key, values in written.items()}
+    dataset = shard.run(settings(write_folder(pages, tmp_path / "tiffs"), tmp_path / "pages", pages="samples", **merging))
+    assert stored(dataset).keys() == {f"{key}@{page}" for key in ("cat/00", "dog/01", "dog/03") for page in (0, 1)}
+
+
 def test_pages_are_refused_until_a_setting_says_what_they_are(ray_cluster: int, tmp_path: Path) -> None:
     written = arrays("uint16", 3)
     pages = {f"{key}.tif": tiff(np.moveaxis(values, 2, 0)) for key, values in written.items()}
