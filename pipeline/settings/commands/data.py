@@ -1,6 +1,7 @@
 """The settings of jobs on data (`data_tools/`): sharding, indexing, verification, statistics, de-duplication."""
 
 import re
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +44,7 @@ def _check_channels(channels: list[str]) -> None:
 
 
 def _nodata() -> float | None:
-    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.")
+    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.", min=-sys.float_info.max)
 
 
 def _values_images() -> int:

@@ -180,7 +180,9 @@ def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster
     dataset = shard.run(settings(source, tmp_path / "out", **pattern, **merging))
     check(dataset, {key: values for key, values in written.items() if key != "cat/02"})
     pages = {f"{key}.tif": tiff(np.moveaxis(values, 2, 0)) for key, values in written.items()}
-    dataset = shard.run(settings(write_folder(pages, tmp_path / "tiffs"), tmp_path / "pages", pages="samples", **merging))
+    dataset = shard.run(
+        settings(write_folder(pages, tmp_path / "tiffs"), tmp_path / "pages", pages="samples", **merging)
+    )
     assert stored(dataset).keys() == {f"{key}@{page}" for key in ("cat/00", "dog/01", "dog/03") for page in (0, 1)}
 
 
