@@ -1,7 +1,6 @@
 """The settings of jobs on data (`data_tools/`): sharding, indexing, verification, statistics, de-duplication."""
 
 import re
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,7 +43,7 @@ def _check_channels(channels: list[str]) -> None:
 
 
 def _nodata() -> float | None:
-    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.", min=-sys.float_info.max)
+    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.", min=-1e39)
 
 
 def _values_images() -> int:
