@@ -239,12 +239,13 @@ def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: i
     assert "3 images with an alpha channel" in capfd.readouterr().out
 
 
-def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path) -> None:
-    written = {key.replace("/", "-"): values for key, values in arrays("uint16", 4).items()}
+def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    # As many bands as are read, and alpha.
+    written = {key.replace("/", "-"): values for key, values in arrays("uint16", 5).items()}
     (tmp_path / "tars").mkdir()
     with tarfile.open(tmp_path / "tars/a.tar", "w") as tar:
         for key, values in written.items():
-            data = tiff(values)
+            data = tiff(values, extrasamples=["unspecified"] * 3 + ["unassalpha"])
             member = tarfile.TarInfo(f"{key}.tif")
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
@@ -252,7 +253,8 @@ def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path) -
     dataset = index.run(config)
     assert dataset.pixels.channels == ("blue", "green", "red", "nir")
     assert dataset.pixels.is_measured
-    check(dataset, written)
+    assert "12 images with an alpha" in capfd.readouterr().out
+    check(dataset, {key: values[..., :4] for key, values in written.items()})
     assert index.run(config).info == dataset.info
     assert verify.run(VerifyConfig(data=str(dataset.path)))["is_whole"]
 
