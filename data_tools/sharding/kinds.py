@@ -334,11 +334,11 @@ def _to_rgb8(values: np.ndarray, stored: StoredImage) -> np.ndarray:
 
 
 def left_out(data: bytes, pixels: Pixels) -> list[str]:
-    """What training does not read of a file: "alpha", "pages" (all but the first). Raises DecodeError."""
+    """What training does not read of a file: "alpha", "pages" (all but one). Raises DecodeError."""
     if data.startswith(b"\xff\xd8"):
         return []
     stored = stored_image(data)
-    uses_pages = stored.channels * stored.pages == pixels.num_channels
+    uses_pages = not pixels.is_rgb8 and stored.channels * stored.pages == pixels.num_channels
     return ["alpha"] * stored.alpha + ["pages"] * (stored.pages > 1 and not uses_pages)
 
 

@@ -186,18 +186,22 @@ def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster
     assert stored(dataset).keys() == {f"{key}@{page}" for key in ("cat/00", "dog/01", "dog/03") for page in (0, 1)}
 
 
-def test_pages_are_refused_until_a_setting_says_what_they_are(ray_cluster: int, tmp_path: Path) -> None:
+def test_pages_are_refused_until_a_setting_says_what_they_are(ray_cluster: int, tmp_path: Path, capfd) -> None:
     written = arrays("uint16", 3)
     pages = {f"{key}.tif": tiff(np.moveaxis(values, 2, 0)) for key, values in written.items()}
     source = write_folder(pages, tmp_path / "raw")
     with pytest.raises(UserError, match="pages=channels"):
         shard.run(settings(source, tmp_path / "unsaid"))
     check(shard.run(settings(source, tmp_path / "channels", pages="channels")), written)
+    capfd.readouterr()
     first = shard.run(settings(source, tmp_path / "first", pages="first"))
     check(first, {key: values[..., :1] for key, values in written.items()})
     middle = shard.run(settings(source, tmp_path / "middle", pages="middle"))
+    shard.run(settings(source, tmp_path / "reduced", to_rgb8=True))
+    assert capfd.readouterr().out.count("12 images with pages") == 3
     check(middle, {key: values[..., 1:2] for key, values in written.items()})
     each = shard.run(settings(source, tmp_path / "each", pages="samples", val_share=0.4))
+    assert "with pages" not in capfd.readouterr().out
     both = stored(each) | stored(each, "val")
     expected = {f"{key}@{page}": values[..., page : page + 1] for key, values in written.items() for page in range(3)}
     assert both.keys() == expected.keys()
