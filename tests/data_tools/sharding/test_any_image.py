@@ -131,8 +131,19 @@ def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, t
     written = arrays("float32", 1)
     for values in written.values():
         values[:3] = np.nan
-    source = write_folder({f"{key}.npy": npy(values) for key, values in written.items()}, tmp_path / "raw")
+    infinite = {"cat/inf.npy": npy(np.full((5, 5), np.inf, np.float32))}
+    source = write_folder({f"{key}.npy": npy(values) for key, values in written.items()} | infinite, tmp_path / "raw")
     dataset = shard.run(settings(source, tmp_path / "out"))
+    assert stored(dataset).keys() == written.keys()  # Without the infinite one, which is a bad image.
+    files = {
+        f"{key}-{channel}.npy": data
+        for key in ("a", "b", "inf")
+        for channel in (1, 2)
+        for data in [npy(written["cat/00"])]
+    }
+    source = write_folder(files | {"inf-2.npy": npy(np.full((18, 22), np.inf, np.float32))}, tmp_path / "files")
+    joining = {"layout": "images", "channel_pattern": "(?P<sample>.*)-(?P<channel>.)"}
+    assert stored(shard.run(settings(source, tmp_path / "joined", **joining))).keys() == {"a", "b"}
     assert f"{12 * 3 * 22:,} missing" in capfd.readouterr().out
     assert np.isfinite([*dataset.pixels.low, *dataset.pixels.high, *dataset.pixels.mean]).all()
     elevation = {
