@@ -111,13 +111,16 @@ def copy_notes(dataset: Dataset, found: dict[str, SplitCopies]) -> list[str]:
     lines = []
     for split, copies in found.items():
         command = f"python launch/dedup.py data={dataset.path} split={split}"
+        within, between = f"{command} within_split=true", f"{command} against={dataset.path}:"
+        if not dataset.pixels.is_rgb8:  # Near copies are searched for among 8-bit RGB alone.
+            within = between = "shard the source into another folder with merge_copies=true"
         if num := copies.other_labels:
             lines.append(
                 f"note: {split}: {counted(num, 'image')} with the same bytes as an image of another class. To exclude all but one of each: "
-                f"{command} within_split=true"
+                f"{within}"
             )
         lines += [
-            f"note: {split}: {counted(num, 'exact copy')} of images in {other}. To exclude them: {command} against={dataset.path}:{other}"
+            f"note: {split}: {counted(num, 'exact copy')} of images in {other}. To exclude them: {between}{other if dataset.pixels.is_rgb8 else ''}"
             for other, num in copies.in_splits.items()
         ]
     return lines
@@ -134,10 +137,13 @@ def hash_samples(job: HashJob) -> bytes:
         return path.read_bytes()
     hashes = []
     with Reader() as reader:
-        columns = (job.rows[name] for name in ("path", "offset", "size", "packed"))
-        for place in zip(*columns, strict=True):
+        columns = (job.rows[name] for name in ("path", "offset", "size", "packed", "page", "parts"))
+        for *place, page, parts in zip(*columns, strict=True):
             try:
-                hashes.append(hashlib.sha256(reader.read(*place)).digest()[:_HASH_BYTES])
+                digest = hashlib.sha256(b"" if page < 0 else str(page).encode())
+                for file in parts or [place]:
+                    digest.update(reader.read(*file))
+                hashes.append(digest.digest()[:_HASH_BYTES])
             except UserError:  # For example, the object store cannot be reached.
                 raise
             except (OSError, ValueError) as error:

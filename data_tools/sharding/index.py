@@ -11,6 +11,7 @@ import json
 import os
 import posixpath
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from data_tools.driver import remove_leftovers
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups
-from data_tools.sharding.kinds import pixels_of
+from data_tools.sharding.kinds import describe_left_out, left_out, pixels_of
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
 from data_tools.sharding.values import measure_values
 from data_tools.sharding.write_shard import load_part, write_part
@@ -35,7 +36,7 @@ from data_tools.sources.listing import reasons
 from data_tools.sources.reader import lost_if_unreadable, refuse_large
 from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
 from data_tools.tasks import tasks_on_cluster
-from pipeline.architecture.pixels import Pixels
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
@@ -89,14 +90,14 @@ class IndexJob:
     part: str
     whole: bool
     num_classes: int
-    pixels: Pixels
+    pixels: Pixels = RGB8
 
 
 @dataclass(frozen=True)
 class _IndexPartMetadata:
     """The metadata of a part file. seen: the job, and size and version of the tar. has_labels: whether any sample has some, also a bad one.
 
-    unlabelled: row in the part file, key, where and reason of each sample without labels.
+    left_out: number of images by `kinds.left_out`. unlabelled: row in the part file, key, where and reason of each sample without labels.
     """
 
     seen: dict[str, Any]
@@ -104,19 +105,21 @@ class _IndexPartMetadata:
     skipped: list[tuple[str, str, str]]
     unlabelled: list[tuple[int, str, str, str]]
     has_labels: bool
+    left_out: dict[str, int]
 
 
 @dataclass(frozen=True)
 class _IndexedTar:
     """The result of a job. num_unlabelled: samples in the part file without a label. skipped: (key, where, reason) of bad samples.
 
-    has_labels: see `_IndexPartMetadata`.
+    has_labels, left_out: see `_IndexPartMetadata`.
     """
 
     shard: Shard
     skipped: list[tuple[str, str, str]]
     num_unlabelled: int
     has_labels: bool
+    left_out: dict[str, int]
 
 
 def run(config: IndexConfig) -> Dataset:
@@ -150,7 +153,9 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             f"{out} was indexed with other classes than label_names = {config.label_names}: {other}. Give those, or remove "
             f"{INFO} and index again."
         )
-    pixels = finished.pixels if finished else pixels_of(_probed([path for *_, path in files]), config)
+    pixels = finished.pixels if finished else None
+    if not pixels:
+        pixels = pixels_of(_probed([path for *_, path in files]), config.channels, config.pages, config.nodata)
     jobs = [
         IndexJob(
             path=str(path),
@@ -225,25 +230,27 @@ def index_tar(job: IndexJob) -> _IndexedTar:
         raise UserError(f"A worker cannot access {path}: the tars must be on storage shared by all nodes.") from None
     # A complete part file of a tar that has not changed.
     if part.exists() and (found := load_part(part, _IndexPartMetadata)) and found.seen == seen:
-        return _IndexedTar(found.shard, found.skipped, len(found.unlabelled), found.has_labels)
+        return _IndexedTar(found.shard, found.skipped, len(found.unlabelled), found.has_labels, found.left_out)
     cv2.setNumThreads(1)
     with lost_if_unreadable(job.path):
-        columns, skipped, unlabelled, has_labels, sha256 = _scan(job, path)
+        columns, skipped, unlabelled, has_labels, unread, sha256 = _scan(job, path)
     shard = Shard(job.name, job.split, len(columns["key"]), num_bytes, sha256)
-    about = asdict(_IndexPartMetadata(seen, shard, skipped, unlabelled, has_labels))
+    about = asdict(_IndexPartMetadata(seen, shard, skipped, unlabelled, has_labels, unread))
     write_part(part, pa.Table.from_pydict(columns, ROWS), json.dumps(about))
-    return _IndexedTar(shard, skipped, len(unlabelled), has_labels)
+    return _IndexedTar(shard, skipped, len(unlabelled), has_labels, unread)
 
 
 def _scan(
     job: IndexJob, path: AnyPath
-) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], list[tuple[int, str, str, str]], bool, str]:
-    """Returns (columns of the manifest, bad samples, samples without labels, whether any has labels, hex sha256 of the tar).
+) -> tuple[
+    dict[str, list[Any]], list[tuple[str, str, str]], list[tuple[int, str, str, str]], bool, dict[str, int], str
+]:
+    """Returns (columns of the manifest, bad samples, samples without labels, whether any has labels, `left_out`, hex sha256 of the tar).
 
     Reads the tar once.
     """
     columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
-    skipped, unlabelled, has_labels = [], [], False
+    skipped, unlabelled, has_labels, unread = [], [], False, Counter[str]()
     numbers = ClassNumbers([str(number) for number in range(job.num_classes)])
     digest = hashlib.sha256()
     with fetched(path) as file:
@@ -262,6 +269,7 @@ def _scan(
                 ext, width, height = inspect(data, job.whole, job.pixels)
                 if not job.whole:
                     check_end(data, ext)
+                unread.update(left_out(data, job.pixels))
             except ValueError as error:
                 skipped.append((*where, str(error)))
                 continue
@@ -282,7 +290,7 @@ def _scan(
             for column, value in row.items():
                 columns[column].append(value)
         _hash(file, hashed, os.fstat(file.fileno()).st_size, digest)
-    return columns, skipped, unlabelled, has_labels, digest.hexdigest()
+    return columns, skipped, unlabelled, has_labels, dict(unread), digest.hexdigest()
 
 
 def _hash(file: BinaryIO, start: int, end: int, digest: "hashlib._Hash") -> None:
@@ -329,7 +337,7 @@ def _without_unlabelled(done: _IndexedTar, job: IndexJob) -> _IndexedTar:
     about = load_part(to_path(job.part), _IndexPartMetadata)
     assert about is not None, "the part file was written or read by this job"
     shard = replace(done.shard, samples=done.shard.samples - done.num_unlabelled)
-    return _IndexedTar(shard, [*done.skipped, *(sample[1:] for sample in about.unlabelled)], 0, True)
+    return _IndexedTar(shard, [*done.skipped, *(sample[1:] for sample in about.unlabelled)], 0, True, done.left_out)
 
 
 def _read_rows(part: AnyPath, with_unlabelled: bool) -> pa.Table:
@@ -370,7 +378,10 @@ def _finish(
     about, settings = {"path": str(source), "indexed": True}, {"group_pattern": group_pattern} if group_pattern else {}
     dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, settings, pixels=pixels)
     groups = {split: dataset.table(split, verify=False).groups() for split in dataset.splits if group_pattern}
-    for line in describe_groups(groups):
+    unread = Counter[str]()
+    for done in results:
+        unread.update(done.left_out)
+    for line in (*describe_groups(groups), *describe_left_out(unread)):
         print(line)
     if repeated := _num_repeated(kept, not is_labelled):
         print(

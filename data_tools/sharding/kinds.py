@@ -21,9 +21,9 @@ from data_tools.sources.repeated_keys import sorted_by_key
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.images.stored import DecodeError, StoredImage
+from pipeline.data.images.stored import DecodeError, StoredImage, refuse_infinite
 from pipeline.data.loading.decode import stored_image
-from pipeline.settings.commands.data import IndexConfig, ShardConfig
+from pipeline.settings.commands.data import ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
 _NUM_PROBED = 48
@@ -63,35 +63,38 @@ def source_pixels(listing: Listing, config: ShardConfig) -> Pixels:
     images = list(_probed(listing))
     if not listing.channels and all(stored.channels == stored.pages == 1 for _, stored in images):
         print(channel_hint(listing), end="")
-    return pixels_of(images, config, listing.channels, is_split="page" in listing.table.column_names)
+    is_split = "page" in listing.table.column_names
+    return pixels_of(images, config.channels, config.pages, config.nodata, listing.channels, is_split)
 
 
 def pixels_of(
     images: Iterable[tuple[str, StoredImage]],
-    config: ShardConfig | IndexConfig,
+    channels: Sequence[str],
+    pages: str,
+    nodata: float | None,
     joined: Sequence[str] = (),
     is_split: bool = False,
 ) -> Pixels:
     """What the values of images mean, by the settings and the headers of some; not measured yet.
 
-    images: (name, header). joined: names of channels, of which each is a file. is_split: each page is a sample. Prints what the images
+    images: (name, header). channels, pages, nodata: settings. joined: names of channels, of which each is a file. is_split: each page is a sample. Prints what the images
     are, unless they are photographs of 8 bits. Raises UserError where they differ, or have several pages and no setting says what these
     are.
     """
-    kinds, examples, nodata = Counter[_Kind](), dict[_Kind, str](), set[float | None]()
+    kinds, examples, declared = Counter[_Kind](), dict[_Kind, str](), set[float | None]()
     for name, stored in images:
         has_pages = stored.pages > 1 and stored.ext not in _ANIMATIONS and not is_split
         kind = _Kind(stored.channels, stored.type, stored.pages if has_pages else 1, stored.axes)
         kinds[kind] += 1
         examples.setdefault(kind, f"{name}: {stored.describe()}")
-        nodata.add(stored.nodata)
+        declared.add(stored.nodata)
     if not joined:
         num_photographs = sum(count for kind, count in kinds.items() if kind.is_photograph)
-        if num_photographs >= _MOST * kinds.total() and not config.channels:
+        if num_photographs >= _MOST * kinds.total() and not channels:
             return RGB8  # Others are bad images, as are all if none could be read.
-        kinds = Counter({kind: count for kind, count in kinds.items() if not kind.is_photograph or config.channels})
-    num_channels = _num_channels(kinds, examples, config) * max(len(joined), 1)
-    names = tuple(config.channels) or tuple(joined) or _default_names(num_channels)
+        kinds = Counter({kind: count for kind, count in kinds.items() if not kind.is_photograph or channels})
+    num_channels = _num_channels(kinds, examples, pages) * max(len(joined), 1)
+    names = tuple(channels) or tuple(joined) or _default_names(num_channels)
     if len(names) != num_channels:
         raise UserError(
             f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have {counted(num_channels, 'channel')}: "
@@ -106,16 +109,16 @@ def pixels_of(
             f"note: images have values of {', '.join(f'{kind} ({count} of {types.total()} tried)' for kind, count in types.items())}: all are "
             f"read as {common}, and an image with a value that this does not hold is a bad one"
         )
-    value = config.nodata if config.nodata is not None else nodata.pop() if len(nodata) == 1 else None
+    value = nodata if nodata is not None else declared.pop() if len(declared) == 1 else None
     pixels = Pixels(names, common, (), (), (), (), value)  # type: ignore[arg-type]
     print(f"images are {pixels.describe()}" + (f"; {value:g} is no value" if value is not None else ""))
     return pixels
 
 
-def _num_channels(kinds: Counter[_Kind], examples: dict[_Kind, str], config: ShardConfig | IndexConfig) -> int:
+def _num_channels(kinds: Counter[_Kind], examples: dict[_Kind, str], pages: str) -> int:
     """Channels of a sample. Raises UserError if images differ, or pages have no meaning."""
     if several := [kind for kind in kinds if kind.pages > 1]:
-        pages = config.pages or ("channels" if all(kind.axes == "C" for kind in several) else "")
+        pages = pages or ("channels" if all(kind.axes == "C" for kind in several) else "")
         if not pages:
             kind = several[0]
             raise UserError(
@@ -123,8 +126,6 @@ def _num_channels(kinds: Counter[_Kind], examples: dict[_Kind, str], config: Sha
                 f"{counted(kind.pages * kind.channels, 'channel')}), pages=samples ({kind.pages} images), pages=first or pages=middle (one "
                 "of them, the others are not used)."
             )
-    else:
-        pages = ""
     counts = Counter[int]()
     for kind, count in kinds.items():
         counts[kind.channels * (kind.pages if pages == "channels" else 1)] += count
@@ -301,7 +302,8 @@ def joined(files: list[bytes], pixels: Pixels) -> tuple[bytes, str, int, int]:
 
 
 def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:
-    """The values with nodata where they are missing. Raises DecodeError if there is no such value."""
+    """The values with nodata where they are missing. Raises DecodeError if there is no such value, and for infinite ones."""
+    refuse_infinite(values, pixels)
     if missing is None or not missing.any():
         return values
     if pixels.nodata is None:
@@ -333,11 +335,11 @@ def _to_rgb8(values: np.ndarray, stored: StoredImage) -> np.ndarray:
 
 
 def left_out(data: bytes, pixels: Pixels) -> list[str]:
-    """What training does not read of a file: "alpha", "pages" (all but the first). Raises DecodeError."""
+    """What training does not read of a file: "alpha", "pages" (all but one). Raises DecodeError."""
     if data.startswith(b"\xff\xd8"):
         return []
     stored = stored_image(data)
-    uses_pages = stored.channels * stored.pages == pixels.num_channels
+    uses_pages = not pixels.is_rgb8 and stored.channels * stored.pages == pixels.num_channels
     return ["alpha"] * stored.alpha + ["pages"] * (stored.pages > 1 and not uses_pages)
 
 

@@ -40,6 +40,9 @@ _MAX_PARTS = 1000
 # Where the bytes of a sample are: columns of `Listing.rows`.
 _PLACE = ("path", "offset", "size", "packed", "page", "parts")
 _CHECKSUM = b"part_xxh128"
+# An image for the shard: the file, extension, width, height, whether a conversion has filled what could not be read, and what training does
+# not read of the source file (`kinds.left_out`).
+_Image = tuple[bytes, str, int, int, bool, set[str]]
 
 
 class _OfShard(Protocol):
@@ -259,10 +262,10 @@ def _write_samples(
             if isinstance(image, str):
                 skipped.append((key, name, image))
                 continue
-            data, ext, width, height, is_filled = image
+            data, ext, width, height, is_filled, unread_of_image = image
             if is_filled:
                 filled.append((key, name))
-            unread.update(left_out(data, job.pixels))
+            unread.update(unread_of_image)
             if not job.has_labels:
                 begin = tar.add(f"{key}.{ext}", data)
             elif len(labels) == 1:
@@ -300,12 +303,13 @@ def _changed(job: ShardingJob, keys: set[str]) -> list[str]:
     return found
 
 
-def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> tuple[bytes, str, int, int, bool] | str:
+def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> _Image | str:
     """Returns `_image` of the file at `place` (columns _PLACE), or what is wrong with it. Raises LostError."""
     *of_file, page, parts = place
     try:
         if parts:
-            return *joined([reader.read(*part) for part in parts], job.pixels), False
+            files = [reader.read(*part) for part in parts]
+            return *joined(files, job.pixels), False, {what for file in files for what in left_out(file, RGB8)}
         return _image(reader.read(*of_file), page, job)
     except UserError:  # For example, the object store cannot be reached.
         raise
@@ -314,27 +318,25 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> tuple[byt
         return str(error)
 
 
-def _image(data: bytes, page: int, job: ShardingJob) -> tuple[bytes, str, int, int, bool]:
-    """Returns (file, extension, width, height, is_filled) for the shard from a source file. Raises ValueError for a bad image.
-
-    page: of the file, or -1. is_filled: whether a conversion has filled what could not be read.
-    """
+def _image(data: bytes, page: int, job: ShardingJob) -> _Image:
+    """The image of a source file. Raises ValueError for a bad image. page: of the file, or -1."""
     is_filled, config = False, job.config
     if job.convert:
         converted = job.convert(data)
         is_filled = converted is not data and _is_spoilt_jpeg(data)
         data = converted
     if found := encoded(data, page, job.pixels, config):
-        return *found, False
+        return *found, False, set(left_out(data, job.pixels)) - ({"pages"} if page >= 0 else set())
     ext, width, height = inspect(data, decode_all=False)
+    unread = set(left_out(data, job.pixels))
     if 0 < config.resize_short < min(width, height):
         data, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
-        return data, "jpg", width, height, is_filled
+        return data, "jpg", width, height, is_filled, unread
     if config.inspect == "decode":
         decode(data, pixels=job.pixels)
     else:
         check_end(data, ext)
-    return data, ext, width, height, is_filled
+    return data, ext, width, height, is_filled, unread
 
 
 def _is_spoilt_jpeg(data: bytes) -> bool:

@@ -112,6 +112,12 @@ class Pixels:
             return tuple(map(self.channels.index, RGB_CHANNELS))
         return (0, 1, 2) if self.num_channels > 2 else (0, 0, 0)
 
+    def describe_shown(self) -> str:
+        """What a picture shows, such as "gray, by the recorded range"."""
+        names = [self.channels[place] for place in self.shown]
+        as_colours = f"{', '.join(names)} as red, green and blue" if len({*names}) > 1 else names[0]
+        return f"{as_colours}, by the recorded range"
+
     def reading(self, data: "Pixels", weights: str, where: str) -> "Pixels":
         """How a model of these pixels reads images of a data set: by its own range, with the data set's nodata.
 

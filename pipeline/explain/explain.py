@@ -192,9 +192,7 @@ def _draw_images(
     results.numbers["images"] = pictures.split.keys(rows)
     if not loaded.pixels.is_rgb8:
         results.numbers["shown_channels"] = [loaded.pixels.channels[place] for place in loaded.pixels.shown]
-        print(
-            f"pictures show {', '.join(results.numbers['shown_channels'])} as red, green and blue, by the recorded range"
-        )
+        print(f"pictures show {loaded.pixels.describe_shown()}")
 
     model = loaded.model
     if isinstance(model, VisionTransformer) and "patches" in drawings:

@@ -319,7 +319,7 @@ class AugmentConfig:
                 f"augment.drop_channels = {self.drop_channels} needs several channels, and images have one."
             )
         if not pixels.is_rgb8 and (given := [name for name in _OF_COLOURS if getattr(self, name)]):
-            dino = " (of train.loss=dino: objective.solarise)" if "solarise" in given else ""
+            dino = " (of train.loss=dino: objective.solarise=[0,0,0])" if "solarise" in given else ""
             raise UserError(
                 f"{', '.join(f'augment.{name}' for name in given)}{dino}: only for 8-bit RGB, and images have {pixels.describe()}. Set to 0, or "
                 "use channel_brightness, channel_contrast, noise, blur, erase or drop_channels, which are for any images."

@@ -251,7 +251,7 @@ def test_every_end_of_every_range_is_checked() -> None:
             if not any(number in typing.get_args(kind) or kind is number for number in (int, float)):
                 continue
             step = 1 if int in (kind, *typing.get_args(kind)) else 1e-6
-            beyond = {"min": rule.min is not None and rule.min - step, "above": rule.above, "below": rule.below,
+            beyond = {"min": rule.min is not None and rule.min - max(step, abs(rule.min) * 1e-6), "above": rule.above, "below": rule.below,
                       "max": rule.max is not None and rule.max * (1 if step == 1 else 1 + step) + step}  # fmt: skip
             for end, value in beyond.items():
                 if getattr(rule, end) is None:

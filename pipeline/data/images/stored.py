@@ -87,7 +87,7 @@ class StoredImage:
         """((H, W, C) of the data set's type, which of them the file calls missing, bool (H, W, C), or None).
 
         The channels are those of the first page, or of all pages if only these together have as many. Raises DecodeError for an image of
-        other channels, or with values that the type does not hold.
+        other channels, or with infinite values or such that the type does not hold.
         """
         if self.channels == pixels.num_channels:
             pages = [self.page(0)]
@@ -99,6 +99,7 @@ class StoredImage:
         of_pages = [np.False_ if missing is None else missing[..., None] for _, missing in pages]
         shape = (self.height, self.width, self.channels)
         are_missing = any(missing is not None for _, missing in pages)
+        refuse_infinite(values, pixels)
         return self._as_type(values, pixels), (
             np.concatenate([np.broadcast_to(one, shape) for one in of_pages], axis=2) if are_missing else None
         )
@@ -176,6 +177,12 @@ def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 def without_alpha(values: np.ndarray, alpha: Sequence[int]) -> np.ndarray:
     """(H, W, S) without these channels."""
     return np.delete(values, alpha, axis=2) if alpha else values
+
+
+def refuse_infinite(values: np.ndarray, pixels: Pixels) -> None:
+    """Raise DecodeError for infinite values, unless they are nodata, as in some files of GDAL."""
+    if values.dtype.kind == "f" and not np.isinf(pixels.nodata or 0) and np.isinf(values).any():
+        raise DecodeError("infinite values")
 
 
 def reason(error: Exception) -> str:

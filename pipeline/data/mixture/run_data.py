@@ -102,7 +102,7 @@ def open_run_data(
         datasets.append(other)
         splits.append(part)
     _refuse_same(mixture.sets, datasets)
-    _refuse_other_pixels(mixture.sets, datasets)
+    range_notes = _notes_of_ranges(mixture.sets, datasets)
     for entry in mixture.sets[1:]:
         _refuse_needless(entry, labels)
     try:
@@ -143,7 +143,7 @@ def open_run_data(
     _refuse_without_score(evaluated, reads_labels and bool(dataset.classes))
     epoch_samples = round(len(split) / first_share(shares, 0))
     epoch_note = f"an epoch is one of {own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
-    mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes])
+    mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes, *range_notes])
     _refuse_remote(data, mixed)
     _refuse_unlabelled(mixed, own, labels)
     return RunData(own, dataset, mixed, evaluated, eval_split, epoch_samples)
@@ -306,15 +306,19 @@ def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:
             )
 
 
-def _refuse_other_pixels(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:
-    """Raise UserError for images of other channels, types or ranges than those of the first set."""
-    own = datasets[0].pixels
+def _notes_of_ranges(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> list[str]:
+    """A line for each set whose values are read by the range of the first set, not its own. Raises UserError for other channels, types or
+    nodata than those of the first set."""
+    own, path = datasets[0].pixels, datasets[0].path
+    notes = []
     for entry, dataset in zip(sets, datasets, strict=True):
-        if dataset.pixels != own:
+        if own.reading(dataset.pixels, f"a model of {path}", f"data.mix: {entry.path}") != own:
             raise UserError(
-                f"data.mix: {entry.path} has {dataset.pixels.describe()}, and {datasets[0].path} has {own.describe()}: mix sets of the "
-                "same channels, type and values (low, high, mean, std, nodata in dataset.json)."
+                f"data.mix: {entry.path} has nodata = {dataset.pixels.nodata}, and {path} has {own.nodata}: mix sets of the same nodata."
             )
+        if dataset.pixels != own:
+            notes.append(f"{entry.path} is read by the range of {path}")
+    return notes
 
 
 def _bring_together(

@@ -43,7 +43,7 @@ def _check_channels(channels: list[str]) -> None:
 
 
 def _nodata() -> float | None:
-    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.")
+    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.", min=-1e39)
 
 
 def _values_images() -> int:

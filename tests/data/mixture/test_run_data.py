@@ -222,6 +222,11 @@ def test_sets_of_other_channels_or_types_are_refused(sets: Path) -> None:
     make_dataset(sets / "bands", {"train": 30}, pixels=Pixels.full_range(("red", "green", "blue", "nir"), "uint16"))
     with pytest.raises(UserError, match=r"bands.*nir"):
         opened(sets, "{path: bands, weight: 1}")
+    make_dataset(sets / "dark", {"train": 30}, pixels=Pixels(high=(90.0, 80.0, 70.0)))
+    assert any("dark" in note and "range" in note for note in opened(sets, "{path: dark, weight: 1}").notes())
+    make_dataset(sets / "holes", {"train": 30}, pixels=Pixels(nodata=255.0))
+    with pytest.raises(UserError, match=r"holes.*nodata"):
+        opened(sets, "{path: holes, weight: 1}")
 
 
 @pytest.mark.parametrize(("num_images", "has"), [(0, "no images"), (10, "images, but no labels")])

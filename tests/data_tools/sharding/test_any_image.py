@@ -131,8 +131,19 @@ def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, t
     written = arrays("float32", 1)
     for values in written.values():
         values[:3] = np.nan
-    source = write_folder({f"{key}.npy": npy(values) for key, values in written.items()}, tmp_path / "raw")
+    infinite = {"cat/inf.npy": npy(np.full((5, 5), np.inf, np.float32))}
+    source = write_folder({f"{key}.npy": npy(values) for key, values in written.items()} | infinite, tmp_path / "raw")
     dataset = shard.run(settings(source, tmp_path / "out"))
+    assert stored(dataset).keys() == written.keys()  # Without the infinite one, which is a bad image.
+    files = {
+        f"{key}-{channel}.npy": data
+        for key in ("a", "b", "inf")
+        for channel in (1, 2)
+        for data in [npy(written["cat/00"])]
+    }
+    source = write_folder(files | {"inf-2.npy": npy(np.full((18, 22), np.inf, np.float32))}, tmp_path / "files")
+    joining = {"layout": "images", "channel_pattern": "(?P<sample>.*)-(?P<channel>.)"}
+    assert stored(shard.run(settings(source, tmp_path / "joined", **joining))).keys() == {"a", "b"}
     assert f"{12 * 3 * 22:,} missing" in capfd.readouterr().out
     assert np.isfinite([*dataset.pixels.low, *dataset.pixels.high, *dataset.pixels.mean]).all()
     elevation = {
@@ -169,18 +180,39 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
         shard.run(settings(source, tmp_path / "wrong", channel_pattern="(?P<sample>.*)_(?P<channel>.)"))
 
 
-def test_pages_are_refused_until_a_setting_says_what_they_are(ray_cluster: int, tmp_path: Path) -> None:
+def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster: int, tmp_path: Path) -> None:
+    written = arrays("uint16", 2, 4)
+    written["dog/01"][..., 0] = written["cat/00"][..., 0]  # The same first file.
+    written["cat/02"] = written["cat/00"]
+    files = {f"{key}-{channel}.npy": npy(values[..., channel]) for key, values in written.items() for channel in (0, 1)}
+    source = write_folder(files, tmp_path / "raw")
+    merging = {"merge_copies": True, "layout": "images"}
+    pattern = {"channel_pattern": "(?P<sample>.*)-(?P<channel>.)"}
+    dataset = shard.run(settings(source, tmp_path / "out", **pattern, **merging))
+    check(dataset, {key: values for key, values in written.items() if key != "cat/02"})
+    pages = {f"{key}.tif": tiff(np.moveaxis(values, 2, 0)) for key, values in written.items()}
+    dataset = shard.run(
+        settings(write_folder(pages, tmp_path / "tiffs"), tmp_path / "pages", pages="samples", **merging)
+    )
+    assert stored(dataset).keys() == {f"{key}@{page}" for key in ("cat/00", "dog/01", "dog/03") for page in (0, 1)}
+
+
+def test_pages_are_refused_until_a_setting_says_what_they_are(ray_cluster: int, tmp_path: Path, capfd) -> None:
     written = arrays("uint16", 3)
     pages = {f"{key}.tif": tiff(np.moveaxis(values, 2, 0)) for key, values in written.items()}
     source = write_folder(pages, tmp_path / "raw")
     with pytest.raises(UserError, match="pages=channels"):
         shard.run(settings(source, tmp_path / "unsaid"))
     check(shard.run(settings(source, tmp_path / "channels", pages="channels")), written)
+    capfd.readouterr()
     first = shard.run(settings(source, tmp_path / "first", pages="first"))
     check(first, {key: values[..., :1] for key, values in written.items()})
     middle = shard.run(settings(source, tmp_path / "middle", pages="middle"))
+    shard.run(settings(source, tmp_path / "reduced", to_rgb8=True))
+    assert capfd.readouterr().out.count("12 images with pages") == 3
     check(middle, {key: values[..., 1:2] for key, values in written.items()})
     each = shard.run(settings(source, tmp_path / "each", pages="samples", val_share=0.4))
+    assert "with pages" not in capfd.readouterr().out
     both = stored(each) | stored(each, "val")
     expected = {f"{key}@{page}": values[..., page : page + 1] for key, values in written.items() for page in range(3)}
     assert both.keys() == expected.keys()
@@ -222,12 +254,13 @@ def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: i
     assert "3 images with an alpha channel" in capfd.readouterr().out
 
 
-def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path) -> None:
-    written = {key.replace("/", "-"): values for key, values in arrays("uint16", 4).items()}
+def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    # As many bands as are read, and alpha.
+    written = {key.replace("/", "-"): values for key, values in arrays("uint16", 5).items()}
     (tmp_path / "tars").mkdir()
     with tarfile.open(tmp_path / "tars/a.tar", "w") as tar:
         for key, values in written.items():
-            data = tiff(values)
+            data = tiff(values, extrasamples=["unspecified"] * 3 + ["unassalpha"])
             member = tarfile.TarInfo(f"{key}.tif")
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
@@ -235,7 +268,8 @@ def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path) -
     dataset = index.run(config)
     assert dataset.pixels.channels == ("blue", "green", "red", "nir")
     assert dataset.pixels.is_measured
-    check(dataset, written)
+    assert "12 images with an alpha" in capfd.readouterr().out
+    check(dataset, {key: values[..., :4] for key, values in written.items()})
     assert index.run(config).info == dataset.info
     assert verify.run(VerifyConfig(data=str(dataset.path)))["is_whole"]
 
