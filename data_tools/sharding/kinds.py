@@ -45,7 +45,7 @@ _CHANNEL_NAMES = (
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _ImageKind:
     channels: int
     type: str
     pages: int
@@ -81,10 +81,10 @@ def pixels_of(
     are, unless they are photographs of 8 bits. Raises UserError where they differ, or have several pages and no setting says what these
     are.
     """
-    kinds, examples, declared = Counter[_Kind](), dict[_Kind, str](), set[float | None]()
+    kinds, examples, declared = Counter[_ImageKind](), dict[_ImageKind, str](), set[float | None]()
     for name, stored in images:
         has_pages = stored.pages > 1 and stored.ext not in _ANIMATIONS and not is_split
-        kind = _Kind(stored.channels, stored.type, stored.pages if has_pages else 1, stored.axes)
+        kind = _ImageKind(stored.channels, stored.type, stored.pages if has_pages else 1, stored.axes)
         kinds[kind] += 1
         examples.setdefault(kind, f"{name}: {stored.describe()}")
         declared.add(stored.nodata)
@@ -115,7 +115,7 @@ def pixels_of(
     return pixels
 
 
-def _num_channels(kinds: Counter[_Kind], examples: dict[_Kind, str], pages: str) -> int:
+def _num_channels(kinds: Counter[_ImageKind], examples: dict[_ImageKind, str], pages: str) -> int:
     """Channels of a sample. Raises UserError if images differ, or pages have no meaning."""
     if several := [kind for kind in kinds if kind.pages > 1]:
         pages = pages or ("channels" if all(kind.axes == "C" for kind in several) else "")

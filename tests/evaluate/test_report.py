@@ -311,7 +311,7 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
     refused("image_size = 3 is not divisible by patch_size = 4", weights, "image_size=3")
     file = tmp_path / "file"
     file.write_text("")
-    refused(f"out = {file}/deeper: {file} is a file, not a folder", weights, f"out={file}/deeper")
+    refused(f"out = {file}/deeper: {file}", weights, f"out={file}/deeper")
     if not torch.cuda.is_available():
         refused("torch sees no GPU here", weights, "device=cuda")
     for shots in (0, 5):

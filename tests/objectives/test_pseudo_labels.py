@@ -27,7 +27,6 @@ from pipeline.data.mixture.split import MixedSplit
 from pipeline.model import build
 from pipeline.objectives.pseudo_labels import PseudoLabels
 from pipeline.settings import schema
-from pipeline.settings.changes import differences, facts_of
 from pipeline.settings.run import RunConfig
 from pipeline.train.run_facts import datasets_of
 from pipeline.train.start import prepare
@@ -231,15 +230,6 @@ def test_images_that_are_held_out_are_in_neither_set(dataset: Path) -> None:
     dev = held_out.manifest_rows(np.arange(12))
     for part in data.split.parts:
         assert not np.isin(part.manifest_rows(np.arange(len(part))), dev).any()
-
-
-def test_a_saved_mixture_without_the_key_is_the_same_one() -> None:
-    saved = {"data.mix": [{"path": "b", "weight": 1.0}]}
-    config = schema.load(RunConfig, None, given(Path("d"), "data.mix=[{path: b, weight: 1}]"))
-    now = {"data.mix": schema.as_plain(config.data.mix)}
-    assert not differences(saved, now, facts_of(RunConfig), "comparison")
-    now["data.mix"][0]["labels"] = False
-    assert differences(saved, now, facts_of(RunConfig), "comparison")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from polling import until
-from review_runs import write_run
 
 from pipeline.base.errors import UserError
 from pipeline.base.locks import FileLock
@@ -294,35 +293,3 @@ def test_a_run_that_was_not_tracked_goes_to_the_store_in_its_settings(tmp_path: 
     (tmp_path / "run" / "config.json").write_text(json.dumps(schema.to_dict(settings)))
     run(SyncConfig(runs=[str(tmp_path / "run")]))
     assert len(page(f"sqlite:///{tmp_path / 'other.db'}", "run")["points"]) == 20
-
-
-def test_only_files_of_the_folder_are_sent(tmp_path: Path) -> None:
-    there, secret = write_run(tmp_path / "run"), tmp_path / "secret.txt"
-    secret.write_text("the content of a file of somebody else")
-    (there / "notes.txt").write_text("mine")
-    (there / "page" / "x.png").symlink_to(secret)
-    (there / "page" / "more").symlink_to(tmp_path)
-    (there / "sub").symlink_to(tmp_path)
-    names = (
-        "notes.txt",
-        "../secret.txt",
-        str(secret),
-        "page/../../secret.txt",
-        "sub/secret.txt",
-        "gone.txt",
-        "a\0b",
-        "",
-    )
-    page = PageFolder(there)
-    sent = {path.relative_to(there).as_posix(): name for path, name in page.artifacts(names)}
-    files = (path for path in (there / "page").rglob("*") if not path.is_symlink() and path.name != "end.json")
-    in_page = {path.relative_to(there / "page").as_posix() for path in files}
-    assert sent == {"notes.txt": "notes.txt", **{f"page/{name}": name for name in in_page}}
-    assert page.refused(names) == [
-        f"'../secret.txt' leads out of {there}.", f"'{secret}' leads out of {there}.", f"'page/../../secret.txt' leads out of {there}.",
-        f"{there}/sub/secret.txt is a link, or lies behind one.", "'a\\x00b' is not a path.", f"{there} is not a regular file.",
-        f"{there}/page/more is a link, or lies behind one.", f"{there}/page/x.png is a link, or lies behind one.",
-    ]  # fmt: skip
-    # A run folder that is itself reached by a link is as good as any.
-    (tmp_path / "alias").symlink_to(there)
-    assert len(list(PageFolder(tmp_path / "alias").artifacts(("notes.txt",)))) == len(sent)

@@ -180,8 +180,6 @@ def test_weights_are_named_from_within_their_folder(tmp_path: Path, monkeypatch:
 
 def test_the_launcher_is_checked_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:
     run = settings(dataset, tmp_path, "x")
-    (said,) = refused("pretrain", run, RANK="x")
-    assert said.startswith("error: RANK = 'x' in the environment must be a whole number")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

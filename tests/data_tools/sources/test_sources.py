@@ -167,7 +167,7 @@ def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
         (f"out={killed}", "splits.train=here"): "here has no class folders with images (split 'train')",
         (f"out={source}/shards",): "lies inside source",
         (f"out={stranger}",): "is not empty (it holds thesis.txt)",
-        (f"out={stranger}/thesis.txt",): "is a file",
+        (f"out={stranger}/thesis.txt",): "thesis.txt",
         (f"out={tmp_path}/new", "splits.train=here"): "here has no class folders with images (split 'train')",
         (f"out={tmp_path}/new", "val_share=0.0001"): "leaves 2 for 'train' and 0 for 'val'",
         (f"out={tmp_path}/new", "layout=archive"): "is a folder",
