@@ -77,9 +77,9 @@ def pixels_of(
 ) -> Pixels:
     """What the values of images mean, by the settings and the headers of some; not measured yet.
 
-    images: (name, header). channels, pages, nodata: settings. joined: names of channels, of which each is a file. is_split: each page is a sample. Prints what the images
-    are, unless they are photographs of 8 bits. Raises UserError where they differ, or have several pages and no setting says what these
-    are.
+    images: (name, header). channels, pages, nodata: settings. joined: names of channels, of which each is a file. is_split: each page is
+    a sample. Prints what the images are, unless they are photographs of 8 bits. Raises UserError where they differ, or have several pages
+    and no setting says what these are.
     """
     kinds, examples, declared = Counter[_ImageKind](), dict[_ImageKind, str](), set[float | None]()
     for name, stored in images:
@@ -109,7 +109,12 @@ def pixels_of(
             f"note: images have values of {', '.join(f'{kind} ({count} of {types.total()} tried)' for kind, count in types.items())}: all are "
             f"read as {common}, and an image with a value that this does not hold is a bad one"
         )
-    value = nodata if nodata is not None else declared.pop() if len(declared) == 1 else None
+    found = sorted(value for value in declared if value is not None)
+    if nodata is None and len(found) > 1:
+        raise UserError(
+            f"images name several values of missing pixels: {', '.join(f'{v:g}' for v in found[:5])}. Say which: nodata=..."
+        )
+    value = nodata if nodata is not None else found[0] if found else None
     pixels = Pixels(names, common, (), (), (), (), value)  # type: ignore[arg-type]
     print(f"images are {pixels.describe()}" + (f"; {value:g} is no value" if value is not None else ""))
     return pixels

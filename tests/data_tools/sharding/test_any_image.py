@@ -151,7 +151,13 @@ def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, t
     }
     nodata = [(42113, "s", 0, "32767", True)]
     tiffs = {f"{key}.tif": tiff(values[..., 0], extratags=nodata) for key, values in elevation.items()}
-    dataset = shard.run(settings(write_folder(tiffs, tmp_path / "dem"), tmp_path / "dems"))
+    tiffs["cat/bare"] = tiff(elevation["cat/00"][..., 0])  # Not every file says it.
+    dataset = shard.run(
+        settings(
+            write_folder({f"{k.removesuffix('.tif')}.tif": v for k, v in tiffs.items()}, tmp_path / "dem"),
+            tmp_path / "dems",
+        )
+    )
     assert dataset.pixels.nodata == 32767
     assert max(dataset.pixels.high) <= 300
 
