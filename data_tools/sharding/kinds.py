@@ -6,7 +6,7 @@ Nothing is guessed: a source whose images differ, or whose files have several pa
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -205,8 +205,10 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     ):
         table = table.set_column(table.schema.get_field_index(name), name, column)
     table = table.append_column("parts", pa.array(list(parts.values()), pa.list_(pa.int32())))
+    unused = sum(len(rows.keys() - set(channels)) for rows in files.values())
+    others = f"; {counted(unused, 'file')} of other channels left out" if unused else ""
     print(
-        f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}: {', '.join(channels)}"
+        f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}: {', '.join(channels)}{others}"
     )
     return replace(
         listing,
@@ -343,7 +345,7 @@ def left_out(data: bytes, pixels: Pixels) -> list[str]:
     return ["alpha"] * stored.alpha + ["pages"] * (stored.pages > 1 and not uses_pages)
 
 
-def describe_left_out(counts: Counter[str]) -> list[str]:
+def describe_left_out(counts: Mapping[str, int]) -> list[str]:
     """Lines to print about what training does not read."""
     words = {"alpha": "an alpha channel", "pages": "pages beside the one that is used"}
     return [

@@ -170,6 +170,12 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
     dataset = shard.run(settings(source, tmp_path / "out", channel_pattern=pattern))
     assert dataset.pixels.channels == ("0", "1", "2")
     check(dataset, written)
+    capfd.readouterr()
+    check(
+        shard.run(settings(source, tmp_path / "two", channel_pattern=pattern, channels=["2", "0"])),
+        {key: values[..., [2, 0]] for key, values in written.items()},
+    )
+    assert "12 files of other channels" in capfd.readouterr().out
     for name in ("cat/00-ch1.tiff", "cat/02-ch1.tiff"):
         (source / name).unlink()
     with pytest.raises(UserError, match="no file for channel 1"):
@@ -271,7 +277,8 @@ def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path, c
     assert "12 images with an alpha" in capfd.readouterr().out
     check(dataset, {key: values[..., :4] for key, values in written.items()})
     assert index.run(config).info == dataset.info
-    assert verify.run(VerifyConfig(data=str(dataset.path)))["is_whole"]
+    report = verify.run(VerifyConfig(data=str(dataset.path)))
+    assert (report["is_whole"], report["left_out"]) == (True, {"alpha": 12})
 
 
 def test_gray_photographs_can_have_one_channel(ray_cluster: int, tmp_path: Path) -> None:
