@@ -27,7 +27,7 @@ from pipeline.settings.commands.data import ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
 _NUM_PROBED = 48
-# The share of images that must be alike; the others are bad images.
+# The share of images that must be alike: the others are bad images, or, if only their type differs, those with values that it does not hold.
 _MOST = 0.8
 # Names that are looked at for a hint.
 _MOST_NAMES = 20_000
@@ -103,7 +103,9 @@ def pixels_of(
     types = Counter[str]()
     for kind, count in kinds.items():
         types[kind.type] += count
-    common = types.most_common(1)[0][0]
+    common, count = types.most_common(1)[0]
+    if count < _MOST * types.total():
+        common = np.result_type(*types).name  # It holds the values of all.
     if len(types) > 1:
         print(
             f"note: images have values of {', '.join(f'{kind} ({count} of {types.total()} tried)' for kind, count in types.items())}: all are "

@@ -78,6 +78,19 @@ def test_every_value_arrives(kind: str, channels: int, ray_cluster: int, tmp_pat
     assert again.info == dataset.info
 
 
+def test_images_of_several_types_are_read_as_one_that_holds_all(ray_cluster: int, tmp_path: Path) -> None:
+    written = arrays("uint16", 1) | {f"bird/{key[4:]}": values - 500 for key, values in arrays("int16", 1).items()}
+    source = write_folder({f"{key}.npy": npy(values) for key, values in written.items()}, tmp_path / "raw")
+    dataset = shard.run(settings(source, tmp_path / "out"))
+    assert dataset.pixels.type == "int32"
+    check(dataset, {key: values.astype(np.int32) for key, values in written.items()})
+    few = dict(list(written.items())[:15])  # 12 of 15 are uint16, the others negative.
+    source = write_folder({f"{key}.npy": npy(values) for key, values in few.items()}, tmp_path / "few")
+    dataset = shard.run(settings(source, tmp_path / "most", max_bad_share=0.2))
+    assert dataset.pixels.type == "uint16"
+    check(dataset, arrays("uint16", 1))
+
+
 def test_the_range_is_that_of_the_training_split(ray_cluster: int, tmp_path: Path) -> None:
     written = arrays("uint16", 3)
     source = write_folder(
