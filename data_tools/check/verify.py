@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, check_shard, findings_table
 from data_tools.driver import remove_leftovers
 from data_tools.progress import data_size
+from data_tools.sharding.kinds import describe_left_out
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
@@ -65,7 +66,7 @@ def run(config: VerifyConfig) -> dict[str, Any]:
 def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -> dict[str, Any]:
     tables = _read_tables(dataset)
     findings = [findings_table(tables.findings)]
-    num_bytes = decoded = 0
+    num_bytes, decoded, unread = 0, 0, Counter[str]()
     keys = _Keys()
     jobs = _jobs(dataset, tables, config.decode_share, keys)
     total, num_shards = sum(shard.samples for shard in tables.shards), len(tables.shards)
@@ -73,13 +74,14 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
         for number, checked in tasks:
             findings.append(checked.findings)
             num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded
+            unread.update(checked.left_out)
             progress.add(tables.shards[number].samples, checked.bytes)
     findings.append(findings_table([*keys.duplicates(tables), *_listed_again(tables)]))
     found = pa.concat_tables(findings).sort_by([("shard", "ascending"), ("row", "ascending")])
 
     report = {
         "data": str(dataset.path), "fingerprint": dataset.fingerprint, "is_whole": not len(found),
-        "shards": len(tables.shards), "samples": total, "bytes": num_bytes, "decoded": decoded,
+        "shards": len(tables.shards), "samples": total, "bytes": num_bytes, "decoded": decoded, "left_out": dict(unread),
         "seconds": time.monotonic() - begin, **_summary(found),
     }  # fmt: skip
     # The report comes last: with it, damage.csv and the list are of the same check.
@@ -318,6 +320,8 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
 
 
 def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:
+    for note in describe_left_out(report["left_out"]):
+        print(note)
     share = report["decoded"] / max(report["samples"], 1)
     read = (
         f"read {counted(report['shards'], 'shard')}, {counted(report['samples'], 'image')}, {data_size(report['bytes'])} in "

@@ -7,12 +7,14 @@ tar (TAR_KINDS) do not: its samples may be intact.
 import hashlib
 import os
 import tarfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from data_tools.sharding.kinds import left_out
 from data_tools.sources.layouts.archive import Member, tar_members
 from data_tools.sources.layouts.webdataset import NO_LABEL, TarSample, samples_of, split_name
 from pipeline.architecture.pixels import RGB8, Pixels
@@ -79,10 +81,11 @@ class VerifyJob:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a job. decoded: number of decoded images. findings: schema FINDINGS."""
+    """The result of a job. decoded: number of decoded images. left_out: of these, by `kinds.left_out`. findings: schema FINDINGS."""
 
     bytes: int
     decoded: int
+    left_out: Counter[str]
     findings: pa.Table
 
 
@@ -121,13 +124,13 @@ def check_shard(job: VerifyJob) -> Checked:
             size = os.fstat(file.fileno()).st_size
             is_intact = _check_bytes(file, size, job.shard, findings)
             members = _check_structure(file, size, is_intact, findings)
-            decoded = _check_rows(file, size, job, members, is_intact, findings)
+            decoded, unread = _check_rows(file, size, job, members, is_intact, findings)
     except FileNotFoundError:
         findings.add("missing", "no such file")
-        size = decoded = 0
+        size, decoded, unread = 0, 0, Counter[str]()
         for number, key in enumerate(job.rows["key"] if job.rows else ()):
             findings.add("lost", "the tar is not there", job.first_row + number, key)
-    return Checked(size, decoded, findings_table(findings.rows))
+    return Checked(size, decoded, unread, findings_table(findings.rows))
 
 
 def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -> bool:
@@ -197,11 +200,11 @@ def _next_header(file: BinaryIO, position: int, end: int) -> int:
 
 def _check_rows(
     file: BinaryIO, size: int, job: VerifyJob, members: dict[int, Member], is_intact: bool, findings: _Findings
-) -> int:
-    """Check every row against the tar. Returns the number of decoded images."""
+) -> tuple[int, Counter[str]]:
+    """Check every row against the tar. Returns (number of decoded images, `Checked.left_out`)."""
+    decoded, unread = 0, Counter[str]()
     if job.rows is None:
-        return 0
-    decoded = 0
+        return decoded, unread
     in_tar = _samples(file, members, findings)
     # A label that cannot be read does not exclude its image.
     is_intact = is_intact and all(kind != "unreadable" for kind, *_ in findings.rows)
@@ -235,13 +238,14 @@ def _check_rows(
             decoded += 1
             try:
                 is_now = inspect(data, decode_all=True, pixels=job.pixels)
+                unread.update(left_out(data, job.pixels))
             except DecodeError as error:
                 findings.add("undecodable", str(error), row, key)
                 continue
             if is_now != tuple(properties):
                 said = "{} {} x {}"
                 findings.add("properties", f"{said.format(*is_now)}, not {said.format(*properties)}", row, key)
-    return decoded
+    return decoded, unread
 
 
 def _samples(file: BinaryIO, members: dict[int, Member], findings: _Findings) -> dict[int, TarSample]:

@@ -6,7 +6,7 @@ Nothing is guessed: a source whose images differ, or whose files have several pa
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +27,7 @@ from pipeline.settings.commands.data import ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
 _NUM_PROBED = 48
-# The share of images that must be alike; the others are bad images.
+# The share of images that must be alike: the others are bad images, or, if only their type differs, those with values that it does not hold.
 _MOST = 0.8
 # Names that are looked at for a hint.
 _MOST_NAMES = 20_000
@@ -103,7 +103,9 @@ def pixels_of(
     types = Counter[str]()
     for kind, count in kinds.items():
         types[kind.type] += count
-    common = types.most_common(1)[0][0]
+    common, count = types.most_common(1)[0]
+    if count < _MOST * types.total():
+        common = np.result_type(*types).name  # It holds the values of all.
     if len(types) > 1:
         print(
             f"note: images have values of {', '.join(f'{kind} ({count} of {types.total()} tried)' for kind, count in types.items())}: all are "
@@ -210,8 +212,10 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     ):
         table = table.set_column(table.schema.get_field_index(name), name, column)
     table = table.append_column("parts", pa.array(list(parts.values()), pa.list_(pa.int32())))
+    unused = sum(len(rows.keys() - set(channels)) for rows in files.values())
+    others = f"; {counted(unused, 'file')} of other channels left out" if unused else ""
     print(
-        f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}: {', '.join(channels)}"
+        f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}: {', '.join(channels)}{others}"
     )
     return replace(
         listing,
@@ -348,7 +352,7 @@ def left_out(data: bytes, pixels: Pixels) -> list[str]:
     return ["alpha"] * stored.alpha + ["pages"] * (stored.pages > 1 and not uses_pages)
 
 
-def describe_left_out(counts: Counter[str]) -> list[str]:
+def describe_left_out(counts: Mapping[str, int]) -> list[str]:
     """Lines to print about what training does not read."""
     words = {"alpha": "an alpha channel", "pages": "pages beside the one that is used"}
     return [

@@ -190,9 +190,7 @@ def _draw_images(
     shown = read_shown(config, loaded, pictures.split, rows)[1]
     captions = [_caption(pictures, row) for row in rows.tolist()]
     results.numbers["images"] = pictures.split.keys(rows)
-    if not loaded.pixels.is_rgb8:
-        results.numbers["shown_channels"] = [loaded.pixels.channels[place] for place in loaded.pixels.shown]
-        print(f"pictures show {loaded.pixels.describe_shown()}")
+    without_images = set(results.drawings)
 
     model = loaded.model
     if isinstance(model, VisionTransformer) and "patches" in drawings:
@@ -221,6 +219,12 @@ def _draw_images(
     if "predictions" in drawings:
         chosen = np.sort(order[: config.num_predicted])
         _draw_predictions(config, loaded, pictures.true_classes(names).split.only(chosen), names, results)
+    if not loaded.pixels.is_rgb8:
+        results.numbers["shown_channels"] = [loaded.pixels.channels[place] for place in loaded.pixels.shown]
+        text = f"Pictures show {loaded.pixels.describe_shown()}."
+        print(text)
+        for name in results.drawings.keys() - without_images - {"patches", "distance"}:  # Without room for it.
+            results.drawings[name].text(0.01, 0.002, text, fontsize=7, color="0.4", va="bottom")
 
 
 def read_shown(

@@ -13,6 +13,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from pipeline import model as models
+from pipeline.architecture.pixels import Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
@@ -193,6 +194,17 @@ def test_weights_that_change_meanwhile_are_those_that_are_drawn(tmp_path: Path, 
     monkeypatch.setattr(explain, "send_report", lambda uri, folder, facts, *more: sent.append(facts))
     run(tmp_path, tmp_path / "out", "draw=cost", "mlflow=sqlite:///x.db")
     assert sent[0].origin.path == str(weights)
+
+
+def test_figures_name_the_channels_that_they_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "png", lambda figure, dpi: "\n".join(t.get_text() for t in figure.texts).encode())
+    for number in range(3):
+        np.save(tmp_path / f"{number}.npy", np.full((20, 24, 4), 1000 * number, np.uint16))
+    weights = save(tmp_path / "bands.pt", pixels=Pixels.full_range(("blue", "green", "red", "nir"), "uint16"))
+    found = run(weights, tmp_path / "out", f"images={tmp_path}", "draw=[attention,predictions,cost]")
+    assert found["shown_channels"] == ["red", "green", "blue"]
+    named = {path.stem: "red, green, blue" in path.read_text() for path in (tmp_path / "out").glob("*.png")}
+    assert named == {"attention": True, "predictions": True, "cost": False}
 
 
 @pytest.mark.usefixtures("not_drawn")

@@ -78,6 +78,19 @@ def test_every_value_arrives(kind: str, channels: int, ray_cluster: int, tmp_pat
     assert again.info == dataset.info
 
 
+def test_images_of_several_types_are_read_as_one_that_holds_all(ray_cluster: int, tmp_path: Path) -> None:
+    written = arrays("uint16", 1) | {f"bird/{key[4:]}": values - 500 for key, values in arrays("int16", 1).items()}
+    source = write_folder({f"{key}.npy": npy(values) for key, values in written.items()}, tmp_path / "raw")
+    dataset = shard.run(settings(source, tmp_path / "out"))
+    assert dataset.pixels.type == "int32"
+    check(dataset, {key: values.astype(np.int32) for key, values in written.items()})
+    few = dict(list(written.items())[:15])  # 12 of 15 are uint16, the others negative.
+    source = write_folder({f"{key}.npy": npy(values) for key, values in few.items()}, tmp_path / "few")
+    dataset = shard.run(settings(source, tmp_path / "most", max_bad_share=0.2))
+    assert dataset.pixels.type == "uint16"
+    check(dataset, arrays("uint16", 1))
+
+
 def test_the_range_is_that_of_the_training_split(ray_cluster: int, tmp_path: Path) -> None:
     written = arrays("uint16", 3)
     source = write_folder(
@@ -176,6 +189,12 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
     dataset = shard.run(settings(source, tmp_path / "out", channel_pattern=pattern))
     assert dataset.pixels.channels == ("0", "1", "2")
     check(dataset, written)
+    capfd.readouterr()
+    check(
+        shard.run(settings(source, tmp_path / "two", channel_pattern=pattern, channels=["2", "0"])),
+        {key: values[..., [2, 0]] for key, values in written.items()},
+    )
+    assert "12 files of other channels" in capfd.readouterr().out
     for name in ("cat/00-ch1.tiff", "cat/02-ch1.tiff"):
         (source / name).unlink()
     with pytest.raises(UserError, match="no file for channel 1"):
@@ -277,7 +296,8 @@ def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path, c
     assert "12 images with an alpha" in capfd.readouterr().out
     check(dataset, {key: values[..., :4] for key, values in written.items()})
     assert index.run(config).info == dataset.info
-    assert verify.run(VerifyConfig(data=str(dataset.path)))["is_whole"]
+    report = verify.run(VerifyConfig(data=str(dataset.path)))
+    assert (report["is_whole"], report["left_out"]) == (True, {"alpha": 12})
 
 
 def test_gray_photographs_can_have_one_channel(ray_cluster: int, tmp_path: Path) -> None:
