@@ -21,7 +21,7 @@ from data_tools.sources.repeated_keys import sorted_by_key
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.images.stored import DecodeError, StoredImage, refuse_infinite
+from pipeline.data.images.stored import DecodeError, StoredImage
 from pipeline.data.loading.decode import stored_image
 from pipeline.settings.commands.data import ShardConfig
 
@@ -311,8 +311,7 @@ def joined(files: list[bytes], pixels: Pixels) -> tuple[bytes, str, int, int]:
 
 
 def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:
-    """The values with nodata where they are missing. Raises DecodeError if there is no such value, and for infinite ones."""
-    refuse_infinite(values, pixels)
+    """The values with nodata where they are missing. Raises DecodeError if there is no such value."""
     if missing is None or not missing.any():
         return values
     if pixels.nodata is None:

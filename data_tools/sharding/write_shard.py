@@ -309,7 +309,10 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> _Image | 
     try:
         if parts:
             files = [reader.read(*part) for part in parts]
-            return *joined(files, job.pixels), False, {what for file in files for what in left_out(file, RGB8)}
+            image = joined(files, job.pixels)
+            if job.config.inspect == "decode":
+                decode(image[0], pixels=job.pixels)
+            return *image, False, {what for file in files for what in left_out(file, RGB8)}
         return _image(reader.read(*of_file), page, job)
     except UserError:  # For example, the object store cannot be reached.
         raise
@@ -326,12 +329,14 @@ def _image(data: bytes, page: int, job: ShardingJob) -> _Image:
         is_filled = converted is not data and _is_spoilt_jpeg(data)
         data = converted
     if found := encoded(data, page, job.pixels, config):
-        return *found, False, set(left_out(data, job.pixels)) - ({"pages"} if page >= 0 else set())
-    ext, width, height = inspect(data, decode_all=False)
-    unread = set(left_out(data, job.pixels))
-    if 0 < config.resize_short < min(width, height):
-        data, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
-        return data, "jpg", width, height, is_filled, unread
+        unread = set(left_out(data, job.pixels)) - ({"pages"} if page >= 0 else set())
+        data, ext, width, height = found
+    else:
+        ext, width, height = inspect(data, decode_all=False)
+        unread = set(left_out(data, job.pixels))
+        if 0 < config.resize_short < min(width, height):
+            data, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
+            return data, "jpg", width, height, is_filled, unread
     if config.inspect == "decode":
         decode(data, pixels=job.pixels)
     else:

@@ -99,7 +99,9 @@ class StoredImage:
         of_pages = [np.False_ if missing is None else missing[..., None] for _, missing in pages]
         shape = (self.height, self.width, self.channels)
         are_missing = any(missing is not None for _, missing in pages)
-        refuse_infinite(values, pixels)
+        # As nodata, some files of GDAL have infinity.
+        if values.dtype.kind == "f" and not np.isinf(pixels.nodata or 0) and np.isinf(values).any():
+            raise DecodeError(f"{self.describe()}: infinite values")
         return self._as_type(values, pixels), (
             np.concatenate([np.broadcast_to(one, shape) for one in of_pages], axis=2) if are_missing else None
         )
@@ -177,12 +179,6 @@ def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 def without_alpha(values: np.ndarray, alpha: Sequence[int]) -> np.ndarray:
     """(H, W, S) without these channels."""
     return np.delete(values, alpha, axis=2) if alpha else values
-
-
-def refuse_infinite(values: np.ndarray, pixels: Pixels) -> None:
-    """Raise DecodeError for infinite values, unless they are nodata, as in some files of GDAL."""
-    if values.dtype.kind == "f" and not np.isinf(pixels.nodata or 0) and np.isinf(values).any():
-        raise DecodeError("infinite values")
 
 
 def reason(error: Exception) -> str:

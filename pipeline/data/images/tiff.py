@@ -35,8 +35,8 @@ def open_tiff(data: bytes) -> StoredImage:
     if end > len(data):
         raise DecodeError(f"cut off: a TIFF of {len(data):,} bytes, of which a strip or tile ends at {end:,}")
     sizes = dict(zip(axes, found.shape, strict=True))
-    others = [axis for axis in axes if axis not in "YXS"]
-    num_pages, samples = prod(sizes[axis] for axis in others), sizes.get("S", 1)
+    others = [place for place, axis in enumerate(axes) if axis not in "YXS"]  # Of which two may be unnamed.
+    num_pages, samples = prod(found.shape[place] for place in others), sizes.get("S", 1)
     alpha = tuple(samples - len(first.extrasamples) + n for n, kind in enumerate(first.extrasamples) if kind in _ALPHA)
     orientation = int(first.tags.valueof(_ORIENTATION) or 1)
     height, width = (sizes["X"], sizes["Y"]) if orientation >= 5 else (sizes["Y"], sizes["X"])
@@ -44,7 +44,7 @@ def open_tiff(data: bytes) -> StoredImage:
     @cache
     def all_pages() -> np.ndarray:
         """(pages, H, W, S), of a file whose one header describes all pages, as ImageJ's."""
-        order = [axes.index(axis) for axis in [*others, "Y", "X", *("S" * ("S" in sizes))]]
+        order = [*others, *(axes.index(axis) for axis in "YXS" if axis in sizes)]
         return found.asarray().transpose(order).reshape(num_pages, sizes["Y"], sizes["X"], samples)
 
     def read(number: int) -> tuple[np.ndarray, None]:
@@ -60,7 +60,7 @@ def open_tiff(data: bytes) -> StoredImage:
 
     return StoredImage(
         "tiff", height, width, samples - len(alpha), found.dtype.name, read, pages=num_pages,
-        axes="".join(axis for axis in others if axis not in _UNNAMED), nodata=_nodata(first), alpha=bool(alpha),
+        axes="".join(axes[place] for place in others if axes[place] not in _UNNAMED), nodata=_nodata(first), alpha=bool(alpha),
     )  # fmt: skip
 
 

@@ -103,6 +103,13 @@ def test_pages_are_channels_only_where_there_are_as_many() -> None:
     assert open_image(tiff(planes, photometric="minisblack", metadata={"axes": "CYX"}, ome=True)).axes == "C"
 
 
+def test_pages_in_rows_and_columns() -> None:
+    written = values_of("uint16", (2, 3, 20, 30))
+    stored = open_image(tiff(written, photometric="minisblack"))
+    assert stored.pages == 6
+    assert all(np.array_equal(stored.page(n)[0][..., 0], written.reshape(6, 20, 30)[n]) for n in range(6))
+
+
 def test_a_pyramid_is_its_largest_level() -> None:
     written = values_of("uint16", (64, 96, 1))
     file = io.BytesIO()
