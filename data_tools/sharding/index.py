@@ -28,7 +28,7 @@ from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.kinds import describe_left_out, left_out, pixels_of
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
-from data_tools.sharding.values import measure_values
+from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import complete_samples, known_class_names, not_taken_over
@@ -156,6 +156,7 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     pixels = finished.pixels if finished else None
     if not pixels:
         pixels = pixels_of(_probed([path for *_, path in files]), config.channels, config.pages, config.nodata)
+        check_range(pixels, config.values)
     jobs = [
         IndexJob(
             path=str(path),
@@ -185,7 +186,9 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             for note in copy_notes(dataset, exact_copies(dataset, "none")):
                 print(note)
         if not dataset.pixels.is_measured:
-            dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
+            dataset = measure_values(
+                dataset, config.values, config.values_images, config.num_tasks, config.max_bad_share
+            )
         remove_tree(out / PARTS)
     finally:
         remove_if_empty(out / PARTS)  # Only if no tar was finished.

@@ -32,7 +32,7 @@ from data_tools.sharding.holdout import (
 )
 from data_tools.sharding.kinds import describe_left_out, join_channels, source_pixels, split_pages
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
-from data_tools.sharding.values import measure_values
+from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
@@ -148,6 +148,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
 
         pixels = source_pixels(listing, config)
         _refuse_reductions(config, pixels)
+        check_range(pixels, config.values)
         finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
         write_files(out / PARTS, {PLAN: json.dumps(identity)})
@@ -172,7 +173,9 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             for note in copy_notes(dataset, exact_copies(dataset, "none")):
                 print(note)
         if not dataset.pixels.is_measured:
-            dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
+            dataset = measure_values(
+                dataset, config.values, config.values_images, config.num_tasks, config.max_bad_share
+            )
         if to_compare:
             save(as_listed, out / SOURCE_TABLE)
         remove_tree(out / PARTS)

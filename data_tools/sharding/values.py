@@ -50,15 +50,17 @@ class ValueCounts:
 
 
 def measure_values(
-    dataset: Dataset, values: Sequence[str], num_images: int, num_tasks: int, split: str = "train"
+    dataset: Dataset, values: Sequence[str], num_images: int, num_tasks: int, max_bad_share: float = 0.001
 ) -> Dataset:
-    """Measure the values of a split, record them in dataset.json, and print them. Returns the data set with measured pixels.
+    """Measure the values of the training split, else of the first one, record them in dataset.json, and print them. Returns the data set with measured pixels.
 
-    values: ["full"], ["percentiles"], or numbers low, high for all channels or for each; [] is full for 8 bits, else percentiles. num_images: at most so many, evenly from all shards;
-    0 is all. Raises UserError if images cannot be read, and if there are no values.
+    values: ["full"], ["percentiles"], or numbers low, high for all channels or for each; [] is full for 8 bits, else percentiles.
+    num_images: at most so many, evenly from all shards; 0 is all. Raises UserError if too many images cannot be read, if there are no
+    values, and as `check_range`.
     """
-    split = split if split in dataset.splits else dataset.splits[0]
+    split = "train" if "train" in dataset.splits else dataset.splits[0]
     pixels = dataset.pixels
+    check_range(pixels, values)
     values = values or ["full" if pixels.type in ("uint8", "int8", "bool") else "percentiles"]
     jobs = list(_jobs(dataset, split, num_images))
     totals = [np.zeros(_num_bins(pixels), np.int64) for _ in pixels.channels]
@@ -71,8 +73,11 @@ def measure_values(
             missing += found.missing
             images, bad = images + found.images, bad + found.bad
             progress.add(len(jobs[number].offsets), sum(jobs[number].sizes))
-    if len(bad) > BadBudget(0.001).allowed(images + len(bad)):
-        raise UserError(f"{dataset.path}: {counted(len(bad), 'image')} cannot be read, such as one with {bad[0][1]}.")
+    if len(bad) > BadBudget(max_bad_share).allowed(images + len(bad)):
+        raise UserError(
+            f"{dataset.path}: {counted(len(bad), 'image')} cannot be read, such as one with {bad[0][1]}. See which, and exclude them: python "
+            f"launch/verify.py data={dataset.path}"
+        )
     if not all(total.any() for total in totals):
         raise UserError(f"{dataset.path}, split {split!r}: a channel has no values, only NaN or nodata.")
     measured = with_values(pixels, values, totals)
@@ -86,6 +91,16 @@ def measure_values(
             f"{measured.std[number]:.4f}); {beyond:.2%} of the values are beyond and clipped{gone}"
         )
     return record_pixels(dataset, measured)
+
+
+def check_range(pixels: Pixels, values: Sequence[str]) -> None:
+    """Raise UserError if images of these pixels cannot have this range, as of `measure_values`."""
+    if list(values) == ["full"]:
+        Pixels.full_range(pixels.channels, pixels.type)
+    elif len(values) > 2 and len(values) != 2 * pixels.num_channels:
+        raise UserError(
+            f"values = [{','.join(values)}] must be [low,high] for all, or for each of {counted(pixels.num_channels, 'channel')}."
+        )
 
 
 def _jobs(dataset: Dataset, split: str, num_images: int) -> Iterator[ValuesJob]:
@@ -175,23 +190,13 @@ def bin_values(pixels: Pixels) -> np.ndarray:
 def with_values(pixels: Pixels, values: Sequence[str], totals: Sequence[np.ndarray]) -> Pixels:
     """The pixels with a range by `values`, as of `measure_values`, and the mean and deviation within it. totals: counts of bins by channel."""
     of_bins = bin_values(pixels)
-    count = pixels.num_channels
     if list(values) == ["full"]:
-        lows, highs = (
-            list(side)
-            for side in (
-                Pixels.full_range(pixels.channels, pixels.type).low,
-                Pixels.full_range(pixels.channels, pixels.type).high,
-            )
-        )
+        full = Pixels.full_range(pixels.channels, pixels.type)
+        lows, highs = list(full.low), list(full.high)
     elif list(values) == ["percentiles"]:
         lows, highs = map(list, zip(*(_percentiles(of_bins, total) for total in totals), strict=True))
     else:
-        numbers = [float(number) for number in values] * (count if len(values) == 2 else 1)
-        if len(numbers) != 2 * count:
-            raise UserError(
-                f"values = {','.join(values)} must be low,high for all, or for each of {counted(count, 'channel')}."
-            )
+        numbers = [float(number) for number in values] * (pixels.num_channels if len(values) == 2 else 1)
         lows, highs = numbers[::2], numbers[1::2]
     means, stds = [], []
     for low, high, total in zip(lows, highs, totals, strict=True):

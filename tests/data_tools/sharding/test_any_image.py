@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import imagecodecs
@@ -16,7 +17,7 @@ from data_tools.sharding import index, shard
 from data_tools.sharding.values import bin_values, bins_of
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.commands.data import IndexConfig, StatsConfig, VerifyConfig
@@ -119,8 +120,12 @@ def test_the_range_is_that_of_the_training_split(ray_cluster: int, tmp_path: Pat
 
 def test_values_that_were_not_measured_are_refused_in_training(ray_cluster: int, tmp_path: Path) -> None:
     source = write_folder({f"{key}.npy": npy(values) for key, values in arrays("float32", 1).items()}, tmp_path / "raw")
-    with pytest.raises(UserError, match="values"):
-        shard.run(settings(source, tmp_path / "out", values=["full"]))
+    for values in (["full"], ["0", "1", "0", "1"]):
+        with pytest.raises(UserError, match="values"):
+            shard.run(settings(source, tmp_path / "out", values=values))
+        assert not (tmp_path / "out/train-000000.tar").exists()
+    dataset = shard.run(settings(source, tmp_path / "out"))
+    record_pixels(dataset, replace(dataset.pixels, low=(), high=(), mean=(), std=()))
     with pytest.raises(UserError, match=r"stats\.py"):
         open_dataset(tmp_path / "out").split("train")
     stats.run(StatsConfig(data=str(tmp_path / "out"), values=["percentiles"], sheet=0))
