@@ -185,7 +185,7 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             dataset = _finish(out, jobs, results, names, source, is_labelled, config.group_pattern, pixels)
             for note in copy_notes(dataset, exact_copies(dataset, "none")):
                 print(note)
-        if not dataset.pixels.is_measured:
+        if not dataset.pixels.is_measured or (config.values and not finished):
             dataset = measure_values(
                 dataset, config.values, config.values_images, config.num_tasks, config.max_bad_share
             )

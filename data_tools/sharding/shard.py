@@ -172,7 +172,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             dataset = _finish(out, results, listing, plan, names, copies, identity, pixels)
             for note in copy_notes(dataset, exact_copies(dataset, "none")):
                 print(note)
-        if not dataset.pixels.is_measured:
+        if not dataset.pixels.is_measured or (config.values and not known):
             dataset = measure_values(
                 dataset, config.values, config.values_images, config.num_tasks, config.max_bad_share
             )

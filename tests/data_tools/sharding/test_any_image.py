@@ -274,6 +274,8 @@ def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: i
     assert dataset.pixels == RGB8
     assert "pixels" not in dataset.info
     assert len(stored(dataset)) == 21
+    ranged = shard.run(settings(source, tmp_path / "ranged", max_bad_share=0.1, values=["10", "200"]))
+    assert (ranged.pixels.low, ranged.pixels.high, ranged.pixels.is_rgb8) == ((10.0,) * 3, (200.0,) * 3, True)
     reduced = shard.run(settings(source, tmp_path / "reduced", to_rgb8=True))
     assert np.array_equal(stored(reduced)["dog/deep"], np.full((9, 9, 3), round(40_000 / 257), np.uint8))
     half = {f"dog/{i}.tif": tiff(np.zeros((9, 9, 4), np.uint16)) for i in range(15)}
