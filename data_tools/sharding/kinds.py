@@ -22,7 +22,7 @@ from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.images.stored import DecodeError, StoredImage
-from pipeline.data.loading.decode import stored_image
+from pipeline.data.loading.decode import alpha_and_pages, stored_image
 from pipeline.settings.commands.data import ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
@@ -346,9 +346,9 @@ def left_out(data: bytes, pixels: Pixels) -> list[str]:
     """What training does not read of a file: "alpha", "pages" (all but one). Raises DecodeError."""
     if data.startswith(b"\xff\xd8"):
         return []
-    stored = stored_image(data)
-    uses_pages = not pixels.is_rgb8 and stored.channels * stored.pages == pixels.num_channels
-    return ["alpha"] * stored.alpha + ["pages"] * (stored.pages > 1 and not uses_pages)
+    alpha, pages = alpha_and_pages(data)
+    uses_pages = not pixels.is_rgb8 and pages > 1 and stored_image(data).channels * pages == pixels.num_channels
+    return ["alpha"] * alpha + ["pages"] * (pages > 1 and not uses_pages)
 
 
 def describe_left_out(counts: Mapping[str, int]) -> list[str]:

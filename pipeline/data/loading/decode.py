@@ -4,6 +4,7 @@
 Sharding and training use the same functions, so training can read every image that sharding accepted.
 """
 
+import contextlib
 import ctypes
 import io
 import re
@@ -58,7 +59,6 @@ LFS_REASON = "a pointer of Git LFS instead of the file; run git lfs pull"
 # Folders that macOS, Synology's NAS, Linux and Windows add to others: thumbnails and rescued or deleted files, which are no samples.
 SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 _MAGIC = {
-    b"\xff\xd8\xff": "jpg",
     b"\x89PNG\r\n\x1a\n": "png",
     b"GIF8": "gif",
     b"BM": "bmp",
@@ -83,8 +83,12 @@ _EXIF_SEARCH_BYTES = 65536
 _MAX_PIXELS = 2 * 89_478_485
 _STRIP_PIXELS = 2**20
 # Formats that Pillow reads, too, if they have 8 bits; and those that it alone reads, with 8-bit PNG and PNM.
-_ALSO_PILLOWS = ("tiff", "jp2", "j2k")
-_PILLOWS = ("jpg", "gif", "bmp", "webp", "heic", "avif", "png", "pbm", "pgm", "ppm")
+_ALSO_PILLOWS = ("jp2", "j2k")
+_PNG_16_BITS = b"\x10"  # Byte 24 of a PNG.
+_PHOTOGRAPHS = ("jpg", "gif", "bmp", "webp", "heic", "avif")
+_PILLOWS = (*_PHOTOGRAPHS, "png", "pbm", "pgm", "ppm")
+# Photometric interpretation of a TIFF -> samples of a pixel without extra ones: gray, RGB, palette, CMYK, YCbCr, Lab.
+_TIFF_COLOURS = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3, 8: 3}
 # Modes in which Pillow reads a TIFF of print colours or a palette, which pipeline/data/images does not read.
 _COLOURS_OF_PILLOW = ("P", "PA", "CMYK", "LAB", "YCbCr")
 # libjpeg errors after which pixels are missing. After others (extraneous bytes, unknown markers, CMYK) Pillow decides.
@@ -109,7 +113,8 @@ def decode(
     factor: asked after `choose`, by what (1, 2, 4 or 8) to reduce the region of a JPEG (`jpeg_region.reduced`); other formats are not reduced.
     by_region: False always decodes the whole image.
     """
-    is_jpeg = _format(data) == "jpg"
+    ext = _format(data)
+    is_jpeg = ext == "jpg"
     orientation = exif_orientation(data) if is_jpeg else 1
     if is_jpeg and pixels.is_rgb8:
 
@@ -121,7 +126,7 @@ def decode(
             part = _decode_jpeg(data, stored, factor)
         if part is not None:
             return upright(part, orientation)
-    values, _ = _whole(data) if pixels.is_rgb8 else (stored_image(data).values(pixels), 1)
+    values, _ = _whole(data, ext) if pixels.is_rgb8 else (stored_image(data).values(pixels), 1)
     if choose is None:
         return values
     top, left, height, width = choose(*values.shape[:2])
@@ -130,14 +135,17 @@ def decode(
 
 def decode_with_orientation(data: bytes) -> tuple[np.ndarray, int]:
     """(what `decode` returns of all of the image, the EXIF orientation by which it was turned: see `upright`). Raises DecodeError."""
-    if _format(data) == "jpg":
-        return decode(data), exif_orientation(data)
-    return _whole(data)
+    ext = _format(data)
+    return (decode(data), exif_orientation(data)) if ext == "jpg" else _whole(data, ext)
 
 
-def _whole(data: bytes) -> tuple[np.ndarray, int]:
+def _whole(data: bytes, ext: str) -> tuple[np.ndarray, int]:
     """(uint8 (H, W, 3) upright, EXIF orientation by which it was turned) of any 8-bit image. Raises DecodeError for others."""
-    stored = _stored(data)
+    if ext == "tiff":  # First by Pillow, which reads those of 8 bits in half the time.
+        with contextlib.suppress(DecodeError):
+            values, orientation = with_pillow(data, _tiff_to_rgb)
+            return upright(values, orientation), orientation
+    stored = _stored(data, ext)
     if stored is None or (stored.ext in _ALSO_PILLOWS and _is_8_bit(stored)):
         try:
             values, orientation = with_pillow(data, _to_rgb)
@@ -156,12 +164,14 @@ def _is_8_bit(stored: StoredImage) -> bool:
     return stored.type in ("uint8", "bool") and stored.channels in (1, 3)
 
 
-def _stored(data: bytes) -> StoredImage | None:
+def _stored(data: bytes, ext: str) -> StoredImage | None:
     """The header of an image of one of the formats in pipeline/data/images; None for others, and TIFFs of colours that only Pillow reads."""
+    if ext in _PHOTOGRAPHS or (ext == "png" and data[24:25] != _PNG_16_BITS):
+        return None
     try:
         return open_image(data)
     except DecodeError:
-        if _format(data) == "tiff" and with_pillow(data, lambda image: image.mode) in _COLOURS_OF_PILLOW:
+        if ext == "tiff" and with_pillow(data, lambda image: image.mode) in _COLOURS_OF_PILLOW:
             return None
         raise
 
@@ -169,7 +179,7 @@ def _stored(data: bytes) -> StoredImage | None:
 def stored_image(data: bytes) -> StoredImage:
     """What an image holds, of any kind, by its header. Raises DecodeError."""
     ext = _format(data)
-    if ext != "jpg" and (stored := _stored(data)):
+    if stored := _stored(data, ext):
         return stored
     channels, alpha, pages, size, orientation = with_pillow(data, _photograph)
     height, width = size[::-1] if orientation >= 5 else size
@@ -180,12 +190,22 @@ def stored_image(data: bytes) -> StoredImage:
     return StoredImage(ext, height, width, channels, "uint8", read, pages, alpha=alpha)
 
 
+def alpha_and_pages(data: bytes) -> tuple[bool, int]:
+    """(whether an image has alpha, its number of pages or frames), by its header. Raises DecodeError."""
+    if stored := _stored(data, _format(data)):
+        return stored.alpha, stored.pages
+    return with_pillow(data, _alpha_and_frames)
+
+
+def _alpha_and_frames(image: Image.Image) -> tuple[bool, int]:
+    alpha = image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info
+    return alpha, 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+
+
 def _photograph(image: Image.Image) -> tuple[int, bool, int, tuple[int, int], int]:
     """(channels without alpha, whether there is alpha, frames, (height, width) as stored, EXIF orientation) by a header."""
     channels = 1 if image.mode in ("1", "L", "LA") else 3
-    alpha = image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info
-    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    return channels, alpha, frames, (image.height, image.width), _orientation(image)
+    return channels, *_alpha_and_frames(image), (image.height, image.width), _orientation(image)
 
 
 def exif_orientation(jpeg: bytes) -> int:
@@ -201,7 +221,7 @@ def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> tuple[str, 
     ext = _format(data)
     size = _jpeg_size(data) if ext == "jpg" else None
     if size is None:
-        stored = None if ext in _PILLOWS else _stored(data)
+        stored = None if ext in _PILLOWS else _stored(data, ext)
         size = (stored.height, stored.width) if stored else with_pillow(data, lambda image: (image.height, image.width))
     if decode_all:
         decode(data, pixels=pixels)
@@ -247,7 +267,9 @@ def _check_boxes(data: bytes) -> None:
 
 
 def _format(data: bytes) -> str:
-    if is_dicom(data):  # First: its preamble may look like a TIFF.
+    if data.startswith(b"\xff\xd8\xff"):  # First, and before the table below: most images are.
+        return "jpg"
+    if is_dicom(data):  # Its preamble may look like a TIFF.
         return "dcm"
     for magic, ext in _MAGIC.items():
         if data.startswith(magic):
@@ -387,6 +409,20 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # As above.
         return 1
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def _tiff_to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
+    """`_to_rgb` of a TIFF that is an 8-bit photograph by its tags. Raises DecodeError for others, of which Pillow would drop bits or bands."""
+    bits, formats, extra = (_tiff_tag(image, tag, default) for tag, default in ((258, 1), (339, 1), (338, ())))
+    (samples,), (photometric,) = _tiff_tag(image, 277, 1), _tiff_tag(image, 262, -1)
+    if max(bits) > 8 or {*formats} != {1} or 0 in extra or samples - len(extra) != _TIFF_COLOURS.get(photometric):
+        raise DecodeError("a TIFF that is not an 8-bit photograph")
+    return _to_rgb(image)
+
+
+def _tiff_tag(image: Image.Image, tag: int, default: int | tuple[()]) -> tuple[int, ...]:
+    found = image.tag_v2.get(tag, default)  # type: ignore[attr-defined]
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
