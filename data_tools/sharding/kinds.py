@@ -92,7 +92,6 @@ def pixels_of(
         num_photographs = sum(count for kind, count in kinds.items() if kind.is_photograph)
         if num_photographs >= _MOST * kinds.total() and not channels:
             return RGB8  # Others are bad images, as are all if none could be read.
-        kinds = Counter({kind: count for kind, count in kinds.items() if not kind.is_photograph or channels})
     num_channels = _num_channels(kinds, examples, pages) * max(len(joined), 1)
     names = tuple(channels) or tuple(joined) or _default_names(num_channels)
     if len(names) != num_channels:
@@ -232,17 +231,21 @@ def channel_hint(listing: Listing) -> str:
     for text in _CHANNEL_NAMES:
         pattern = re.compile(text)
         found = [pattern.fullmatch(key) for key in keys[:_MOST_NAMES]]
-        pairs = {(match["sample"], match["channel"]) for match in found if match}
-        channels, samples = {channel for _, channel in pairs}, {sample for sample, _ in pairs}
-        # Nearly all files, nearly all channels of nearly all samples.
+        files = {(match["sample"], match["channel"]) for match in found if match}
+        channels, of_samples = {channel for _, channel in files}, dict[str, list[str]]()
+        for sample, channel in sorted(files):
+            of_samples.setdefault(sample, []).append(channel)
+        # Plates may have channels of their own, and some files may be missing.
+        sets = Counter(map(tuple, of_samples.values()))
+        usual = sum(count for names, count in sets.items() if len(names) > 1 and count > 0.1 * len(of_samples))
         if (
-            len(pairs) == len(found)
+            len(files) == len(found)
             and 2 <= len(channels) <= 32
-            and len(pairs) > 0.9 * len(channels) * len(samples)
-            and len(samples) > 1
+            and usual > 0.9 * len(of_samples)
+            and len(of_samples) > 1
         ):
             return (
-                f"note: names look like one file per channel: if so, channel_pattern='{text}' makes {len(samples):,} samples of "
+                f"note: names look like one file per channel: if so, channel_pattern='{text}' makes {len(of_samples):,} samples of "
                 f"{len(channels)} channels ({', '.join(sorted(channels)[:8])}) of {counted(len(found), 'file')}\n"
             )
     return ""

@@ -208,6 +208,11 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
     check(dataset, {key: values for key, values in written.items() if key not in ("cat/00", "cat/02")})
     with pytest.raises(UserError, match="does not match"):
         shard.run(settings(source, tmp_path / "wrong", channel_pattern="(?P<sample>.*)_(?P<channel>.)"))
+    for file in (source / "dog").glob("*-ch0.tiff"):  # A plate without this channel.
+        file.unlink()
+    capfd.readouterr()
+    shard.run(settings(source, tmp_path / "plates"))
+    assert "12 samples of 3 channels" in capfd.readouterr().out
 
 
 def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster: int, tmp_path: Path) -> None:
@@ -281,6 +286,10 @@ def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: i
     half = {f"dog/{i}.tif": tiff(np.zeros((9, 9, 4), np.uint16)) for i in range(15)}
     with pytest.raises(UserError, match="to_rgb8"):
         shard.run(settings(write_folder({**photographs, **half, **{f"dog/x{i}.npy": npy(np.zeros((5, 5), "f4")) for i in range(9)}}, tmp_path / "mixed"), tmp_path / "no"))  # fmt: skip
+    gray = {f"dog/{i}.png": imagecodecs.png_encode(np.full((9, 9), i, np.uint16)) for i in range(15)}
+    write_folder({**photographs, **gray}, tmp_path / "gray")
+    with pytest.raises(UserError, match="channels"):
+        shard.run(settings(tmp_path / "gray", tmp_path / "no"))
     alpha = {f"cat/{i}.png": encoded(Image.fromarray(np.full((8, 8, 4), i, np.uint8)), "PNG") for i in range(3)}
     capfd.readouterr()
     shard.run(settings(write_folder(alpha, tmp_path / "alpha"), tmp_path / "flat"))
