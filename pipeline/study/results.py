@@ -20,7 +20,7 @@ State = Literal["done", "diverged", "failed", "damaged", "not run"]
 TO_RUN: tuple[State, ...] = ("not run", "failed", "damaged")
 
 
-def compute_unit(exaflops: float) -> tuple[float, str]:
+def unit_of(exaflops: float) -> tuple[float, str]:
     """The largest unit of which this amount is at least one: (in exaFLOPs, name)."""
     return next((unit for unit in _UNITS if exaflops >= unit[0]), _UNITS[-1])
 
@@ -32,9 +32,8 @@ class CellResult:
     model: its name in the study; family: the line of a figure that it belongs to. parameters: of the model. data_size: number of
     training images. steps, images_seen: of pre-training; an image counts each time it is seen. exaflops: of pre-training, 1e18
     floating-point operations, also of the part that a branch shares with a longer run. reason: why the cell is not done. scores: by name, in [0, 1]:
-    top1, top5, 5shot, 20nn, finetune:NAME, vtab; empty unless done. num_test: number of test images by the same names.
+    top1, top5, 5shot, 20nn, finetune:NAME; empty unless done. num_test: number of test images by the same names.
     effective_images: of images in groups, `effective_number` by the same names.
-    vtab_tasks: number of tasks that vtab is the mean of; 0 if not known.
     A reason beside done: these scores are of an earlier report, and the files of the cell cannot be used any more.
     hours: by the clock, of all its processes; None unless done. folder: of its pre-training run. run_id: MLflow's, or "".
     """
@@ -56,16 +55,14 @@ class CellResult:
     folder: str = ""
     run_id: str = ""
     effective_images: dict[str, Annotated[float, Limits(1, 1e15)]] = field(default_factory=dict)
-    vtab_tasks: Count = 0
 
 
 @dataclass(frozen=True)
 class StudyResults:
     """A study's results. score: the name of the score that its figures show. data: path; fingerprint: of the data set.
 
-    evaluated_on: the data and split of the score, "" for VTAB-1k. image_size: side of the pre-training images in pixels. notes: sentences for the reader.
-    unpublished: names of VTAB tasks whose images are not those of the published files. others: cells of an earlier report that these
-    settings leave out, as fewer seeds do.
+    evaluated_on: the data and split of the score. notes: sentences for the reader.
+    others: cells of an earlier report that these settings leave out, as fewer seeds do.
     """
 
     name: str
@@ -74,20 +71,19 @@ class StudyResults:
     data: str
     fingerprint: str
     evaluated_on: str
-    image_size: int
     cells: list[CellResult]
     notes: list[str] = field(default_factory=list)
-    unpublished: list[str] = field(default_factory=list)
     others: list[CellResult] = field(default_factory=list)
 
-    def mark(self, score: str) -> str:
-        """Stands beside the name of a score: † if it is not VTAB's."""
-        return "†" if score == "vtab" and self.unpublished else ""
+    @property
+    def score_names(self) -> list[str]:
+        """Names of the scores that any cell has; the study's own score comes first."""
+        return list(dict.fromkeys([self.score, *(name for cell in self.cells for name in cell.scores)]))
 
     @property
-    def vtab_tasks(self) -> list[int]:
-        """The numbers of tasks that the cells' vtab scores are means of, ascending: one, unless sweeps had different data sets."""
-        return sorted({cell.vtab_tasks for cell in self.cells} - {0})
+    def seed(self) -> int:
+        """Of what the report draws."""
+        return min((cell.seed for cell in self.cells), default=0)
 
     @property
     def counts_images(self) -> bool:
@@ -95,9 +91,18 @@ class StudyResults:
         return self.question in ("data_size", "labels")
 
     @cached_property
-    def unit(self) -> tuple[float, str]:
+    def compute_unit(self) -> tuple[float, str]:
         """The unit in which the compute of all cells is shown, that of the longest: (in exaFLOPs, name)."""
-        return compute_unit(max((cell.exaflops for cell in self.cells), default=1.0))
+        return unit_of(max((cell.exaflops for cell in self.cells), default=1.0))
+
+    @property
+    def unit(self) -> tuple[float, str]:
+        """The unit of what cells are compared by: (size, name)."""
+        return (1.0, "training images") if self.counts_images else self.compute_unit
+
+    def number(self, x: float) -> str:
+        """An amount in this unit."""
+        return f"{x:,.0f}" if self.counts_images or x >= 1000 else f"{x:.3g}"
 
     @property
     def done(self) -> list[CellResult]:
@@ -129,22 +134,10 @@ def keep_earlier(now: StudyResults, earlier: StudyResults | None) -> StudyResult
         old = before.get(cell.name)
         if old is None or cell.state == "diverged" or set(old.scores) <= set(cell.scores):
             return cell
-        reason = (
-            cell.reason or f"its run is not there ({cell.folder})"
-            if cell.state != "done"
-            else "some of its scores are not there"
-        )
-        kept = f"scores of an earlier report, because now: {reason}" if not old.reason else old.reason
-        return replace(
-            cell,
-            state="done",
-            reason=kept,
-            scores=old.scores,
-            num_test=old.num_test,
-            effective_images=old.effective_images,
-            vtab_tasks=old.vtab_tasks,
-            hours=old.hours,
-        )
+        lost = "some of its scores are not there" if cell.state == "done" else f"its run is not there ({cell.folder})"
+        reason = old.reason or f"scores of an earlier report, because now: {cell.reason or lost}"
+        # What a cell is never changes, so all facts of the earlier report hold but its family and the place of its run.
+        return replace(old, reason=reason, family=cell.family, folder=cell.folder, run_id=cell.run_id)
 
     asked = {cell.name for cell in now.cells}
     others = [cell for cell in before.values() if cell.name not in asked]

@@ -20,11 +20,10 @@ def cell(
     score: float | None,
     question: Question,
     state: str = "done",
-    name: str = "top1",
 ) -> CellResult:
     """A cell at x images or exaFLOPs; score None: without one."""
     size, exaflops = (round(x), 0.01) if question in ("data_size", "labels") else (50_000, x)
-    scores = {name: score} if score is not None else {}
+    scores = {"top1": score} if score is not None else {}
     return CellResult(
         f"{model}-{x:g}-seed{seed}", model, family, 1_000_000, size, max(1, round(1000 * x)), 64_000, exaflops, seed,
         state,  # type: ignore[arg-type]
@@ -33,15 +32,14 @@ def cell(
     )  # fmt: skip
 
 
-def study(question: Question, cells: list[CellResult], score: str = "top1") -> StudyResults:
-    return StudyResults("made-up", question, score, "datasets/made-up", "0123456789abcdef", "made-up:test", 32, cells)
+def study(question: Question, cells: list[CellResult]) -> StudyResults:
+    return StudyResults("made-up", question, "top1", "datasets/made-up", "0123456789abcdef", "made-up:test", cells)
 
 
 def scaling(
     seeds: int = 3,
     noise: float = 0.003,
     budgets: tuple[float, ...] = (1, 2, 4, 8),
-    score: str = "top1",
     models: int = 2,
 ) -> StudyResults:
     """2 families, by the law of Hoffmann et al. 2022: a larger model is worse on few exaFLOPs and better on many."""
@@ -54,8 +52,8 @@ def scaling(
                 for seed in range(seeds):
                     error = 0.1 + shift + 0.1 * size**-0.5 + 0.14 * (x / size) ** -0.5
                     value = 1 - error + noise * generator.standard_normal()
-                    cells.append(cell(f"{family}-{number}", family, x, seed, float(value), "scaling", name=score))
-    return study("scaling", cells, score)
+                    cells.append(cell(f"{family}-{number}", family, x, seed, float(value), "scaling"))
+    return study("scaling", cells)
 
 
 def data_size(
@@ -72,15 +70,15 @@ def data_size(
     return study("data_size", cells)
 
 
-def ablation(seeds: int = 3, noise: float = 0.003, score: str = "top1") -> StudyResults:
+def ablation(seeds: int = 3, noise: float = 0.003) -> StudyResults:
     generator = np.random.default_rng(5)
     means = {"learned-1d": 0.642, "none": 0.60, "learned-2d": 0.643, "relative": 0.641}
     cells = [
-        cell(name, name, 1.0, seed, float(mean + noise * generator.standard_normal()), "ablation", name=score)
+        cell(name, name, 1.0, seed, float(mean + noise * generator.standard_normal()), "ablation")
         for name, mean in means.items()
         for seed in range(seeds)
     ]
-    return study("ablation", cells, score)
+    return study("ablation", cells)
 
 
 def labels(seeds: int = 3, noise: float = 0.003) -> StudyResults:

@@ -1,4 +1,4 @@
-"""The settings of a study: which pre-training runs are compared, how they are scored, where they run, and what they may cost."""
+"""The settings of a study: which pre-training runs are compared, how they are scored, and where they run."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -116,21 +116,13 @@ class StudyConfig:
     score: str = setting(
         "top1",
         "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping, with "
-        "checkpoint.best=val_top1), 5shot, 20nn, ... of its probe, finetune:NAME, or vtab.",
+        "checkpoint.best=val_top1), 5shot, 20nn, ... of its probe, or finetune:NAME.",
     )
     finetune: list[str] = setting(
         list,
         "YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml].",
         distinct=True,
         path=True,
-    )
-    vtab: str = setting(
-        "",
-        "YAML file of a VTAB-1k sweep of the weights of each cell, as configs/vtab/vit_paper.yaml; empty is none.",
-        path=True,
-    )
-    vtab_settings: list[str] = setting(
-        list, "Settings over those of that file, as [data=datasets/vtab,method=linear].", needs="vtab"
     )
     on: Literal["here", "ray"] = setting(
         "here", "Where cells run: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit."
@@ -151,23 +143,18 @@ class StudyConfig:
         max=MAX_TASKS,
         needs="on=ray",
     )
-    hours: float = setting(
-        0.0, "Time for the whole study, by the clock. A plan that needs more is refused, and cells that no longer fit are left out. 0 is no limit.",
-        min=0,
-    )  # fmt: skip
     tflops: float = setting(
         0.0,
         "Sustained TFLOP/s of one device in training, for the plan until cells are finished, which say it; 0 measures this CPU.",
         min=0,
     )
-    price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)
     slurm: str = setting(
         "", "Write a SLURM script to this file, whose array tasks run the cells, and end. '-' prints it.", output="file"
     )
-    cell: str = setting("", "Run this cell only (its name, or its number as in the plan, from 0), and write no report.")
+    cell: str = setting("", "Run this cell only (its name), and write no report.")
     report: bool = setting(False, "Run nothing: write the report of the cells that are done.")
     mlflow: str = mlflow_of_runs("study")
-    plan: bool = setting(False, "Only list the cells, their compute, hours and cost.")
+    plan: bool = setting(False, "Only list the cells, their compute and hours.")
 
     @property
     def num_lengths(self) -> int:

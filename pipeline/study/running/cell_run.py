@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
 from typing import IO, Any
 
 from pipeline.base import json_record
@@ -36,13 +35,10 @@ from pipeline.transfer.child_run import (
     why_unusable,
     with_track,
 )
-from pipeline.transfer.score_table import RESULTS_FILE, read_results
 
-OUTPUT, HOURS, FAILED = "output", "hours", "failed"
+OUTPUT, NOTES = "output", "notes"
 # Exit code of a command that refused its settings or its data: another try would end in the same way.
 _REFUSED = 2
-# Variables of a Ray worker. A command inside of a cell that starts Ray gets a cluster of its own on the cell's machine.
-_OF_RAY = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
 
 # Name of a cell -> (what became of it, the reason).
@@ -70,24 +66,21 @@ def run_job(job: StudyJob) -> dict[str, str]:
     """
     diverged = {}
     for cell in job.cells:
-        begin = time.monotonic()
-        failure = _note_file(job.folder, FAILED, cell.name)
-        failure.unlink(missing_ok=True)
+        begin, hours = time.monotonic(), _read_note(job.folder, cell.name).get("hours") or 0.0
+        _write_note(job.folder, cell.name, {"hours": hours})
         try:
             run_cell(cell, job)
         except DivergedError as error:
             diverged[cell.name] = str(error)
         except (UserError, LostError) as error:
-            _write_note(job.folder, FAILED, cell.name, {"reason": str(error)})
+            _write_note(job.folder, cell.name, {"hours": hours, "failed": str(error)})
             raise
-        hours = (_read_note(job.folder, HOURS, cell.name).get("hours") or 0.0) + (time.monotonic() - begin) / 3600
-        _write_note(job.folder, HOURS, cell.name, {"hours": hours})
+        _write_note(job.folder, cell.name, {"hours": hours + (time.monotonic() - begin) / 3600})
     return diverged
 
 
 def run_cell(cell: StudyCell, job: StudyJob) -> None:
     """Pre-train a cell and score its weights. Raises as `run_job`, and DivergedError."""
-    config = job.config
     (job.folder / OUTPUT).mkdir(parents=True, exist_ok=True)
     with open(job.folder / OUTPUT / f"{cell.name}.txt", "ab") as output:
         if cell.trunk and how_ended(cell.run) is None and not _is_planted(cell):
@@ -99,13 +92,6 @@ def run_cell(cell: StudyCell, job: StudyJob) -> None:
         _run(cell.run, "finetune" if cell.run.config.init.weights else "pretrain", job, output)
         for finetune in cell.finetunes:
             _run(finetune, "finetune", job, output)
-        if config.vtab and not _vtab_scores(job.folder, cell):
-            settings = [*config.vtab_settings, f"weights={cell.run.folder}", f"out={_vtab_folder(job.folder, cell)}"]
-            environment = {name: value for name, value in os.environ.items() if name not in _OF_RAY}
-            code = start_command("vtab", ["--config", config.vtab, *settings], "", output, environment)
-            _raise_unless_done(
-                code, bool(_vtab_scores(job.folder, cell)), f"the VTAB sweep of {cell.name}", output.name
-            )
 
 
 def _run(run: ChildRun, command: str, job: StudyJob, output: IO[bytes]) -> None:
@@ -177,21 +163,13 @@ def _plant(cell: StudyCell) -> None:
     for old in path.iterdir():  # Of a plant that was killed.
         old.unlink()
     for file in Path(str(source)).iterdir():
-        _link_or_copy(file, path / file.name)
+        try:
+            os.link(file, path / file.name)
+        except OSError:
+            shutil.copy2(file, path / file.name)
     final = path.parent / source.name
     path.rename(final)
     target.point_at(final)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        try:
-            shutil.copy2(source, target)
-        except OSError as error:
-            error.filename, error.filename2 = str(target), None  # It names the source, which is no help on a full disk.
-            raise
 
 
 # -------------------------------------------------------------------- what became of a cell
@@ -207,110 +185,58 @@ def result_of(study: Study, cell: StudyCell, ends: Ends) -> CellResult:
     if cell.name in ends:
         state, reason = ends[cell.name]
         return replace(found, state=state, reason=reason)
-    if failure := _read_note(study.folder, FAILED, cell.name):
-        return replace(found, state="failed", reason=str(failure.get("reason")))
-    runs = [cell.run, *cell.finetunes]
-    problems = [*map(why_unusable, runs), _vtab_results(study.folder, cell)[1]]
-    if any(problems):
-        return replace(found, state="damaged", reason=" ".join(filter(None, problems)))
+    note = _read_note(study.folder, cell.name)
+    if "failed" in note:
+        return replace(found, state="failed", reason=note["failed"])
+    if problems := list(filter(None, map(why_unusable, [cell.run, *cell.finetunes]))):
+        return replace(found, state="damaged", reason=" ".join(problems))
     if ended is None:
         return found
-    scores, num_test, effective = _scores(study, cell)
-    missing = [
-        name
-        for name in [*(f"finetune:{own_name(f)}" for f in cell.finetunes), *(["vtab"] if study.config.vtab else [])]
-        if name not in scores
-    ]
-    if missing:
+    measured = _scores(cell)
+    if not measured.keys() >= {f"finetune:{own_name(finetune)}" for finetune in cell.finetunes}:
         diverged = [f"{f.name}: {outcome}" for f in cell.finetunes if isinstance(outcome := read_outcome(f), str)]
         return replace(found, state="diverged", reason=diverged[0]) if diverged else found
-    # Without those of a start that was killed.
-    hours = _read_note(study.folder, HOURS, cell.name).get("hours")
-    num_tasks = len(_vtab_scores(study.folder, cell)) if study.config.vtab else 0
-    found = replace(found, num_test=num_test, effective_images=effective)
-    return replace(found, state="done", scores=scores, vtab_tasks=num_tasks, hours=hours)
+    return replace(
+        found,
+        state="done",
+        scores={name: value for name, (value, _, _) in measured.items()},
+        num_test={name: number for name, (_, number, _) in measured.items() if number},
+        effective_images={name: number for name, (_, _, number) in measured.items() if number},
+        hours=note.get("hours"),  # Without those of a start that was killed.
+    )
 
 
-def _scores(study: Study, cell: StudyCell) -> tuple[dict[str, float], dict[str, int], dict[str, float]]:
-    """Returns (scores, numbers of test images, of images in groups effective ones) by name."""
-    scores: dict[str, float] = {}
-    num_test: dict[str, int] = {}
-    effective: dict[str, float] = {}
+def _scores(cell: StudyCell) -> dict[str, tuple[float, int | None, float | None]]:
+    """By name: the score, the number of its test images if known, and of images in groups their effective number."""
+    found: dict[str, tuple[float | None, int | None, float | None]] = {}
     if is_evaluated(cell.run):
         evaluation = read_evaluation(cell.run)
-        for name, value, number in (
-            ("top1", evaluation.top1, evaluation.top1_effective_images),
-            ("top5", evaluation.top5, evaluation.top5_effective_images),
-        ):
-            if value is not None:
-                scores[name], num_test[name] = value, evaluation.num_samples
-                effective |= {name: number} if number else {}
+        found["top1"] = evaluation.top1, evaluation.num_samples, evaluation.top1_effective_images
+        found["top5"] = evaluation.top5, evaluation.num_samples, evaluation.top5_effective_images
     with contextlib.suppress(FileNotFoundError, UserError):
         content = json_record.read(cell.run.folder / "probe.json", dict[str, Any])
-        probe, num_probed = probe_metrics(content, ""), content.get("num_samples")  # None of earlier versions.
+        probe = probe_metrics(content, "")
         for metric, value in probe.items():
             if metric_of(metric).is_share:
-                name, number = metric.removeprefix("_"), probe.get(f"{metric}_effective_images")
-                scores[name] = value
-                num_test |= {name: num_probed} if num_probed else {}
-                effective |= {name: number} if number else {}
+                effective = probe.get(f"{metric}_effective_images")
+                found[metric.removeprefix("_")] = value, content.get("num_samples"), effective
     if cell.run.config.checkpoint.best:
         kept = _checkpoints(cell.run).kept()
-        if kept.metric and kept.metric.endswith("top1") and kept.value is not None:
-            scores["best_top1"], num_test["best_top1"] = kept.value, num_test.get("top1", 0)
-            effective |= {"best_top1": effective["top1"]} if "top1" in effective else {}
+        if kept.metric and kept.metric.endswith("top1"):
+            found["best_top1"] = kept.value, *found.get("top1", (None, None, None))[1:]
     for finetune in cell.finetunes:
         outcome = read_outcome(finetune)
         if outcome is not None and not isinstance(outcome, str):
-            name = f"finetune:{own_name(finetune)}"
-            assert outcome.top1 is not None, "else there is no outcome"
-            scores[name], num_test[name] = outcome.top1, outcome.num_samples
-            effective |= {name: outcome.effective_images} if outcome.effective_images < outcome.num_samples else {}
-    if study.config.vtab and (accuracies := _vtab_scores(study.folder, cell)):
-        scores["vtab"] = mean(accuracies)
-    return scores, num_test, effective
+            found[f"finetune:{own_name(finetune)}"] = outcome.top1, outcome.num_samples, outcome.effective_images
+    return {name: (value, num, effective) for name, (value, num, effective) in found.items() if value is not None}
 
 
-def _vtab_folder(folder: Path, cell: StudyCell) -> Path:
-    return folder / f"{cell.name}-vtab"
+# -------------------------------------------------------------------- a note on a cell beside its run: its hours, or why it failed
+def _write_note(folder: Path, name: str, note: dict[str, Any]) -> None:
+    (folder / NOTES).mkdir(exist_ok=True)
+    write_text(folder / NOTES / f"{name}.json", json.dumps(note))
 
 
-def _vtab_results(folder: Path, cell: StudyCell) -> tuple[dict[str, Any], str]:
-    """Returns (content of the results of a cell's sweep, why it cannot be read); {} and "" where there is none."""
-    file = _vtab_folder(folder, cell) / RESULTS_FILE
-    try:
-        return (read_results(file), "") if file.exists() else ({}, "")
-    except UserError as error:
-        return {}, str(error)
-
-
-def _vtab_scores(folder: Path, cell: StudyCell) -> list[float]:
-    """Mean accuracy on each of VTAB's tasks; empty while one of the sweep's tasks has no score."""
-    content, _ = _vtab_results(folder, cell)
-    by_task: dict[str, list[float]] = {}
-    for row in content["scores"] if content and not content["failed"] else []:
-        by_task.setdefault(row["task"], []).append(row["accuracy"])
-    return [mean(accuracies) for accuracies in by_task.values()]
-
-
-def unpublished_tasks(study: Study) -> list[str]:
-    """Names of VTAB tasks that any cell has a score of, and whose images are not those of the published files."""
-    tasks: dict[str, None] = {}
-    for cell in study.cells if study.config.vtab else []:
-        tasks |= dict.fromkeys(_vtab_results(study.folder, cell)[0].get("unpublished", []))
-    return list(tasks)
-
-
-# -------------------------------------------------------------------- notes on a cell beside its run: its hours, why it failed
-def _note_file(folder: Path, kind: str, name: str) -> Path:
-    return folder / kind / f"{name}.json"
-
-
-def _write_note(folder: Path, kind: str, name: str, note: dict[str, Any]) -> None:
-    (folder / kind).mkdir(exist_ok=True)
-    write_text(_note_file(folder, kind, name), json.dumps(note))
-
-
-def _read_note(folder: Path, kind: str, name: str) -> dict[str, Any]:
+def _read_note(folder: Path, name: str) -> dict[str, Any]:
     """Empty if there is none, as where a kill left no time to write it."""
-    return json_record.read_or_none(_note_file(folder, kind, name), dict[str, Any]) or {}
+    return json_record.read_or_none(folder / NOTES / f"{name}.json", dict[str, Any]) or {}

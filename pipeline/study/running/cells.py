@@ -4,9 +4,8 @@ A folder holds one study. Its study.json says what each cell is; cells may be ad
 """
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pipeline import model as models
 from pipeline import objectives
@@ -17,10 +16,10 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.monitor.mlflow.weights import weights_path
+from pipeline.review.statistics import listed
 from pipeline.settings import changes, schema
 from pipeline.settings.commands.study import StudyConfig, StudyModel
-from pipeline.settings.commands.transfer import VtabConfig
-from pipeline.settings.quantities import Limit, whole_number
+from pipeline.settings.quantities import Limit
 from pipeline.settings.run import RunConfig
 from pipeline.study.running.compute import EXA, pretraining_compute
 from pipeline.study.running.identity import StudyIdentity, common_changes, identity_of, settings_of
@@ -75,9 +74,8 @@ class Study:
     config: StudyConfig
     folder: Path
     dataset: Dataset
-    image_size: int
     cells: list[StudyCell]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
     @property
     def jobs(self) -> list[list[StudyCell]]:
@@ -88,16 +86,12 @@ class Study:
         return sorted(groups.values(), key=lambda cells: sum(new_flops(cells)))
 
     def job_of(self, wanted: str) -> list[StudyCell]:
-        """The cells of a job up to one of its cells, given by name, or by number among all cells. Raises UserError."""
-        names = [cell.name for cell in self.cells]
-        if (number := whole_number(wanted, len(names) - 1)) is not None:
-            wanted = names[number]
-        if wanted not in names:
-            raise UserError(
-                f"cell = {wanted}: there is no such cell. There are: 0 to {len(names) - 1}, or {', '.join(names)}."
-            )
-        (job,) = [job for job in self.jobs if wanted in [cell.name for cell in job]]
-        return job[: [cell.name for cell in job].index(wanted) + 1]
+        """The cells of a job up to the cell of this name. Raises UserError."""
+        for job in self.jobs:
+            names = [cell.name for cell in job]
+            if wanted in names:
+                return job[: names.index(wanted) + 1]
+        raise UserError(f"cell = {wanted}: there is no such cell. There are: {', '.join(c.name for c in self.cells)}.")
 
     def claim(self) -> None:
         """Write study.json. Raises UserError with the difference if a cell of this name was another run, or the data are others."""
@@ -116,18 +110,14 @@ class Study:
             raise UserError(
                 f"{error} It says what the runs of this study are: choose another name=..., or remove the folder."
             ) from None
-        found: dict[str, list[str]] = {str(change): [] for change in common_changes(then, now)}
+        found = [str(change) for change in common_changes(then, now)]
         for name, cell in now.cells.items():
             known = objectives.facts(cell["train.loss"])
-            for change in changes.differences(then.cells.get(name, cell), cell, known, "comparison"):
-                found.setdefault(str(change), []).append(name)
+            changed = changes.differences(then.cells.get(name, cell), cell, known, "comparison")
+            found += [f"{change} in {name}" for change in changed]
         if found:
-            texts = [
-                f"{text} in {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1) if names else text
-                for text, names in found.items()
-            ]
             raise UserError(
-                f"{self.folder} holds another study: {'; '.join(texts)}. Set it back, or choose another name=..."
+                f"{self.folder} holds another study: {listed(found, 3)}. Set it back, or choose another name=..."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         both = replace(now, cells={**then.cells, **now.cells}, sources={**now.sources, **then.sources})
@@ -149,27 +139,21 @@ def open_study(config: StudyConfig) -> Study:
     cells = []
     extra = pretraining_compute(config, base.track.uri, notes)
     opened: dict[str, RunData] = {}
-    earlier = _earlier_cells(folder)
     for model in config.models:
         for size in config.data_sizes or [base.data.limit]:
             for seed in config.seeds:
                 more = 0.0 if model.weights else extra
-                cells += _cells_of(config, folder, dataset, model, size, seed, more, opened, earlier)
+                cells += _cells_of(config, folder, dataset, model, size, seed, more, opened)
     cells.sort(key=lambda cell: (cell.flops, cell.data_size, cell.seed))
     _refuse_twins(cells)
     _check_comparable(cells)
     _check_score(config, cells[0], dataset.num_classes)
-    if config.vtab:
-        schema.load(VtabConfig, config.vtab, [*config.vtab_settings, "weights=any"])
     if config.cooldown:
         notes.append(
             f"The learning rate is constant and falls in the last {config.cooldown:.0%} of each run, so runs of different lengths share "
             "their first steps; each equals a run of its own with this schedule."
         )
-    sides = {str(cell.run.config.model.image_size) for cell in cells}
-    if len(sides) > 1:
-        notes.append(f"Models read images of different sizes ({', '.join(sorted(sides))} px).")
-    return Study(config, folder, dataset, max(base.model.image_size), cells, notes)
+    return Study(config, folder, dataset, cells, notes)
 
 
 def run_for_all(config: StudyConfig) -> RunConfig:
@@ -204,12 +188,10 @@ def _cells_of(
     seed: int,
     extra: float,
     opened: dict[str, RunData],
-    earlier: dict[str, dict[str, Any]],
 ) -> list[StudyCell]:
     """The cells of one model, data size and seed: one for each length or budget, the shortest first.
 
     extra: FLOPs for which they train in addition. opened: the data of other cells, most of which train on the same; is added to.
-    earlier: settings by name of the cells that this study has already.
     """
     common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
@@ -221,7 +203,7 @@ def _cells_of(
     built = _starting_model(first, data, config.out)
     flops = objectives.training_flops(first, built)
     split = data.split.parts[0]
-    stem = f"{model.name}-n{len(split)}" if len(config.data_sizes) > 1 else model.name
+    stem = f"{model.name}-n{len(split)}" if config.data_sizes else model.name
     lengths: list[tuple[str, str]] = [
         (str(length).replace(" ", "_").replace("%", "pc"), str(length)) for length in config.lengths
     ]
@@ -252,33 +234,13 @@ def _cells_of(
 
     found = []
     for label, length in lengths or [("", str(first.train.length))]:
-        name = "-".join([stem, *([label] if len(lengths) > 1 else []), f"seed{seed}"])
-        plan, run, trunk, trunk_steps = make(name, length)
-        # With a second length, the names of the first cells would have theirs, too, and they would be trained again.
-        for other in (f"{stem}-seed{seed}", f"{stem}-{label}-seed{seed}"):
-            if other != name and _is_same_run(earlier.get(other), run) and not _is_same_run(earlier.get(name), run):
-                plan, run, trunk, trunk_steps = make(other, length)
+        plan, run, trunk, trunk_steps = make("-".join(filter(None, [stem, label, f"seed{seed}"])), length)
         finetunes = [_finetune(file, run, folder, seed) for file in config.finetune]
         found.append(
             StudyCell(model, run, seed, len(split), plan.steps, plan.epochs, flops, models.num_parameters(built), trunk, trunk_steps,
                  finetunes, sum(_finetune_flops(finetune.config, built) for finetune in finetunes))
         )  # fmt: skip
     return sorted(found, key=lambda cell: cell.steps)
-
-
-def _earlier_cells(folder: Path) -> dict[str, dict[str, Any]]:
-    """The cells of a study that was started: name -> settings. Empty if there is none, or `Study.claim` will refuse it."""
-    try:
-        return json_record.read(folder / STUDY_FILE, StudyIdentity).cells
-    except (FileNotFoundError, UserError):
-        return {}
-
-
-def _is_same_run(earlier: dict[str, Any] | None, run: ChildRun) -> bool:
-    """Whether a cell of study.json has the settings of a run, as far as its version wrote them."""
-    known = objectives.facts(run.config.train.loss)
-    now = json.loads(json.dumps(settings_of(run)))
-    return earlier is not None and not changes.differences(earlier, now, known, "comparison")
 
 
 def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
@@ -355,7 +317,7 @@ def _finetune_flops(config: RunConfig, model: models.Config) -> float:
 
 # -------------------------------------------------------------------- checking them
 def _refuse_twins(cells: list[StudyCell]) -> None:
-    """Raise UserError for two cells that are the same run, or have one name, as those of budgets that differ in the seventh digit."""
+    """Raise UserError for two cells that are the same run."""
     seen: dict[str, str] = {}
     for cell in cells:
         # Another length that is as many steps is the same run, too.
@@ -364,10 +326,6 @@ def _refuse_twins(cells: list[StudyCell]) -> None:
         )
         if about in seen:
             raise UserError(f"{seen[about]} and {cell.name} are the same run: leave out one of them.")
-        if cell.name in seen.values():
-            raise UserError(
-                f"two cells would be called {cell.name}: their lengths, budgets or models differ too little."
-            )
         seen[about] = cell.name
 
 
@@ -390,16 +348,13 @@ def score_names(config: StudyConfig, run: RunConfig, num_classes: int | None = N
     if run.probe.every.amount:
         found = run.probe.metrics("").items()
         names += [name.removeprefix("_") for name, metric in found if metric.better and metric.is_share]
-    names += [f"finetune:{schema.load(RunConfig, file, ['init.weights=any']).name}" for file in config.finetune]
-    return names + (["vtab"] if config.vtab else [])
+    return names + [f"finetune:{schema.load(RunConfig, file, ['init.weights=any']).name}" for file in config.finetune]
 
 
 def scored_on(study: Study) -> str:
-    """Data set and split of the study's score, as "photos:val"; "" for VTAB-1k, which says it."""
+    """Data set and split of the study's score, as "photos:val"."""
     score, cell = study.config.score, study.cells[0]
     kind, _, name = score.partition(":")
-    if kind == "vtab":
-        return ""
     config = cell.run.config if kind != "finetune" else next(f for f in cell.finetunes if own_name(f) == name).config
     if kind in ("finetune", "top1", "top5", "best_top1"):
         data, split = config.data.path, config.data.evaluated[0]
@@ -413,5 +368,5 @@ def _check_score(config: StudyConfig, cell: StudyCell, num_classes: int) -> None
     if config.score not in known:
         raise UserError(
             f"score = {config.score}: these cells will not have it, but {', '.join(known) or 'none at all'}. 5shot and 20nn need probe.every, "
-            "probe.shots and probe.neighbours of the run; finetune:NAME and vtab need `finetune` and `vtab`."
+            "probe.shots and probe.neighbours of the run; finetune:NAME needs `finetune`."
         )

@@ -11,7 +11,7 @@ from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.process.committed import NAME, run_of_checkpoint
 from pipeline.review.reader import from_folder, is_run
 from pipeline.settings.commands.study import StudyConfig
-from pipeline.study.results import compute_unit
+from pipeline.study.results import unit_of
 
 EXA = 1e18
 
@@ -39,7 +39,7 @@ def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> floa
 
 
 def _in_words(flops: float) -> str:
-    size, unit = compute_unit(flops / EXA)
+    size, unit = unit_of(flops / EXA)
     return f"{flops / EXA / size:.4g} {unit}"
 
 

@@ -1,15 +1,13 @@
-"""What a study costs before it runs: FLOPs, hours and money of every cell."""
+"""What a study costs before it runs: FLOPs and hours of every cell."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.study.results import TO_RUN, CellResult
-from pipeline.study.running.cells import Study, StudyCell, new_flops
+from pipeline.study.running.cells import Study, new_flops
 
 # What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
 _SECONDS_OF_A_PROCESS = 20.0
@@ -83,57 +81,27 @@ def _speed_of_this_cpu() -> float:
         torch.set_num_threads(threads)
 
 
-def refuse_too_long(
-    study: Study, estimated: CostEstimate, left: Sequence[StudyCell], spent: float, at_a_time: int
-) -> None:
-    """Raise UserError with the arithmetic if the cells that are left do not fit into `hours`. spent: hours of earlier starts."""
-    limit = study.config.hours
-    if not limit or not left:
-        return
-    if not estimated.hours:
-        raise UserError(f"hours = {limit:g} cannot be compared with a study {estimated.source}.")
-    needed = estimated.total([cell.name for cell in left], at_a_time)
-    if spent + needed > limit:
-        fitting, hours = 0, spent
-        for cell in left:
-            hours += estimated.hours[cell.name] / at_a_time
-            fitting += hours <= limit
-        before = f"{spent:.2g} h are spent, and " if spent else ""
-        raise UserError(
-            f"hours = {limit:g} cannot hold this study: {before}{counted(len(left), 'cell')} would take {needed:.2g} h {estimated.source}"
-            f"{f', {at_a_time} at a time' if at_a_time > 1 else ''}. The {fitting} cheapest fit. Give it {math.ceil(100 * (spent + needed)) / 100:g} "
-            "hours, or fewer or shorter cells."
-        )
-
-
 def plan_table(study: Study, estimated: CostEstimate, results: Sequence[CellResult], at_a_time: int) -> list[str]:
-    """The lines of --plan: every cell with its size, length, compute, hours and cost, and the sums."""
+    """The lines of --plan: every cell with its size, length, compute and hours, and the sums."""
     config = study.config
-    gpu_price = config.price * max(1, config.gpus)
     width = max(len(cell.name) for cell in study.cells)
     lines = [
-        f"{'cell':>4}  {'name':<{width}}  {'M par.':>7} {'images':>11} {'steps':>9} {'epochs':>7} {'exaFLOPs':>10} {'time':>8} {'cost':>9}  state"
+        f"{'cell':<{width}}  {'M par.':>7} {'images':>11} {'steps':>9} {'epochs':>7} {'exaFLOPs':>10} {'time':>8}  state"
     ]
     states = {result.name: result.state for result in results}
-    for number, cell in enumerate(study.cells):
-        hours = estimated.hours.get(cell.name)
-        time = "-" if hours is None else duration(3600 * hours)
-        cost = "-" if hours is None or not config.price else f"{hours * gpu_price:,.0f}"
+    for cell in study.cells:
+        time = duration(3600 * estimated.hours[cell.name]) if estimated.hours else "-"
         lines.append(
-            f"{number:>4}  {cell.name:<{width}}  {cell.parameters / 1e6:>7.2f} {cell.data_size:>11,} {cell.steps:>9,} {cell.epochs:>7.1f} "
-            f"{cell.flops / 1e18:>10.3g} {time:>8} {cost:>9}  {states[cell.name]}"
+            f"{cell.name:<{width}}  {cell.parameters / 1e6:>7.2f} {cell.data_size:>11,} {cell.steps:>9,} {cell.epochs:>7.1f} "
+            f"{cell.flops / 1e18:>10.3g} {time:>8}  {states[cell.name]}"
         )
     added = sum(sum(new_flops(job)) for job in study.jobs)
     left = [cell.name for cell in study.cells if states[cell.name] in TO_RUN]
     summary = f"{counted(len(study.cells), 'cell')}, {list(states.values()).count('done')} of them done; {added / 1e18:.3g} exaFLOPs are computed"
     if estimated.hours and left:
+        summary += f"; those left take {duration(3600 * estimated.total(left, at_a_time))} {estimated.source}, {at_a_time} at a time"
         work = sum(estimated.hours[name] for name in left)
-        summary += f"; those left take {duration(3600 * estimated.total(left, at_a_time))} {estimated.source}"
-        summary += f", {at_a_time} at a time" if at_a_time > 1 or config.on == "ray" else ""
-        summary += f", {work * max(1, config.gpus):,.3g} GPU hours" if config.gpus else ""
-        summary += f", cost {work * gpu_price:,.0f}" if config.price else ""
+        summary += f", {work * config.gpus:,.3g} GPU hours" if config.gpus else ""
     elif left:
         summary += f"; {estimated.source}"
-    if config.vtab:
-        summary += "; without the time of VTAB"
     return [*lines, f"{summary}.", *study.notes]

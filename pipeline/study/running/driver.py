@@ -3,40 +3,35 @@
     study.json     what each cell is (cells.py). A folder holds one study.
     CELL/          run folder of a cell; CELL-NAME/ of its fine-tuning; *-trunk-*/ of steps that cells share
     output/        what the commands of each cell printed
-    failed/        why the last try of a cell failed
-    hours/         the time of each cell; spent.json: of the whole study, which `hours` limits
+    notes/         the time of each cell, and why its last try failed
     progress.json  while it runs
     results.json   what is known of every cell (results.py), with report.md, report.html, results.csv and figures
 
 Where cells run is decided by the caller, which passes a `RunJobs`.
 """
 
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import write_text
 from pipeline.base.words import counted
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import LostError, RunJobs, run_here
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.results import TO_RUN, State, StudyResults, keep_earlier, read_results, write_results
-from pipeline.study.running.cell_run import Ends, StoppedError, StudyJob, result_of, run_job, unpublished_tasks
-from pipeline.study.running.cells import Study, StudyCell, open_study, scored_on
-from pipeline.study.running.cost import estimate, plan_table, refuse_too_long
+from pipeline.study.running.cell_run import Ends, StoppedError, StudyJob, result_of, run_job
+from pipeline.study.running.cells import Study, open_study, scored_on
+from pipeline.study.running.cost import estimate, plan_table
 from pipeline.study.running.slurm import write_script
 from pipeline.transfer.sweep_progress import SweepProgress
 
 if TYPE_CHECKING:  # Not imported without MLflow.
     from pipeline.study.running.study_page import StudyPage
 
-_SPENT = "spent.json"
 # Least time between two reports of an unfinished study, each of which draws figures.
 _REPORT_SECONDS = 60.0
 
@@ -55,10 +50,12 @@ def run(
     study = open_study(config)
     ends: dict[str, tuple[State, str]] = {}
     results = read_cells(study, ends)
+    if not config.plan:
+        study.claim()
+    if not (config.slurm or config.cell or config.report):
+        print("\n".join(plan_table(study, estimate(study, results.cells), results.cells, at_a_time)), flush=True)
     if config.plan:
-        print("\n".join(plan_table(study, estimate(study, results.cells), results.cells, at_a_time)))
         return None
-    study.claim()
     if config.slurm:
         write_script(study, estimate(study, results.cells), config.slurm)
         return None
@@ -68,18 +65,11 @@ def run(
     for cell in results.cells:
         if cell.state == "damaged":
             print(f"{cell.name}: {cell.reason}{'' if config.report else ' It runs again.'}", flush=True)
-    names_left = names_to_run(results)
-    left = [cell for cell in study.cells if cell.name in names_left]
-    if not config.report:
-        estimated = estimate(study, results.cells)
-        refuse_too_long(study, estimated, left, _read_spent(study.folder), at_a_time)
-        print("\n".join(plan_table(study, estimated, results.cells, at_a_time)), flush=True)
     with show(study) or nullcontext() as page:
         if not config.report:
-            _run_cells(study, ends, run_jobs, at_a_time, page)
-        results, sentences = _report(study, ends, page)
-    print("\n".join(sentences))
-    print(f"report: {study.folder / 'report.md'}, report.html", flush=True)
+            _run_cells(study, ends, run_jobs, page)
+        results, answer = _report(study, ends, page)
+    print(f"{answer}\nreport: {study.folder / 'report.md'}, report.html", flush=True)
     if failed := [cell for cell in read_cells(study, ends).cells if cell.state == "failed"]:
         raise UserError(
             f"{len(failed)} of {counted(len(results.cells), 'cell')} failed, such as {failed[0].name}: {failed[0].reason} The same command tries "
@@ -88,16 +78,16 @@ def run(
     return results
 
 
-def _report(study: Study, ends: Ends, page: "StudyPage | None") -> tuple[StudyResults, list[str]]:
-    """Write results.json and the report of what is done by now. Returns (results, the answer in sentences)."""
-    from pipeline.study.report.report import write_report  # Late: Matplotlib.
+def _report(study: Study, ends: Ends, page: "StudyPage | None") -> tuple[StudyResults, str]:
+    """Write results.json and the report of what is done by now. Returns (results, the answer as Markdown)."""
+    from pipeline.study.report import write_report  # Late: Matplotlib.
 
     results = keep_earlier(read_cells(study, ends), _earlier(study.folder))
     write_results(results, study.folder)
-    sentences, files = write_report(results, study.folder)
+    answer, files = write_report(results, study.folder)
     if page:
-        page.reported(results, sentences, files)
-    return results, sentences
+        page.reported(results, answer, files)
+    return results, answer
 
 
 def _earlier(folder: Path) -> StudyResults | None:
@@ -122,10 +112,8 @@ def read_cells(study: Study, ends: Ends) -> StudyResults:
         str(study.dataset.path),
         study.dataset.fingerprint,
         scored_on(study),
-        study.image_size,
         [result_of(study, cell, ends) for cell in cells],
         study.notes,
-        unpublished_tasks(study),
     )
 
 
@@ -145,46 +133,31 @@ def _run_one(study: Study, name: str) -> None:
         _exit_to_resume(stopped)
 
 
-def _run_cells(
-    study: Study, ends: dict[str, tuple[State, str]], run_jobs: RunJobs, at_a_time: int, page: "StudyPage | None"
-) -> None:
+def _run_cells(study: Study, ends: dict[str, tuple[State, str]], run_jobs: RunJobs, page: "StudyPage | None") -> None:
     """Run what is not done. ends: gets how cells ended that failed, or diverged before they had a run."""
     results = read_cells(study, ends)
     todo = names_to_run(results)
     jobs = [job for job in study.jobs if any(cell.name in todo for cell in job)]
     of_model = {cell.name: cell.model.name for cell in study.cells}
-    started: list[list[StudyCell]] = []
-    clock = _Clock(study.folder)
     next_report = time.monotonic()
 
     def to_run() -> Iterator[StudyJob]:
-        for number, cells in enumerate(jobs):
-            hours = _hours_of(study, [cell for cell in cells if cell.name in todo])
-            if study.config.hours and clock.hours() + hours / at_a_time > study.config.hours:
-                names = [cell.name for job in jobs[number:] for cell in job if cell.name in todo]
-                print(
-                    f"{clock.hours():.2g} of {study.config.hours:g} hours are spent, and {cells[-1].name} needs {hours:.2g} more: "
-                    f"{counted(len(names), 'cell')} left out: {', '.join(names)}. A larger hours=... continues.",
-                    flush=True,
-                )
-                return
-            started.append(cells)
+        for cells in jobs:
             track = page.tracking(cells[0].run.config.track) if page else None
             yield StudyJob(cells, study.config, study.folder, track)
 
     def fail(index: int, reason: str) -> None:
-        for cell in started[index]:
+        for cell in jobs[index]:
             if result_of(study, cell, {}).state in TO_RUN:
                 ends[cell.name] = "failed", reason
                 progress.gave_up(cell.model.name, cell.name, reason)
 
-    with SweepProgress(
-        list(of_model.values()), [of_model[r.name] for r in results.cells if r.name not in todo], study.folder
-    ) as progress:
+    done = [of_model[cell.name] for cell in results.cells if cell.name not in todo]
+    with SweepProgress(list(of_model.values()), done, study.folder) as progress:
         try:
             for index, diverged in run_jobs(run_job, to_run(), progress.retried, fail):
                 ends |= {name: ("diverged", reason) for name, reason in diverged.items()}
-                for cell in started[index]:
+                for cell in jobs[index]:
                     if cell.name in todo:
                         result = result_of(study, cell, ends)
                         if result.state == "done" and study.config.score in result.scores:
@@ -192,44 +165,13 @@ def _run_cells(
                             progress.ended(cell.model.name, line, 3600 * (result.hours or 0.0))
                         else:
                             progress.gave_up(cell.model.name, cell.name, result.reason or "it has no score")
-                clock.save()
                 if time.monotonic() >= next_report:
                     _report(study, ends, page)
                     next_report = time.monotonic() + _REPORT_SECONDS
         except StoppedError as stopped:
             _exit_to_resume(stopped)
-        finally:
-            clock.save()
-
-
-def _hours_of(study: Study, cells: Sequence[StudyCell]) -> float:
-    """Estimated hours of cells, by what was measured until now; 0 without a limit or a known speed."""
-    if not study.config.hours:
-        return 0.0
-    hours = estimate(study, read_cells(study, {}).cells).hours
-    return sum(hours.get(cell.name, 0.0) for cell in cells)
 
 
 def _exit_to_resume(stopped: StoppedError) -> None:
     print(f"{stopped}: the same command continues (exit code {RESUME})", file=sys.stderr, flush=True)
     sys.exit(RESUME)
-
-
-class _Clock:
-    """Time that the study has taken, over all of its starts."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._before, self._begin = folder, _read_spent(folder), time.monotonic()
-
-    def hours(self) -> float:
-        return self._before + (time.monotonic() - self._begin) / 3600
-
-    def save(self) -> None:
-        write_text(self._folder / _SPENT, json.dumps({"hours": self.hours()}))
-
-
-def _read_spent(folder: Path) -> float:
-    try:
-        return json_record.read(folder / _SPENT, dict[str, float])["hours"]
-    except (FileNotFoundError, UserError, KeyError):
-        return 0.0

@@ -9,8 +9,7 @@ from pipeline import objectives
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.monitor.origin import sha256_now
 from pipeline.settings import changes, schema
-from pipeline.settings.changes import Change, facts_of
-from pipeline.settings.commands.transfer import VtabConfig
+from pipeline.settings.changes import Change, Fact, facts_of
 from pipeline.settings.quantities import Limit
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.child_run import ChildRun
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyIdentity:
-    """data: fingerprint of the data set. cells: settings by name. sources: what the cells read -> what tells it from others."""
+    """data: fingerprint of the data set. scoring: settings of fine-tunings by file. cells: settings by name. sources: what the cells read -> what tells it from others."""
 
     data: str
     scoring: dict[str, dict[str, Any]]
@@ -31,20 +30,11 @@ class StudyIdentity:
 
 def identity_of(study: "Study") -> StudyIdentity:
     """Raises UserError for data that cannot be opened."""
-    config = study.config
-    scoring: dict[str, Any] = {"finetune": {}, "vtab": {}}
+    scoring: dict[str, Any] = {}
     for finetune in study.cells[0].finetunes:
         settings = settings_of(finetune)
         del settings["init.weights"], settings["seed"]  # Of each cell.
-        scoring["finetune"][Path(finetune.file).name] = settings
-    if config.vtab:
-        vtab = schema.load(VtabConfig, config.vtab, [*config.vtab_settings, "weights=any"])
-        scoring["vtab"] = {
-            "protocol": schema.to_dict(vtab.protocol),
-            "method": vtab.method,
-            "tasks": vtab.tasks,
-            "seeds": vtab.seeds,
-        }
+        scoring[Path(finetune.file).name] = settings
     # As JSON, to be compared with what was read from a file.
     cells: Any = {cell.name: settings_of(cell.run) for cell in study.cells}
     scoring, cells = json.loads(json.dumps([scoring, cells]))
@@ -64,10 +54,9 @@ def common_changes(then: StudyIdentity, now: StudyIdentity) -> list[Change]:
         schema.flatten({"data": one.data, "scoring": one.scoring}) | {name: one.sources[name] for name in sources}
         for one in (then, now)
     )
-    # The settings of a study's scoring, by their names in study.json.
-    known = dict(facts_of(VtabConfig, "scoring.vtab."))
-    for file in {file for one in (then, now) for file in one.scoring.get("finetune", {})}:
-        known.update(facts_of(RunConfig, f"scoring.finetune.{file}."))
+    known: dict[str, Fact] = {}
+    for file in {**then.scoring, **now.scoring}:
+        known |= facts_of(RunConfig, f"scoring.{file}.")
     return changes.differences(old, new, known, "comparison")
 
 

@@ -8,11 +8,26 @@ from pathlib import Path
 from pipeline.data.storage.atomic import write_files
 from pipeline.monitor.page_folder import FIGURES
 from pipeline.monitor.run_page import RunFacts
+from pipeline.settings import schema
 from pipeline.study.results import StudyResults
 from pipeline.study.running.cells import Study, scored_on
 from pipeline.transfer.track.parent_page import ParentPage, facts_of_splits, tags_of_folder
 
 _BEST = "best_score"  # Of all models.
+_PARAMETERS = (
+    "question",
+    "score",
+    "run",
+    "settings",
+    "models",
+    "data_sizes",
+    "lengths",
+    "budgets",
+    "minutes",
+    "cooldown",
+    "seeds",
+    "finetune",
+)
 _FILES = ("report.md", "report.html", "results.csv", "results.json")
 
 
@@ -26,42 +41,34 @@ class StudyPage(ParentPage):
             for child in (cell.run, *cell.finetunes, *([cell.trunk] if cell.trunk else [])):
                 self.has_run(child.folder)
 
-    def reported(self, results: StudyResults, sentences: Sequence[str], files: Sequence[Path]) -> None:
-        """The report is written. sentences: its answer. files: of the report; its pictures become figures."""
+    def reported(self, results: StudyResults, answer: str, files: Sequence[Path]) -> None:
+        """The report is written. answer: Markdown. files: of the report; its pictures become figures."""
         states = Counter(cell.state for cell in results.cells)
-        metrics = {"runs_done": float(states["done"]), "runs_failed": float(states["failed"]), "runs_diverged": float(states["diverged"]),
-                   "hours": sum(cell.hours or 0.0 for cell in results.cells)}  # fmt: skip
-        scored = results.scored(results.score)
-        for model in results.models:
-            if of_model := [cell.scores[results.score] for cell in scored if cell.model == model]:
-                metrics[f"best_{model}"] = max(of_model)
-        if scored:
-            metrics[_BEST] = max(cell.scores[results.score] for cell in scored)
+        metrics = {f"runs_{state}": float(states[state]) for state in ("done", "failed", "diverged")}
+        metrics["hours"] = sum(cell.hours or 0.0 for cell in results.cells)
+        for cell in results.scored(results.score):
+            for name in (_BEST, f"best_{cell.model}"):
+                metrics[name] = max(metrics.get(name, 0.0), cell.scores[results.score])
         self.log(metrics)
         pictures = {file.name: file.read_bytes() for file in files if file.suffix == ".png"}
         write_files(self.folder / FIGURES, pictures)
-        self.result = f"**Result**: {' '.join(sentences)}"
+        self.result = answer
 
 
 def _facts(study: Study) -> RunFacts:
     config, dataset, data = study.config, study.dataset, study.cells[0].run.config.data
-    parameters = {
-        "question": config.question, "score": config.score, "run": config.run, "settings": " ".join(config.settings),
-        "models": [model.name for model in config.models], "data_sizes": [str(size) for size in config.data_sizes],
-        "lengths": [str(length) for length in config.lengths], "budgets": config.budgets, "minutes": config.minutes, "cooldown": config.cooldown,
-        "seeds": config.seeds, "finetune": config.finetune, "vtab": config.vtab,
-    }  # fmt: skip
+    settings = schema.to_dict(config) | {"models": [model.name for model in config.models]}
     tags = {"question": config.question, **tags_of_folder(study.folder, dataset)}
     description = (
         f"**Study** ({config.question}) of {', '.join(model.name for model in config.models)} on **{dataset.path.name}** (fingerprint "
         f"`{dataset.fingerprint}`): {len(study.cells)} pre-trainings, which are shown below this run, compared by {config.score}."
     )
     # As "61.00 % photos:val" for top-1, else as "61.00 % 5shot, photos:val".
-    named = {"top1": "", "vtab": "VTAB-1k"}.get(config.score, config.score)
+    named = "" if config.score == "top1" else config.score
     return RunFacts(
         config.name,
         "study",
-        parameters,
+        {name: settings[name] for name in _PARAMETERS},
         tags,
         facts_of_splits(dataset, replace(data, eval_split=data.evaluated_split)),
         description,

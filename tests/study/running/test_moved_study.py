@@ -13,11 +13,11 @@ from pipeline.base.errors import UserError
 from pipeline.evaluate.intervals import of_samples
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
-from pipeline.study.report.answers import points_of
+from pipeline.study.points import points_of
 from pipeline.study.results import StudyResults, read_results
 from pipeline.study.running import driver
 from pipeline.study.running.cells import Study, open_study
-from pipeline.transfer.child_run import ChildRun, how_ended, why_unusable
+from pipeline.transfer.child_run import ChildRun
 
 MODELS = "models=[{name: one},{name: two,settings: [model.width=32]}]"
 
@@ -25,7 +25,7 @@ MODELS = "models=[{name: one},{name: two,settings: [model.width=32]}]"
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a second a report."""
-    monkeypatch.setattr("pipeline.study.report.report.draw", lambda answers: {})
+    monkeypatch.setattr("pipeline.study.variants.draw_differences", lambda *_: b"")
 
 
 @pytest.fixture
@@ -76,23 +76,6 @@ def test_a_copied_study_is_as_done_as_it_was(base: Path, done: Study) -> None:
     assert states(results) == ["done", "done"]
     assert [cell.scores["top1"] for cell in results.cells] == [0.25, 0.5]
     assert driver.names_to_run(driver.read_cells(open_study(config), {})) == set()
-
-
-def test_what_fine_tunes_the_weights_of_a_moved_run_is_found_again_and_other_weights_are_not(
-    done: Study, tmp_path: Path
-) -> None:
-    run = done.cells[0].run.config
-
-    def child(out: Path, weights: Path) -> ChildRun:
-        init = replace(run.init, weights=str(weights))
-        return ChildRun("tuned", "tune.yaml", [], replace(run, name="tuned", out=str(out), init=init))
-
-    end(child(done.folder, done.folder / "one-seed0"), 0.5)
-    moved = tmp_path / "moved"
-    shutil.copytree(done.folder, moved)
-    assert how_ended(child(moved, moved / "one-seed0"))
-    assert how_ended(child(moved, moved / "two-seed0")) is None
-    assert "init.weights was beside it: one-seed0, is" in why_unusable(child(moved, tmp_path / "one-seed0"))
 
 
 def cut(folder: Path, name: str) -> None:
@@ -158,25 +141,19 @@ def test_runs_without_labels_are_done_and_scored_by_their_probe(base: Path) -> N
     settings = f"settings={json.dumps(['train.loss=lejepa', 'objective.local_views=0', *probe])}"
     study = open_study(make(base, "study", "report=true", "score=5nn", settings))
     study.claim()
-    # Of the first cell by an earlier version, which did not write of how many images.
-    for cell, top1, number in zip(study.cells, (0.25, 0.5), ({}, {"num_samples": 37}), strict=True):
+    for cell, top1 in zip(study.cells, (0.25, 0.5), strict=True):
         end(cell.run, None)
-        knn = {"neighbours": 5, "top1": top1} | ({"effective_images": 6.5} if number else {})
-        probed = {"knn": knn, "spread": {"rankme": 9.5, "feature_std": 0.1}, **number}
+        knn = {"neighbours": 5, "top1": top1, "effective_images": 6.5}
+        probed = {"knn": knn, "spread": {"rankme": 9.5, "feature_std": 0.1}, "num_samples": 37}
         (cell.run.folder / "probe.json").write_text(json.dumps(probed))
     results = report(study.config)
     assert states(results) == ["done", "done"]
     assert [cell.scores for cell in results.cells] == [{"5nn": 0.25}, {"5nn": 0.5}]
-    assert [(cell.num_test, cell.effective_images) for cell in results.cells] == [({}, {}), ({"5nn": 37}, {"5nn": 6.5})]
-    assert [point.interval for point in points_of(results)] == [None, of_samples(0.5, 6.5)]
+    assert [(cell.num_test, cell.effective_images) for cell in results.cells] == [({"5nn": 37}, {"5nn": 6.5})] * 2
+    assert [point.interval for point in points_of(results)] == [of_samples(0.25, 6.5), of_samples(0.5, 6.5)]
     assert results.evaluated_on == "tiny:val"
     with pytest.raises(UserError, match=r"score = rankme: these cells will not have it, but 5nn\."):
         open_study(make(base, "study", "score=rankme", settings))
-
-
-def test_a_new_result_replaces_an_earlier_one(done: Study) -> None:
-    (done.cells[0].run.folder / "scores.json").write_text('{"top1": 0.75, "top5": 1.0, "loss": 1, "num_samples": 37}')
-    assert report(done.config).cells[0].scores["top1"] == 0.75
 
 
 def test_results_that_are_damaged_are_said_and_written_anew(done: Study, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,8 +74,7 @@ def test_a_study_is_a_parent_run_with_its_cells_below_it(
     tags = parent.data.tags
     assert (tags["question"], tags["score"], tags["dataset"]) == ("ablation", "75.00 % data:val", "data")
     assert metrics["score"] == 75
-    assert "**Result**: " in tags["mlflow.note.content"]
-    assert "**Study** (ablation) of wide, slim, odd on **data**" in tags["mlflow.note.content"]
+    assert "| slim | 1 | 50.00" in tags["mlflow.note.content"], "the answer's table"
     artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert {"report.md", "report.html", "results.json"} <= artifacts
 

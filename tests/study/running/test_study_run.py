@@ -1,7 +1,6 @@
 """Studies as they run: what becomes of cells, kills of workers and of the driver, shared steps, hours."""
 
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -15,26 +14,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from child_runs import leave_behind
 from forked import Forge
 from safetensors.torch import load_file
 from tiny_study import write_run
-from tiny_vtab import SETTINGS, prepare_tasks
-from tiny_vtab import run_here as run_vtab_here
 
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
-from pipeline.ray_tasks import LostError, run_here, tasks
+from pipeline.ray_tasks import run_here, tasks
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
-from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.run import RunConfig
 from pipeline.study.results import StudyResults, read_results
 from pipeline.study.running import cell_run, driver
 from pipeline.study.running.cells import open_study
-from pipeline.transfer import child_run, vtab
-from pipeline.transfer.child_run import make_child
 
 ROOT = Path(__file__).resolve().parents[3]
 TUNE = """
@@ -69,11 +61,6 @@ def started(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> Started:
         command: str, arguments: list[str], launcher: str = "", output: Any = None, environment: Any = None
     ) -> int:
         file, overrides = arguments[1], arguments[2:]
-        if command == "vtab":  # Not as a process that starts Ray.
-            sweep = schema.load(VtabConfig, file, overrides)
-            begun.append((command, Path(sweep.weights).name))
-            vtab.run(sweep, Path(sweep.out), run_vtab_here)
-            return 0
         config = schema.load(RunConfig, file, overrides)
         begun.append((command, config.name))
         (code,) = (run := forge.start(1, overrides_of(schema.to_dict(config)))).wait()
@@ -157,11 +144,17 @@ def test_labels_compare_weights_with_a_new_model_at_equal_compute(base: Path, st
     own = base.with_name("tune.yaml")  # Its init.weights are of no model.
     given = [f"run={own}", f"out={base.parent / 'runs'}", "name=few", "question=labels", models, "data_sizes=[50]"]
     config = schema.load(StudyConfig, None, given)
-    assert {cell.name: cell.steps for cell in open_study(config).cells} == {"scratch-seed0": 13, "early-seed0": 3}
-    driver.run(schema.load(StudyConfig, None, [*given, "cell=early-seed0"]), no_pause)
-    assert started == [("finetune", "early-seed0")]
+    assert {cell.name: cell.steps for cell in open_study(config).cells} == {
+        "scratch-n50-seed0": 13,
+        "early-n50-seed0": 3,
+    }
+    driver.run(schema.load(StudyConfig, None, [*given, "cell=early-n50-seed0"]), no_pause)
+    assert started == [("finetune", "early-n50-seed0")]
     results = by_name(driver.run(schema.load(StudyConfig, None, [*given, "report=true"]), no_pause))
-    assert {name: cell.state for name, cell in results.items()} == {"scratch-seed0": "not run", "early-seed0": "done"}
+    assert {name: cell.state for name, cell in results.items()} == {
+        "scratch-n50-seed0": "not run",
+        "early-n50-seed0": "done",
+    }
     text = (base.parent / "runs" / "few" / "report.md").read_text()
     assert f"early starts from {base.parent / 'earlier'}, pre-trained for" in text
     assert "Models without weights train for" in text
@@ -207,62 +200,6 @@ def test_what_diverges_or_fails_is_reported_and_the_others_go_on(
     assert started == []
 
 
-def test_a_cell_whose_folder_is_of_another_user_fails_and_the_others_go_on(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It ended the study, before any cell ran. Root may read all, so the folder only seems to be forbidden."""
-
-    def forbidden(path: Path, *_: object) -> Any:
-        if Path(path).parent.name == "one-seed0":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return None if path.name == "lock" else read(path, *_)
-
-    def start(command: str, arguments: list[str], *_: object) -> int:
-        run = make_child("two-seed0", arguments[1], arguments[2:])
-        return leave_behind(run, command, 0.5)
-
-    read = json_record.read
-    monkeypatch.setattr(json_record, "read", forbidden)
-    monkeypatch.setattr(child_run, "holder", lambda folder: forbidden(folder / "lock"))
-    monkeypatch.setattr(cell_run, "start_command", start)
-    config = make(base, "foreign", "ablation", "models=[{name: one},{name: two,settings: [model.width=32]}]")
-    with pytest.raises(
-        UserError, match=r"1 of 2 cells failed, such as one-seed0: .*/one-seed0/lock: permission denied\."
-    ):
-        driver.run(config, run_here)
-    assert by_name(read_results(base.parent / "runs" / "foreign"))["two-seed0"].state == "done"
-
-
-def test_a_hybrid_and_a_vit_are_scored_on_vtab(base: Path, started: Started, tmp_path: Path) -> None:
-    prepare_tasks(tmp_path / "tasks", ["dtd", "svhn"])
-    (tmp_path / "vtab.yaml").write_text("{}")
-    settings = [*SETTINGS, "protocol.image_size=32", "protocol.lr=[0.1]", f"data={tmp_path / 'tasks'}"]
-    models = "models=[{name: plain},{name: hybrid,settings: [model.name=R+Ti/16,model.image_size=32]}]"
-    config = make(
-        base, "scored", "ablation", models, f"vtab={tmp_path / 'vtab.yaml'}", f"vtab_settings={json.dumps(settings)}", "score=vtab"
-    )  # fmt: skip
-    results = by_name(driver.run(config, no_pause))
-    assert sorted(started) == [
-        ("pretrain", "hybrid-seed0"), ("pretrain", "plain-seed0"), ("vtab", "hybrid-seed0"), ("vtab", "plain-seed0"),
-    ]  # fmt: skip
-    for name, cell in results.items():
-        content = json.loads((base.parent / "runs" / "scored" / f"{name}-vtab" / "results.json").read_text())
-        dtd, svhn = (row["accuracy"] for row in content["scores"])
-        assert cell.state == "done"
-        assert cell.scores["vtab"] == (dtd + svhn) / 2
-    # Nothing is scored again. Of other files than the published ones, the scores are marked wherever they stand.
-    del started[:]
-    for sweep in (base.parent / "runs" / "scored").glob("*-vtab/results.json"):
-        sweep.write_text(json.dumps({**json.loads(sweep.read_text()), "unpublished": ["svhn"]}))
-    assert driver.run(config, no_pause).unpublished == ["svhn"]
-    assert started == []
-    text = (base.parent / "runs" / "scored" / "report.md").read_text()
-    assert "than the published ones (†): SVHN." in text.partition("## ")[0]
-    assert [
-        text.count(shown) for shown in ("| vtab† [95 %] |", "| vtab†, % |", "mean accuracy of 2 VTAB-1k tasks†.")
-    ] == [1, 1, 1]
-
-
 def test_a_cell_whose_processes_die_is_tried_again_and_one_that_is_asked_to_stop_ends_the_study(
     base: Path, started: Started, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,70 +226,15 @@ def test_a_cell_whose_processes_die_is_tried_again_and_one_that_is_asked_to_stop
     assert by_name(driver.run(config, no_pause))["two-seed0"].state == "done"
 
 
-def test_why_an_earlier_start_ended_is_not_said_of_one_that_died_without_a_word(
-    base: Path, started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make(base, "silent", "ablation", "models=[{name: one},{name: two,settings: [model.width=32]}]")
-    folder = base.parent / "runs" / "silent" / "one-seed0"
-
-    def start(*arguments: Any) -> int:
-        if folder.exists():
-            return -9
-        folder.mkdir()
-        (folder / "status.json").write_text('{"status": "failed", "step": 0, "code": 1, "reason": "no memory"}')
-        return 1
-
-    monkeypatch.setattr(cell_run, "start_command", start)
-    with pytest.raises(UserError, match=r"2 of 2 cells failed, such as one-seed0: \S+ failed \(exit code -9\)\. See "):
-        driver.run(config, no_pause)
-
-
 def test_a_common_part_that_diverges_is_told_in_the_report(base: Path, started: Started) -> None:
     """The cell itself has no run then."""
     models = "models=[{name: good},{name: wild,settings: [optimizer.lr=1e18]}]"
     config = make(base, "trunks", "scaling", models, "lengths=[8 steps]", "cooldown=0.25")
     results = by_name(driver.run(config, no_pause))
-    assert results["good-seed0"].state == "done"
-    assert results["wild-seed0"].state == "diverged"
-    assert "max_skipped_steps" in results["wild-seed0"].reason
-    assert not (base.parent / "runs" / "trunks" / "wild-seed0" / "log.txt").exists()
-
-
-def test_hours_leave_out_what_does_not_fit(
-    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(job: cell_run.StudyJob) -> dict[str, str]:
-        return {}
-
-    monkeypatch.setattr(driver, "run_job", slow)
-    config = make(
-        base,
-        "limited",
-        "ablation",
-        "models=[{name: one},{name: two,settings: [model.width=32]}]",
-        "hours=0.5",
-        "tflops=1",
-    )
-    monkeypatch.setattr(driver, "_hours_of", lambda study, cells: 0.3 * len(cells[0].name))
-    results = driver.run(config, run_here)
-    assert [cell.state for cell in by_name(results).values()] == ["not run", "not run"]
-    assert "2 cells left out: one-seed0, two-seed0. A larger hours=... continues." in capsys.readouterr().out
-    (base.parent / "runs" / "limited" / "spent.json").write_text('{"hours": 0.6}')
-    with pytest.raises(UserError, match=r"hours = 0.5 cannot hold this study: 0.6 h are spent, and 2 cells would take"):
-        driver.run(config, run_here)
-
-
-def test_lost_jobs_are_tried_as_often_as_there_are_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "RETRY_PAUSES", (0.0, 0.0))
-    tried: list[int] = []
-
-    def lost(job: Any) -> dict[str, str]:
-        tried.append(job)
-        raise LostError("gone")
-
-    retried, failed = list[str](), list[tuple[int, str]]()
-    assert list(run_here(lost, [7], retried.append, lambda *what: failed.append(what))) == []
-    assert (tried, retried, failed) == ([7, 7, 7], ["gone", "gone"], [(0, "gone")])
+    assert results["good-8_steps-seed0"].state == "done"
+    assert results["wild-8_steps-seed0"].state == "diverged"
+    assert "max_skipped_steps" in results["wild-8_steps-seed0"].reason
+    assert not (base.parent / "runs" / "trunks" / "wild-8_steps-seed0" / "log.txt").exists()
 
 
 # -------------------------------------------------------------------- the command itself
