@@ -1,9 +1,8 @@
 """Command: score the features of each place of an image by segmentation. See `pipeline/evaluate/segmentation/run.py`.
 
 Train a linear layer on the patch tokens of frozen weights to tell the class of each pixel, and score it on held-out
-images: mIoU with its interval, a table of classes, and a sheet of images, masks and predictions. It measures what a
-score of whole images does not: whether features say where things are. Runs in one process, on a GPU or a CPU; a
-killed command goes on where it was.
+images: mIoU with its interval. apply=... writes the masks of other images. It measures what a score of whole images
+does not: whether features say where things are. Runs in one process, on a GPU or a CPU.
 
   python launch/segment.py weights=runs/photos images=photos masks=masks image_size=512
   python launch/segment.py weights=runs/photos images=datasets/streets masks=datasets/street_masks

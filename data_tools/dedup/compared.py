@@ -47,23 +47,15 @@ class ComparedSplit:
         """The image of a row of the split, to be drawn."""
         job = self.jobs[bisect_right(self.jobs, row, key=lambda job: job.first_row) - 1]
         at = row - job.first_row
-        return read_tile(job.tar, int(job.offsets[at]), int(job.sizes[at]), caption)
+        return read_tile(job.tar, int(job.offsets[at]), int(job.sizes[at]), caption, job.pixels)
 
 
 def compared_split(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSplit:
-    """folder: of the thumbnails. Raises UserError for a split without images."""
-    if not dataset.pixels.is_rgb8:
-        raise UserError(
-            f"{dataset.path} has {dataset.pixels}, and near copies are searched among images of 8-bit RGB only."
-        )
+    """folder: of the thumbnails. Raises UserError for a split without images, and values that were not measured."""
     if not dataset.info["samples"].get(split, 0):
         known = ", ".join(name for name, count in dataset.info["samples"].items() if count) or "none"
         raise UserError(f"{dataset.path} has no images of a split {split!r}. It has: {known}.")
-    if not dataset.pixels.is_rgb8:
-        raise UserError(
-            f"{dataset.path}: copies are only found among images of 8-bit RGB, and these are {dataset.pixels.describe()}. Equal files are "
-            f"counted by launch/stats.py data={dataset.path}"
-        )
+    dataset.refuse_unmeasured()
     return ComparedSplit(dataset, split, list(jobs(dataset, split, folder)), f"{dataset.path.name}:{split}")
 
 

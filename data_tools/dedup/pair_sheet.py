@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from data_tools.sources.reader import read_thumbnail
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.gallery import LINE_CHARACTERS, Tile, folded, gallery
 from pipeline.base.page import png
 from pipeline.base.words import printable, shorten
@@ -15,10 +16,10 @@ _SIDE = 224  # More pixels of an image are not drawn.
 _GREY = np.full((_SIDE, _SIDE, 3), 128, np.uint8)
 
 
-def read_tile(tar: str, offset: int, size: int, caption: str) -> Tile:
+def read_tile(tar: str, offset: int, size: int, caption: str, pixels: Pixels = RGB8) -> Tile:
     """An image of a shard with its caption; a grey one in place of an unreadable one: equal files are copies, also damaged ones."""
-    pixels = read_thumbnail(tar, offset, size, _SIDE)
-    return captioned(_GREY if pixels is None else pixels, caption)
+    image = read_thumbnail(tar, offset, size, _SIDE, pixels)
+    return captioned(_GREY if image is None else image, caption)
 
 
 def captioned(pixels: np.ndarray, caption: str) -> Tile:

@@ -1,5 +1,6 @@
 """Ray tasks that search for copies and write the pairs: in one shard of others' images, and in a block of images of each other."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +12,8 @@ import pyarrow as pa
 from data_tools.dedup.near_copies import ImageIndex, Likely
 from data_tools.dedup.thumbnails import ARRAYS, FINE, ThumbnailJob, load, read_arrays, read_image
 from data_tools.dedup.verify_pair import distance, reduced
+from pipeline.architecture.pixels import Pixels
+from pipeline.base import json_record
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
 
@@ -87,7 +90,11 @@ def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray
             into = columns.setdefault(name, np.empty((len(chosen), *column.shape[1:]), column.dtype))
             into[places] = column[rows]
     with replacing(path) as file:
-        np.savez(file, tars=np.array([job.tar for job in jobs]), **columns)  # type: ignore[arg-type]
+        of_jobs = {
+            "tars": np.array([job.tar for job in jobs]),
+            "pixels": np.array([json.dumps(job.pixels.to_dict()) for job in jobs]),
+        }
+        np.savez(file, **of_jobs, **columns)  # type: ignore[arg-type]
 
 
 def search_shard(job: SearchJob) -> None:
@@ -100,7 +107,7 @@ def search_shard(job: SearchJob) -> None:
     likely = tests.index.find(own["thumbs"][usable])
     rows, others = usable[likely.query], likely.test
     images = (
-        _read_reduced(job.shard.tar, offset, size)
+        _read_reduced(job.shard.tar, offset, size, job.shard.pixels)
         for offset, size in zip(job.shard.offsets[rows].tolist(), job.shard.sizes[rows].tolist(), strict=True)
     )
     distances = _distances(tests.images, likely, images)
@@ -147,12 +154,15 @@ class _StoredImages:
     """The images of a file of `write_images`, in a worker's memory; their pixels are read from their shards."""
 
     def __init__(self, path: str) -> None:
-        names = ("states", "thumbs", "hashes", "tars", "tar", "offsets", "sizes")
-        self.states, self.thumbs, self.hashes, tars, self._tar, self._offsets, self._sizes = read_arrays(path, *names)
-        self._tars = tars.tolist()
+        names = ("states", "thumbs", "hashes", "tar", "offsets", "sizes", "tars", "pixels")
+        self.states, self.thumbs, self.hashes, self._tar, self._offsets, self._sizes, tars, pixels = read_arrays(
+            path, *names
+        )
+        self._tars, self._pixels = tars.tolist(), [json_record.parse(text, Pixels, path) for text in pixels.tolist()]
 
     def read_reduced(self, row: int) -> np.ndarray:
-        return _read_reduced(self._tars[self._tar[row]], int(self._offsets[row]), int(self._sizes[row]))
+        tar = self._tar[row]
+        return _read_reduced(self._tars[tar], int(self._offsets[row]), int(self._sizes[row]), self._pixels[tar])
 
 
 @lru_cache(maxsize=1)  # Per worker: building the index of 100,000 images takes half a minute.
@@ -172,8 +182,8 @@ def _distances(tests: _StoredImages, likely: Likely, images: Iterable[np.ndarray
 
 
 @lru_cache(maxsize=4096)
-def _read_reduced(tar: str, offset: int, size: int) -> np.ndarray:
-    return reduced(read_image(tar, offset, size))
+def _read_reduced(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarray:
+    return reduced(read_image(tar, offset, size, pixels))
 
 
 def _equal_files(hashes: np.ndarray, tests: pa.Table) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,7 @@
-"""Ray task that reads the images of a shard once and writes a thumbnail of each (1 KB), for all later comparisons."""
+"""Ray task that reads the images of a shard once and writes a thumbnail of each (1 KB), for all later comparisons.
+
+Images of any channels and type are compared as the picture that is shown of them (`picture`).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +13,13 @@ import pyarrow as pa
 
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
 from data_tools.sources.reader import lost_if_unreadable
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.mapped_index import hash_column
-from pipeline.data.loading.decode import DecodeError, decode
+from pipeline.data.loading.decode import DecodeError
+from pipeline.data.loading.values import picture
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, fetched, to_path
 from pipeline.data.storage.content import HASH_BYTES, content_hash
@@ -34,6 +39,7 @@ class ThumbnailJob:
     """A shard to read. tar: its path. out: path of the thumbnails. offsets, sizes: (n,) int64.
 
     first_row: row of the shard's first sample in its split. hashes: (n,) V16, of the images by the manifest, zeros where it has none.
+    pixels: what the values of the images mean.
     """
 
     tar: str
@@ -42,6 +48,7 @@ class ThumbnailJob:
     offsets: np.ndarray
     sizes: np.ndarray
     hashes: np.ndarray
+    pixels: Pixels = RGB8
 
 
 def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob]:
@@ -49,6 +56,8 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob
     table = pa.concat_tables(dataset.table(split, verify=False).read(["offset", "size", "xxh128"]))
     offsets, sizes = (table[name].to_numpy() for name in ("offset", "size"))
     hashes = hash_column(table["xxh128"])
+    # Another range is another picture of the same shard.
+    shown = "" if dataset.pixels == RGB8 else f"-{content_hash(repr(dataset.pixels).encode()).hex()[:8]}"
     first_row = 0
     for shard in dataset.shards():
         if shard.split != split:
@@ -59,11 +68,12 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob
         rows = f"-{content_hash(offsets[first_row:end].tobytes()).hex()[:8]}" if is_indexed else ""
         yield ThumbnailJob(
             tar=str(dataset.shard_path(shard.name)),
-            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}{rows}.{_FORMAT}.npz"),
+            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}{rows}{shown}.{_FORMAT}.npz"),
             first_row=first_row,
             offsets=offsets[first_row:end],
             sizes=sizes[first_row:end],
             hashes=hashes[first_row:end],
+            pixels=dataset.pixels,
         )
         first_row = end
 
@@ -88,7 +98,7 @@ def make_thumbnails(job: ThumbnailJob) -> None:
                     states[i] = CHANGED
                     continue
                 try:
-                    pixels = decode(data)
+                    pixels = picture(data, job.pixels)
                 except DecodeError:
                     continue
                 thumbs[i] = thumbnail(pixels)
@@ -109,11 +119,11 @@ def load(job: ThumbnailJob, *names: str) -> dict[str, np.ndarray]:
     return found
 
 
-def read_image(tar: str, offset: int, size: int) -> np.ndarray:
-    """Decode an image that has a thumbnail, to (H, W, 3) uint8 RGB. Raises UserError for a missing, damaged or changed shard."""
+def read_image(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarray:
+    """The picture of an image that has a thumbnail, uint8 (H, W, 3). Raises UserError for a missing, damaged or changed shard."""
     try:
         with lost_if_unreadable(tar), to_path(tar).open("rb", buffering=0) as file:
-            return decode(_read(file, tar, offset, size))
+            return picture(_read(file, tar, offset, size), pixels)
     except FileNotFoundError:
         raise _unseen(tar) from None
     except DecodeError as error:

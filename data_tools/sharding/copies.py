@@ -112,15 +112,13 @@ def copy_notes(dataset: Dataset, found: dict[str, SplitCopies]) -> list[str]:
     for split, copies in found.items():
         command = f"python launch/dedup.py data={dataset.path} split={split}"
         within, between = f"{command} within_split=true", f"{command} against={dataset.path}:"
-        if not dataset.pixels.is_rgb8:  # Near copies are searched for among 8-bit RGB alone.
-            within = between = "shard the source into another folder with merge_copies=true"
         if num := copies.other_labels:
             lines.append(
                 f"note: {split}: {counted(num, 'image')} with the same bytes as an image of another class. To exclude all but one of each: "
                 f"{within}"
             )
         lines += [
-            f"note: {split}: {counted(num, 'exact copy')} of images in {other}. To exclude them: {between}{other if dataset.pixels.is_rgb8 else ''}"
+            f"note: {split}: {counted(num, 'exact copy')} of images in {other}. To exclude them: {between}{other}"
             for other, num in copies.in_splits.items()
         ]
     return lines

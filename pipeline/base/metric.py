@@ -73,7 +73,7 @@ _KNOWN = {
     **dict.fromkeys(("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn"), Metric("share", "higher", "probe")),
     **dict.fromkeys(("*_top1", "*_top5"), Metric("proportion", "higher", "eval")),
     **dict.fromkeys(
-        ("*_color_accuracy", "*_macro_*", "*_miou", "*_pixel_accuracy", "*_mean_recall"),
+        ("*_color_accuracy", "*_macro_*", "*_miou"),
         Metric("share", "higher", "eval"),
     ),
     "*_loss": Metric("loss", "lower", "eval"),

@@ -47,7 +47,7 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "comparison": ("table.csv",),
     "report of sweeps": ("scores.csv",),
     "report of a run": ("report.html",),
-    "segmentation": ("segmentation.json", "unfinished.pt"),
+    "segmentation": ("segmentation.json",),
 }
 # Locks of the command that runs, see `holding_outputs`.
 _held: contextlib.ExitStack | None = None

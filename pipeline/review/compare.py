@@ -15,7 +15,6 @@ from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, repor
 from pipeline.base.words import counted, shorten
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds
-from pipeline.evaluate.segmentation.counts import FILE as PIXEL_COUNTS
 from pipeline.monitor.run_page import TEACHER_TAG, DatasetFacts
 from pipeline.process.outputs import hold, try_output
 from pipeline.review import rescore
@@ -23,9 +22,7 @@ from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_u
 from pipeline.review.reader import RunReader
 from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
-    BOOTSTRAP,
     GROUPED,
-    GROUPED_BOOTSTRAP,
     LEVEL,
     MAX_NAMED,
     MCNEMAR,
@@ -61,8 +58,6 @@ _METHODS = {
     "this test ignores: it finds too few differences rather than too many.",
     MCNEMAR: "McNemar's test counts the images on which only one of the two is right; the interval is Bonett and Price's.",
     GROUPED: "The images are in groups that are alike, such as those of a patient: Student's t is of what the groups add to the difference.",
-    BOOTSTRAP: "The bootstrap draws the test images again, the same ones for both runs; p and the interval are Student's t's.",
-    GROUPED_BOOTSTRAP: "The bootstrap draws groups of test images, such as videos, the same ones for both runs; p and the interval are Student's t's.",
     STUDENT: "Student's t compares the means over seeds, with a common variance, also of a single run; what is more than noise of the seeds on these images may "
     "still be noise on others, with many seeds as with few.",
 }
@@ -184,14 +179,13 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
     if same:
         yield Paragraph(f"The same for all: {'; '.join(f'{column} {rows[0][column]}' for column in same)}.")
     header = [column for column in rows[0] if column not in same]
-    of_miou = " (of its mIoU, a bootstrap's)" * any(record.pixel_counts is not None for record in records.values())
     scores = [record.last_score for record in records.values()]
     of_groups = ", or their groups where they have some" * any(
         score and score.effective < score.num_samples for score in scores
     )
     yield Table(header, [[row[column] for column in header] for row in rows])
     yield Paragraph(
-        f"Brackets are 95 % intervals: Wilson's over the images of one run{of_groups}{of_miou}, which says nothing of other seeds; Student's t over seeds, "
+        f"Brackets are 95 % intervals: Wilson's over the images of one run{of_groups}, which says nothing of other seeds; Student's t over seeds, "
         "which says nothing of other images. Compute is the time of training steps times the number of ranks."
         + " The best score is chosen on the images that score it, so it is a little too good."
         * any(row["best score"] not in ("the last", "–") for row in rows)
@@ -297,8 +291,7 @@ def _untested(group: Group) -> Iterator[Block]:
     tested = {name for pair in group.pairs for name in (*pair.first.names, *pair.second.names)}
     if left := [name for name in group.records if name not in tested]:
         yield Paragraph(
-            f"No difference of {listed(left, MAX_NAMED)} is tested: for an accuracy, the number of images is not known; for a mIoU, no other run here has "
-            f"{PIXEL_COUNTS} of the same images; other scores are not tested."
+            f"No difference of {listed(left, MAX_NAMED)} is tested: these are no accuracies, or of an unknown number of images."
         )
 
 

@@ -4,11 +4,11 @@ Metrics have the names of metrics.jsonl: the groups by which MLflow shows them a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,15 +17,11 @@ from pipeline.base.errors import UserError
 from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of, score_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
-from pipeline.evaluate.intervals import OVER_SAMPLES, Interval, of_samples, of_seeds
-from pipeline.evaluate.segmentation.counts import FILE as PIXEL_COUNTS
-from pipeline.evaluate.segmentation.counts import PixelCounts, bootstrap_interval, miou_of, parse_counts, resampled_miou
+from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import PROBED_IMAGES, DatasetFacts, WeightsOrigin, flops_until
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
-
-T = TypeVar("T")
 
 PREDICTIONS = "predictions.npz"
 
@@ -108,7 +104,7 @@ class Score:
     """A score on held-out images. step: None if it has none. num_samples: 0 if unknown. effective: of images in groups, their
     `effective_number`, else num_samples.
 
-    interval: at 95 %, of a proportion, or a mIoU whose pixels are known; None where the number of images is unknown.
+    interval: at 95 %, of a proportion; None where the number of images is unknown.
     """
 
     name: str
@@ -189,43 +185,19 @@ class RunRecord:
     def problems(self) -> list[str]:
         """What of the run's files was not read, in phrases."""
         lines = [f"{counted(self.num_damaged, 'damaged line')} of metrics.jsonl are ignored"] * bool(self.num_damaged)
-        unread = (self._read_predictions[1], self._read_counts[1])
-        return [*lines, *self.ignored, *filter(None, unread)]
+        return [*lines, *self.ignored, *filter(None, [self._read_predictions[1]])]
 
     @property
     def predictions(self) -> LastPredictions | None:
         """What the last evaluation predicted; None if that is not at hand, or damaged (see `problems`)."""
         return self._read_predictions[0]
 
-    @property
-    def pixel_counts(self) -> PixelCounts | None:
-        """The pixels of each image of a segmentation; None of other runs, and if they are damaged (see `problems`)."""
-        return self._read_counts[0]
-
-    @cached_property
-    def _read_counts(self) -> tuple[PixelCounts | None, str]:
-        if not self.scored.endswith("_miou"):
-            return None, ""
-        counts, problem = self._parsed(PIXEL_COUNTS, parse_counts)
-        if counts is not None and abs(miou_of(counts) - float(self.metrics[self.scored].values[-1])) > 1e-9:
-            return None, f"{PIXEL_COUNTS} is not of the last score, and is ignored"
-        return counts, problem
-
-    @cached_property
-    def resampled_miou(self) -> np.ndarray | None:
-        """The mIoU of resamples of the images of a segmentation; None of other runs, and of fewer than two images."""
-        counts = self.pixel_counts
-        return resampled_miou(counts) if counts is not None and counts.num_units > 1 else None
-
     @cached_property
     def _read_predictions(self) -> tuple[LastPredictions | None, str]:
-        return self._parsed(PREDICTIONS, parse_predictions)
-
-    def _parsed(self, name: str, parse: Callable[[bytes, str], T]) -> tuple[T | None, str]:
-        """(content of a file, "") or, of one that is not there or damaged, (None, why)."""
+        """(content of the file, "") or, of one that is not there or damaged, (None, why)."""
         try:
-            content = self.files.read(name)
-            return (parse(content, name), "") if content is not None else (None, "")
+            content = self.files.read(PREDICTIONS)
+            return (parse_predictions(content, PREDICTIONS), "") if content is not None else (None, "")
         except UserError as error:
             return None, str(error)
 
@@ -370,8 +342,6 @@ class RunRecord:
             metric = replace(metric, unit="proportion")
         effective = min(num, max(1.0, self._at(f"{name}_effective_images", step, num)))
         interval = of_samples(value, effective) if num and is_proportion and 0 <= value <= 1 else None
-        if name.endswith("_miou") and self.pixel_counts is not None and self.resampled_miou is not None:
-            interval = Interval(*bootstrap_interval(self.pixel_counts, self.resampled_miou), OVER_SAMPLES)
         own = title_of(name.removeprefix(f"{self.split}_"))
         facts = self.dataset("evaluation")
         trained = " (trained on)" * bool(facts and facts.notes.get(TRAINED_BY))

@@ -189,12 +189,10 @@ def _scores(record: RunRecord) -> Iterator[Block]:
     if rows := list(_score_rows(record)):
         yield Heading("Scores")
         yield Table(("score", "last", "at step", "best", "at step", "images"), rows)
-        whose, last = "Wilson's" if record.pixel_counts is None else "of a bootstrap", record.last_score
-        in_groups = (last and last.effective < last.num_samples) or (
-            record.pixel_counts and len(record.pixel_counts.groups)
-        )
+        last = record.last_score
+        in_groups = last and last.effective < last.num_samples
         over = "the groups of these test images" if in_groups else "these test images"
-        brackets = f"Brackets are 95 % intervals ({whose}): the noise of {over}, not that of another seed. "
+        brackets = f"Brackets are 95 % intervals (Wilson's): the noise of {over}, not that of another seed. "
         yield Paragraph(
             brackets * any("[" in row[1] for row in rows)
             + "The best of several evaluations is chosen on the images that score it, so it is a little too good."

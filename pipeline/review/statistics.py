@@ -8,7 +8,7 @@ training (Student's t over seeds, or over the differences of the same seeds). Th
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,14 +17,11 @@ import numpy as np
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import freedom_of_groups, grouped_error, of_samples, quantile, rounding
-from pipeline.evaluate.segmentation.counts import PixelCounts, resampled_miou
 from pipeline.monitor.run_page import TEACHER_TAG
 from pipeline.review.record import RunRecord, as_number
 from pipeline.settings import changes
 from pipeline.settings.run import RunConfig
 
-BOOTSTRAP = "bootstrap, over the same test images"
-GROUPED_BOOTSTRAP = "bootstrap, over groups of the same test images"
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
 GROUPED = "paired Student's t, over groups of the same test images"
@@ -51,7 +48,7 @@ class ScoreDifference:
     @property
     def noise(self) -> str:
         """The noise that the test knows, in words: it knows no other."""
-        over_groups = "groups of " * (self.method in (GROUPED, GROUPED_BOOTSTRAP))
+        over_groups = "groups of " * (self.method == GROUPED)
         return f"noise of the {'seeds' if self.method in (STUDENT, PAIRED) else f'{over_groups}test images'}"
 
 
@@ -109,16 +106,6 @@ def of_same_groups(first_right: np.ndarray, second_right: np.ndarray, groups: np
     least = math.sqrt(2 / len(sizes)) * rounding(float(sizes.mean()))
     error = max(grouped_error(sums, sizes), least)
     return _by_t(float(difference.mean()), error, freedom_of_groups(sizes), GROUPED)
-
-
-def of_same_masks(value: float, first: np.ndarray, second: np.ndarray, counts: PixelCounts) -> ScoreDifference:
-    """The mIoU of two models on the same images or groups of them, at least two: the standard error is that of resamples, the same for both.
-
-    value: the first mIoU minus the second. first, second: of `resampled_miou`. counts: of either. p and the interval are Student's t's, and the error is
-    that of a sample: without both, few images would seem to say more than they do.
-    """
-    error = float(np.std(first - second, ddof=1)) * math.sqrt(counts.num_units / (counts.num_units - 1))
-    return _by_t(value, error, counts.freedom, GROUPED_BOOTSTRAP if len(counts.groups) else BOOTSTRAP)
 
 
 def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
@@ -212,14 +199,12 @@ class Pair:
 def contenders(records: Records) -> list[Contender]:
     """Runs scored on the same images, those of the same settings and different seeds as one; the best first.
 
-    A grid's mean over seeds is one contender, too. Runs without an accuracy, or the pixel counts of a mIoU, are left out.
+    A grid's mean over seeds is one contender, too. Runs without an accuracy are left out.
     """
     scored = {
         name: record
         for name, record in records.items()
-        if (last := record.last_score) is not None
-        and (last.is_accuracy or record.pixel_counts is not None)
-        and math.isfinite(last.value)
+        if (last := record.last_score) is not None and last.is_accuracy and math.isfinite(last.value)
     }
     found = []
     for names in seed_groups(scored):
@@ -228,8 +213,8 @@ def contenders(records: Records) -> list[Contender]:
         values = tuple(score.value for score in scores if score)
         if len(group) == 1 and group[0].seed_scores:
             values = tuple(group[0].seed_scores)
-        # A mean over tasks is no proportion of images, nor is a mIoU.
-        is_proportion = scores[0] is not None and scores[0].is_accuracy and group[0].kind != "vtab"
+        # A mean over tasks is no proportion of images.
+        is_proportion = group[0].kind != "vtab"
         num_samples = scores[0].num_samples if scores[0] and is_proportion else 0
         effective = scores[0].effective if scores[0] and num_samples else 0
         found.append(Contender(names, group, values, num_samples, effective or num_samples))
@@ -248,15 +233,13 @@ def seed_groups(records: Records) -> list[tuple[str, ...]]:
 
 
 def pairs_of(found: Sequence[Contender]) -> list[Pair]:
-    """All pairs that can be tested: with a number of images, the pixels of the same images, or several seeds."""
+    """All pairs that can be tested: with a number of images, or several seeds."""
     predictions = {contender.names: _right(contender) for contender in found}
     tested = []
     for first, second in itertools.combinations(found, 2):
         ours, theirs = predictions[first.names], predictions[second.names]
         if len(first.values) + len(second.values) > 2:
             difference = of_seeds(first.values, second.values, min(first.num_samples, second.num_samples))
-        elif masks := _of_same_masks(first, second):
-            difference = masks
         elif ours is not None and theirs is not None and np.array_equal(ours[0], theirs[0]):
             groups = ours[2] if len(ours[2]) else theirs[2]
             right = ours[1], theirs[1]
@@ -298,25 +281,6 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
     right = found.predicted == found.true
     is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
     return (np.stack([found.rows, found.true]), right, found.groups) if is_of_score else None
-
-
-def _of_same_masks(first: Contender, second: Contender) -> ScoreDifference | None:
-    """The difference of the mIoU of two single runs; None if they were not scored on the same images and masks, at least two."""
-    ours, theirs = first.records[0], second.records[0]
-    a, b = ours.pixel_counts, theirs.pixel_counts
-    if a is None or b is None or not (np.array_equal(a.rows, b.rows) and np.array_equal(a.true, b.true)):
-        return None
-    # One of the two may have been scored without them.
-    groups = a.groups if len(a.groups) else b.groups
-    resampled = []
-    for record, counts in ((ours, a), (theirs, b)):
-        is_its_own = len(counts.groups) == len(groups)
-        grouped = counts if is_its_own else replace(counts, groups=groups)
-        if grouped.num_units < 2 or not np.array_equal(grouped.groups, groups):
-            return None
-        own = record.resampled_miou if is_its_own else None
-        resampled.append(resampled_miou(grouped) if own is None else own)
-    return of_same_masks(first.mean - second.mean, resampled[0], resampled[1], replace(a, groups=groups))
 
 
 # ---------------------------------------------------------------------- what can be compared

@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline import model as models
 from pipeline.architecture.config import Kernel
+from pipeline.architecture.pixels import RGB8
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
@@ -275,12 +276,13 @@ def _check_dataset(sweep: Sweep, task: Task) -> None:
 
 
 def _check_weights(sweep: Sweep) -> Kernel | None:
-    """Raise UserError for an image size that the weights cannot take, before Ray is started. Adds notes to the sweep.
+    """Raise UserError for weights of other than 8-bit RGB, and an image size that they cannot take, before Ray is started. Adds notes.
 
     Returns the kernel of the positions; None for a ResNet.
     """
     config, protocol = sweep.config, sweep.config.protocol
     weights, state = models.read_weights(config.weights)[:2]
+    weights.pixels.reading(RGB8, config.weights, "VTAB-1k")
     if config.method == "finetune" and protocol.dropout and isinstance(weights, models.ResNetConfig):
         raise UserError(
             f"protocol.dropout = {protocol.dropout}: {config.weights} is a ResNet, which has none. Use protocol.dropout=0."

@@ -2,9 +2,8 @@
 
 import io
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,14 +11,12 @@ from review_runs import write_run
 from scipy import stats
 from scipy.special import expit
 
-from pipeline.base.metric import metric_of
 from pipeline.base.page import markdown
 from pipeline.evaluate import intervals
-from pipeline.evaluate.segmentation.counts import PixelCounts, as_file, miou_of, resampled_miou
-from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
+from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.review import compare, statistics
 from pipeline.review.reader import from_folder
-from pipeline.review.record import RunRecord, Series
+from pipeline.review.record import Series
 
 
 def test_two_proportions_by_hand() -> None:
@@ -211,58 +208,6 @@ def test_images_in_groups_are_tested_by_group(tmp_path: Path) -> None:
     without = {name: replace(from_folder(tmp_path / name), metrics=record.metrics) for name, record in records.items()}
     (pair,) = statistics.pairs_of(statistics.contenders(without))
     assert pair.difference == statistics.of_proportions(right["a"].mean(), 55.5, right["b"].mean(), 55.5)
-
-
-def segmentation(name: str, counts: PixelCounts | None, miou: float | None = None) -> RunRecord:
-    """The record of a segmentation of three images. miou: its score, by default that of the counts."""
-    value = miou if miou is not None or counts is None else miou_of(counts)
-    files = SimpleNamespace(read=lambda file: as_file(counts) if counts and file == "pixel_counts.npz" else None)
-    data = DatasetFacts("street", "masks", "digest", "val", 3, 2, "evaluation")
-    metrics = {"val_miou": Series.of([(0, value, 0)])}
-    return RunRecord(
-        name, "evaluation", f"mlflow:{name}", files, metrics=metrics, declared={"val_miou": metric_of("val_miou")}, datasets=(data,),
-        settings={"layers": name, "lr": "0.1"},
-    )  # fmt: skip
-
-
-def test_segmentations_are_tested_where_their_pixels_are_known(tmp_path: Path) -> None:
-    """One of an earlier version, one of other readable images and one whose file is of another evaluation are named, not tested."""
-    true = np.full((3, 2), 50)
-    good, bad, partly = (
-        PixelCounts(np.arange(3), np.array(right), np.array(right) + (50 - np.array(right))[:, ::-1], true)
-        for right in ([[45, 44], [46, 45], [44, 45]], [[30, 30], [31, 29], [28, 30]], [[40, 40], [41, 40], [40, 42]])
-    )
-    partly = PixelCounts(*(part[:1] for part in astuple(partly)))
-    made = [
-        segmentation("good", good), segmentation("bad", bad), segmentation("partly", partly), segmentation("old", None, 0.5),
-        segmentation("mixed-up", good, 0.7), from_folder(write_run(tmp_path / "training")),
-    ]  # fmt: skip
-    records = {record.name: record for record in made}
-    groups = compare.groups_of(records)
-    (pair,) = [pair for group in groups for pair in group.pairs]
-    assert (pair.first.names, pair.second.names, pair.difference.method) == (("good",), ("bad",), statistics.BOOTSTRAP)
-    assert records["partly"].last_score.interval is None, "of one image"
-    text = markdown("", list(compare.page(records, groups, [])))
-    assert "No difference of partly, old, mixed-up is tested: for an accuracy" in text
-    assert "Of mixed-up, pixel_counts.npz is not of the last score, and is ignored." in text
-    assert "| layers | good | bad | partly | old | mixed-up |" in text, "without the settings of the training"
-    # In groups, as many as there are count; with others, or with one, nothing is tested.
-    grouped = [replace(counts, groups=np.array([4, 4, 9])) for counts in (good, bad)]
-    (pair,) = statistics.pairs_of(
-        statistics.contenders({c: segmentation(c, counts) for c, counts in zip("ab", grouped, strict=True)})
-    )
-    resampled = [resampled_miou(counts) for counts in grouped]
-    assert pair.difference == statistics.of_same_masks(miou_of(good) - miou_of(bad), *resampled, grouped[0])
-    # One of the two may have been scored without them.
-    (pair,) = statistics.pairs_of(
-        statistics.contenders({"a": segmentation("a", grouped[0]), "b": segmentation("b", bad)})
-    )
-    assert pair.difference.method == statistics.GROUPED_BOOTSTRAP
-    one = replace(bad, groups=np.zeros(3, int))
-    for counts in (one, replace(bad, groups=np.array([4, 9, 9]))):
-        assert not statistics.pairs_of(
-            statistics.contenders({"a": segmentation("a", grouped[0]), "b": segmentation("b", counts)})
-        )
 
 
 def test_a_run_that_ended_halfway_is_no_seed_of_those_that_did_not(tmp_path: Path) -> None:

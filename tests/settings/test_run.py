@@ -49,7 +49,7 @@ CLASSES = {
 HOLDERS = {
     "Study": ("config", study_settings.StudyConfig), "StudyJob": ("config", study_settings.StudyConfig),
     "ShardingJob": ("config", ShardConfig), "Prepared": ("config", RunConfig), "RunContext": ("config", RunConfig),
-    "TrainingRun": ("context.config", RunConfig), "HeadTraining": ("config", segment_settings.SegmentConfig),
+    "TrainingRun": ("context.config", RunConfig),
 }  # fmt: skip
 TREES = [
     c for c in CLASSES.values()

@@ -55,8 +55,7 @@ def retinopathy(data: bytes) -> bytes:
 
 def as_stored(data: bytes) -> bytes:
     """The file; in a JPEG that its EXIF would turn, the EXIF is hidden: TensorFlow, and so VTAB, ignores it. Raises DecodeError."""
-    is_turned = data.startswith(b"\xff\xd8") and exif_orientation(data) != 1
-    return data.replace(b"Exif\0\0", bytes(6)) if is_turned else data
+    return data.replace(b"Exif\0\0", bytes(6)) if exif_orientation(data) != 1 else data
 
 
 def dsprites(data: bytes) -> bytes:

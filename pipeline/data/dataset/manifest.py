@@ -76,11 +76,7 @@ class Dataset(ManifestTables):
         measured, a missing tar or one of another
         size, a damaged manifest, an unusable list, and a limit above the number of samples.
         """
-        if not self.pixels.is_measured:
-            raise UserError(
-                f"{self.path}: the range of the values of its images is not known ({self.pixels.describe()}). Measure it: python "
-                f"launch/stats.py data={self.path} values=percentiles"
-            )
+        self.refuse_unmeasured()
         table = self.table(name)
         names, samples, num_bytes, sha256 = self.shards_of(name)
         starts = np.concatenate([[0], np.cumsum(samples)])
@@ -118,6 +114,14 @@ class Dataset(ManifestTables):
             table=table,
             pixels=self.pixels,
         )
+
+    def refuse_unmeasured(self) -> None:
+        """Raise UserError if the range of the values of its images is not known."""
+        if not self.pixels.is_measured:
+            raise UserError(
+                f"{self.path}: the range of the values of its images is not known ({self.pixels.describe()}). Measure it: python "
+                f"launch/stats.py data={self.path} values=percentiles"
+            )
 
     def refuse_without_labels(self, setting: str, way_out: str) -> None:
         """Raise UserError if its images have no labels. setting: with which it was named. way_out: what to do instead."""

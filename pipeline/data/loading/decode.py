@@ -74,7 +74,7 @@ _BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1"
 # How an unfinished download ends whose space was reserved before.
 _EMPTY_BLOCK = bytes(4096)
 _EXIF_ORIENTATION = 0x0112
-_EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
+_JPEG, _EXIF, _START_OF_SCAN = b"\xff\xd8\xff", b"Exif\0\0", b"\xda"
 # JPEG: end-of-image marker. PNG: name and checksum of the last chunk.
 _JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 # Number of bytes searched for EXIF when the segments of a JPEG are malformed.
@@ -115,7 +115,7 @@ def decode(
     """
     ext = _format(data)
     is_jpeg = ext == "jpg"
-    orientation = exif_orientation(data) if is_jpeg else 1
+    orientation = exif_orientation(data)
     if is_jpeg and pixels.is_rgb8:
 
         def stored(height: int, width: int) -> Region:
@@ -126,30 +126,22 @@ def decode(
             part = _decode_jpeg(data, stored, factor)
         if part is not None:
             return upright(part, orientation)
-    values, _ = _whole(data, ext) if pixels.is_rgb8 else (stored_image(data).values(pixels), 1)
+    values = _whole(data, ext) if pixels.is_rgb8 else stored_image(data).values(pixels)
     if choose is None:
         return values
     top, left, height, width = choose(*values.shape[:2])
     return values[top : top + height, left : left + width]
 
 
-def decode_with_orientation(data: bytes) -> tuple[np.ndarray, int]:
-    """(what `decode` returns of all of the image, the EXIF orientation by which it was turned: see `upright`). Raises DecodeError."""
-    ext = _format(data)
-    return (decode(data), exif_orientation(data)) if ext == "jpg" else _whole(data, ext)
-
-
-def _whole(data: bytes, ext: str) -> tuple[np.ndarray, int]:
-    """(uint8 (H, W, 3) upright, EXIF orientation by which it was turned) of any 8-bit image. Raises DecodeError for others."""
+def _whole(data: bytes, ext: str) -> np.ndarray:
+    """uint8 (H, W, 3), upright, of any 8-bit image. Raises DecodeError for others."""
     if ext == "tiff":  # First by Pillow, which reads those of 8 bits in half the time.
         with contextlib.suppress(DecodeError):
-            values, orientation = with_pillow(data, _tiff_to_rgb)
-            return upright(values, orientation), orientation
+            return upright(*with_pillow(data, _tiff_to_rgb))
     stored = _stored(data, ext)
     if stored is None or (stored.ext in _ALSO_PILLOWS and _is_8_bit(stored)):
         try:
-            values, orientation = with_pillow(data, _to_rgb)
-            return upright(values, orientation), orientation
+            return upright(*with_pillow(data, _to_rgb))
         except DecodeError:
             if stored is None:
                 raise
@@ -157,7 +149,7 @@ def _whole(data: bytes, ext: str) -> tuple[np.ndarray, int]:
         raise DecodeError(f"{stored.describe()}, where 8-bit gray or RGB is needed")
     values, _ = stored.page(0)
     values = values * np.uint8(255) if stored.type == "bool" else values
-    return np.repeat(values, 3, axis=2) if stored.channels == 1 else values, 1
+    return np.repeat(values, 3, axis=2) if stored.channels == 1 else values
 
 
 def _is_8_bit(stored: StoredImage) -> bool:
@@ -208,9 +200,9 @@ def _photograph(image: Image.Image) -> tuple[int, bool, int, tuple[int, int], in
     return channels, *_alpha_and_frames(image), (image.height, image.width), _orientation(image)
 
 
-def exif_orientation(jpeg: bytes) -> int:
-    """EXIF orientation of a JPEG, 1 to 8. Raises DecodeError."""
-    return with_pillow(jpeg, _orientation) if _may_have_exif(jpeg) else 1
+def exif_orientation(data: bytes) -> int:
+    """EXIF orientation of a JPEG, 1 to 8; 1 of other formats. Raises DecodeError."""
+    return with_pillow(data, _orientation) if data.startswith(_JPEG) and _may_have_exif(data) else 1
 
 
 def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> tuple[str, int, int]:
@@ -267,7 +259,7 @@ def _check_boxes(data: bytes) -> None:
 
 
 def _format(data: bytes) -> str:
-    if data.startswith(b"\xff\xd8\xff"):  # First, and before the table below: most images are.
+    if data.startswith(_JPEG):  # First, and before the table below: most images are.
         return "jpg"
     if is_dicom(data):  # Its preamble may look like a TIFF.
         return "dcm"

@@ -1,41 +1,54 @@
-"""Writes the masks that a trained layer predicts for images."""
+"""Writes the masks that a trained layer predicts for images, and draws some of them."""
 
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import remove_unfinished
+from pipeline.base.gallery import MAX_IMAGES, Tile, gallery
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import open_adhoc_split
-from pipeline.evaluate.segmentation.linear import LinearHead, PatchTokens
+from pipeline.evaluate.loaded_model import LoadedModel
+from pipeline.evaluate.segmentation.linear import LinearHead
 from pipeline.evaluate.segmentation.masks import MaskClasses
 from pipeline.evaluate.segmentation.pairs import in_order, names_in, read_image
 from pipeline.evaluate.segmentation.score import segment
 from pipeline.settings.commands.segment import SegmentConfig
 
+# The longest side of a picture of a sheet, and the number of classes that it explains.
+_SIDE, _MAX_NAMED = 360, 24
+
 
 @dataclass(frozen=True)
 class OtherImages:
-    """Images without masks. names: name of the predicted mask, a path below `folder` without suffix -> row of `images`."""
+    """Images without masks. names: name of the predicted mask, a path below `folder` without suffix -> row of `images`.
+
+    pixels: how the model reads them.
+    """
 
     images: Split
     names: dict[str, int]
     folder: Path
+    pixels: Pixels
 
 
-def open_others(config: SegmentConfig, folder: Path) -> OtherImages:
+def open_others(config: SegmentConfig, folder: Path, model: Pixels) -> OtherImages:
     """The images of `config.apply`, whose masks are to be written into `folder`. Prints how they were opened.
 
-    Raises UserError for names that are not unique or lead out of the folder, and if masks that are read are in it.
+    model: what the weights read. Raises UserError for names that are not unique or lead out of the folder, images that the model cannot
+    read, and if masks that are read are in the folder.
     """
-    opened = open_adhoc_split(config.apply, config.apply_split, config.exclude, [], "apply")
+    opened = open_adhoc_split(config.apply, config.apply_split, config.exclude, [], "apply", model)
     for note in opened.split.notes():
         print(note)
     names = names_in(opened, config.apply)
@@ -50,41 +63,48 @@ def open_others(config: SegmentConfig, folder: Path) -> OtherImages:
         is_above = path in target.parents and place in (*config.masks, *config.val_masks)
         if "://" not in place and (target == path or target in path.parents or is_above):
             raise UserError(f"apply writes masks into {folder}, where {place} is read. Set another out.")
-    return OtherImages(opened.split, names, folder)
+    pixels = model.reading(opened.split.pixels, config.weights, f"apply = {', '.join(config.apply)}")
+    return OtherImages(opened.split, names, folder, pixels)
 
 
 def write_masks(
-    config: SegmentConfig, others: OtherImages, tokens: PatchTokens, head: LinearHead, classes: MaskClasses
-) -> dict[int, str]:
+    config: SegmentConfig, others: OtherImages, loaded: LoadedModel, head: LinearHead, classes: MaskClasses
+) -> tuple[Figure, dict[int, str]]:
     """Write the predicted mask of each image, as a PNG with the values of the masks learnt from.
 
-    Prints how many others are in the folder. Returns row of an image -> why it cannot be read. Raises UserError if none can be.
+    Prints how many others are in the folder. Returns (a sheet of the first images, row of an image -> why it cannot be read). Raises UserError if none can be.
     """
     files = {row: others.folder / f"{name}.png" for name, row in others.names.items()}
     names = {file.name for file in files.values()}
     for folder in {file.parent for file in files.values()}:
         remove_unfinished(folder, names)
     reader, problems = ShardReader(others.images), dict[int, str]()
+    drawn: list[tuple[str, np.ndarray, np.ndarray]] = []
     head.eval()
 
     def read(row: int) -> np.ndarray | str:
         try:
-            return read_image(reader, row)[0]
+            return read_image(reader, row, others.pixels)[0]
         except (DecodeError, OSError) as error:
             return str(error)
 
     with tqdm(total=len(others.names), desc="masks", unit=" images", disable=None) as bar:
         found = in_order(read, others.names.values(), config.threads, 2 * config.threads)
-        for (row, file), pixels in zip(files.items(), found, strict=True):
-            if isinstance(pixels, str):
-                problems[row] = pixels
+        for (row, file), image in zip(files.items(), found, strict=True):
+            if isinstance(image, str):
+                problems[row] = image
             else:
+                numbers = segment(image, loaded, head, config)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(file) as out:
-                    out.write(classes.encoded(segment(pixels, tokens, head, config)))
+                    out.write(classes.encoded(numbers))
+                if len(drawn) < config.num_drawn:
+                    step = -(-max(numbers.shape) // _SIDE)
+                    small, of_small = image[::step, ::step], numbers[::step, ::step]
+                    drawn.append((file.stem, to_rgb(small, others.pixels).copy(), of_small.copy()))
             bar.update()
     reader.close()
-    if len(problems) == len(others.names):
+    if not drawn:
         row, why = next(iter(problems.items()))
         raise UserError(
             f"none of the {counted(len(problems), 'image')} of apply can be read; {others.images.keys([row])[0]}: {why}."
@@ -92,4 +112,24 @@ def write_masks(
     written = {file for row, file in files.items() if row not in problems}
     if older := sum(file not in written for file in others.folder.rglob("*.png")):
         print(f"{others.folder} also has {counted(older, 'mask')} of earlier commands, maybe of another layer")
-    return problems
+    return _draw(drawn, classes, others.pixels, config.weights), problems
+
+
+def _draw(
+    drawn: list[tuple[str, np.ndarray, np.ndarray]], classes: MaskClasses, pixels: Pixels, weights: str
+) -> Figure:
+    """Rows of images, and below each its mask. drawn: (name, picture uint8 (H, W, 3), numbers of classes int16 (H, W)) of each."""
+    colours = classes.colours()
+    rows = []
+    for first in range(0, len(drawn), MAX_IMAGES):
+        part = drawn[first : first + MAX_IMAGES]
+        rows += [
+            [Tile(picture, [name]) for name, picture, _ in part],
+            [Tile(colours[numbers]) for *_, numbers in part],
+        ]
+    seen = np.bincount(np.concatenate([numbers.ravel() for *_, numbers in drawn]), minlength=len(colours))
+    named = [number for number in np.argsort(-seen, kind="stable")[:_MAX_NAMED].tolist() if seen[number]]
+    legend = [(classes.names[number], colours[number] / 255) for number in named]
+    shown = "" if pixels.is_rgb8 else f" ({pixels.describe_shown()})"
+    note = f"Images{shown}, and below each the mask that a linear layer on frozen patch tokens predicts."
+    return gallery(rows, f"Masks by {weights}", note, legend=legend)

@@ -1,4 +1,4 @@
-"""Random crops of images and their masks for training. Shapes: B crops, S the side of a crop, H, W height and width."""
+"""Random crops of images and their masks for training. Shapes: B crops, S the side of a crop, C channels, H, W height and width."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,27 +18,29 @@ from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.run import AugmentConfig
 
 _ORDER, _CROP = Purpose.named("segmentation order"), Purpose.named("segmentation crop")
-# Of a crop beyond the border of its image: 0 after normalisation.
-_GREY = 127
+# The short side of an image over short_side, in DINOv3 (dinov3/eval/segmentation/configs).
+SCALES = (0.5, 2.0)
 # Batches that are read ahead.
 _AHEAD = 2
 
 
 @dataclass(frozen=True)
 class Crops:
-    """pixels: uint8 (B, S, S, 3). classes: int16 (B, S, S), NO_CLASS where a pixel has none."""
+    """images: (B, S, S, C) of the type of a batch. classes: int16 (B, S, S), NO_CLASS where a pixel has none."""
 
-    pixels: Tensor
+    images: Tensor
     classes: Tensor
 
 
 def batches(
-    reader: PairReader, config: SegmentConfig, view: AugmentConfig, side: int, first: int, problems: dict[int, str]
+    reader: PairReader, config: SegmentConfig, view: AugmentConfig, side: int, problems: dict[int, str]
 ) -> Iterator[Crops]:
-    """Yield the crops of steps first, ..., config.steps - 1. Each is a function of (seed, epoch, pair) alone.
+    """Yield the crops of all steps. Each is a function of (seed, epoch, pair) alone.
 
     problems: number of a pair -> why it cannot be read, filled while reading; its crop has no class.
     """
+    low, high = (np.array(limits) for limits in reader.pairs.pixels.batch_range())
+    outside = ((low + high) / 2).astype(reader.pairs.pixels.batch_type)
     order = cache(lambda epoch: random_numbers.permutation(len(reader.pairs), config.seed, _ORDER, epoch))
 
     def crop(position: int) -> tuple[np.ndarray, np.ndarray]:
@@ -47,41 +49,43 @@ def batches(
         found = reader.read(number)
         if isinstance(found, str):
             problems[number] = found
-            return np.full((side, side, 3), _GREY, np.uint8), np.full((side, side), NO_CLASS, np.int16)
-        return random_crop(*found, config, view, side, random_numbers.draws(config.seed, _CROP, epoch, number))
+            return np.tile(outside, (side, side, 1)), np.full((side, side), NO_CLASS, np.int16)
+        draw = random_numbers.draws(config.seed, _CROP, epoch, number)
+        return random_crop(*found, outside, config.short_side, view, side, draw)
 
     batch = config.train_batch
-    found = in_order(crop, range(first * batch, config.steps * batch), config.threads, _AHEAD * batch)
+    found = in_order(crop, range(config.steps * batch), config.threads, _AHEAD * batch)
     while part := list(islice(found, batch)):
-        pixels, classes = (torch.from_numpy(np.stack(parts)) for parts in zip(*part, strict=True))
-        yield Crops(pixels, classes)
+        images, classes = (torch.from_numpy(np.stack(parts)) for parts in zip(*part, strict=True))
+        yield Crops(images, classes)
 
 
 def random_crop(
-    pixels: np.ndarray,
+    image: np.ndarray,
     classes: np.ndarray,
-    config: SegmentConfig,
+    outside: np.ndarray,
+    short_side: int,
     view: AugmentConfig,
     side: int,
     draw: Callable[[int], float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A square of a randomly scaled image: uint8 (H, W, 3) and int16 (H, W) -> uint8 (S, S, 3) and int16 (S, S).
+    """A square of a randomly scaled image, mirrored by half: (H, W, C) and int16 (H, W) -> (S, S, C) and int16 (S, S).
 
-    The short side of the image becomes short_side (S, if that is 0) times a number from scale_min to scale_max. Where the image ends before
-    the square, pixels are grey and have no class. draw: uniform numbers of this crop.
+    The short side of the image becomes short_side (S, if that is 0) times a number of `SCALES`. Where the image ends before the square,
+    pixels are `outside`, (C,), and have no class. draw: uniform numbers of this crop.
     """
-    scale = config.scale_min + draw(0) * (config.scale_max - config.scale_min)
-    height, width = scaled(classes.shape[0], classes.shape[1], max(1, int((config.short_side or side) * scale)))
-    image = resize(pixels, (width, height), resize_method(pixels, (height, width), view))
+    scale = SCALES[0] + draw(0) * (SCALES[1] - SCALES[0])
+    height, width = scaled(classes.shape[0], classes.shape[1], max(1, int((short_side or side) * scale)))
+    image = resize(image, (width, height), resize_method(image, (height, width), view))
     top, left = (int(draw(1 + axis) * (max(long - side, 0) + 1)) for axis, long in enumerate((height, width)))
     image = image[top : top + side, left : left + side]
     # The class of the pixel at the centre of each new one.
     rows = ((np.arange(top, top + len(image)) + 0.5) * classes.shape[0] / height).astype(np.int64)
     columns = ((np.arange(left, left + image.shape[1]) + 0.5) * classes.shape[1] / width).astype(np.int64)
-    out, out_classes = np.full((side, side, 3), _GREY, np.uint8), np.full((side, side), NO_CLASS, np.int16)
+    out, out_classes = np.tile(outside, (side, side, 1)), np.full((side, side), NO_CLASS, np.int16)
     out[: len(rows), : len(columns)] = image
     out_classes[: len(rows), : len(columns)] = classes[rows[:, None], columns]
-    if config.flip and draw(3) < 0.5:
+    if draw(3) < 0.5:
         return out[:, ::-1], out_classes[:, ::-1]
     return out, out_classes
 

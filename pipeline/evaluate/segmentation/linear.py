@@ -1,10 +1,10 @@
 """A linear layer on the patch tokens of a frozen ViT, and its training, as in DINOv3 (arXiv 2508.10104; dinov3/eval/segmentation).
 
-Shapes: B images, S their side, h x w patches, D width, L layers, K classes.
+Shapes: B images, S their side, C channels, h x w patches, D width, K classes.
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,45 +18,24 @@ from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.run_sections import ScheduleConfig
 
+# Of DINOv3: weight decay of AdamW, and the share of the steps in which the rate rises.
+_WEIGHT_DECAY, _WARMUP = 1e-3, 0.0375
 
-class PatchTokens:
-    """The tokens of the patches after the last blocks of a ViT, side by side, each normalised by the model's last norm.
 
-    A model that normalises the mean of its tokens (pool_norm) has no norm of single tokens: they are as the blocks leave them.
+@torch.no_grad()
+def patch_tokens(loaded: LoadedModel, images: Tensor) -> Tensor:
+    """Images (B, S, S, C) of a batch -> float32 (B, D, h, w), the tokens of a ViT's patches after its last block and norm.
+
+    A model that normalises the mean of its tokens (pool_norm) has no norm of single tokens: they are as the last block leaves them.
     """
-
-    def __init__(self, loaded: LoadedModel, layers: int) -> None:
-        """loaded: of a VisionTransformer. layers: number of blocks, at most the model's."""
-        assert isinstance(loaded.model, VisionTransformer)
-        self.loaded, self.model, self.layers = loaded, loaded.model, layers
-
-    @property
-    def width(self) -> int:
-        """D * L"""
-        return self.model.config.width * self.layers
-
-    @torch.no_grad()
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, S, S, 3) -> float32 (B, D * L, h, w)"""
-        seen: list[Tensor] = []
-        blocks = [
-            block.register_forward_hook(lambda *call: seen.append(call[2]))
-            for block in self.model.blocks[-self.layers :]
-        ]
-        try:
-            images = self.loaded.images(pixels)
-            self.model.encode(self.model.embed(images))
-        finally:
-            for hook in blocks:
-                hook.remove()
-        first = -self.model.config.num_patches
-        norm = nn.Identity() if self.model.config.pool_norm else self.model.norm
-        tokens = torch.cat([norm(x[:, first:]) for x in seen], dim=2).float()
-        return tokens.transpose(1, 2).unflatten(2, self.model.config.grid)
+    model = loaded.model
+    assert isinstance(model, VisionTransformer)
+    tokens = model.encode(model.embed(loaded.images(images)))[:, -model.config.num_patches :]
+    return tokens.float().transpose(1, 2).unflatten(2, model.config.grid)
 
 
 class LinearHead(nn.Module):
-    """BatchNorm, then a dense layer of each place: (B, D * L, h, w) -> (B, K, h, w)."""
+    """BatchNorm, then a dense layer of each place: (B, D, h, w) -> (B, K, h, w)."""
 
     def __init__(self, width: int, num_classes: int, seed: int) -> None:
         super().__init__()
@@ -68,6 +47,12 @@ class LinearHead(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.classify(self.norm(tokens))
         return logits
+
+
+def logits_of(loaded: LoadedModel, head: LinearHead, images: Tensor) -> Tensor:
+    """Images (B, S, S, C) of a batch -> (B, K, S, S)."""
+    assert isinstance(loaded.model, VisionTransformer)
+    return enlarged(head(patch_tokens(loaded, images)), loaded.model.config)
 
 
 def enlarged(logits: Tensor, config: ViTConfig) -> Tensor:
@@ -97,47 +82,22 @@ def between_centres(length: int, centres: Tensor) -> Tensor:
     return weights.float()
 
 
-class HeadTraining:
-    """The head while it learns. `state` and `load` continue it exactly: the next step is number `step`."""
-
-    def __init__(self, tokens: PatchTokens, num_classes: int, config: SegmentConfig) -> None:
-        self.tokens, self.config = tokens, config
-        self.step, self.loss = 0, torch.zeros((), device=tokens.loaded.device)
-        self.head = LinearHead(tokens.width, num_classes, config.seed).to(tokens.loaded.device)
-        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-
-    def run(self, crops: Iterator[Crops]) -> Iterator[int]:
-        """Train on the crops of the steps from `step` on; yields the number of steps after each.
-
-        `loss`, float32 on the device, is the cross-entropy, a mean over the pixels with a class and over some 50 steps.
-        """
-        self.head.train()
-        config, schedule = self.config, ScheduleConfig(decay="cosine")
-        warmup = round(config.warmup * config.steps)
-        for batch in crops:
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(schedule, config.lr, self.step, config.steps, warmup)
-            classes = batch.classes.to(self.tokens.loaded.device).long().flatten()
-            logits = enlarged(self.head(self.tokens(batch.pixels)), self.tokens.model.config)
-            # Of a matrix, because the kernel for images is not deterministic on a GPU.
-            total = cross_entropy(logits.movedim(1, -1).flatten(0, 2), classes, ignore_index=NO_CLASS, reduction="sum")
-            loss = total / (classes != NO_CLASS).sum().clamp(min=1)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            self.loss = loss.detach() if self.step == 0 else 0.98 * self.loss + 0.02 * loss.detach()
-            self.step += 1
-            yield self.step
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "loss": self.loss,
-            "head": self.head.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.loss = state["step"], state["loss"]
+def train(head: LinearHead, loaded: LoadedModel, crops: Iterator[Crops], config: SegmentConfig) -> Iterator[Tensor]:
+    """Train on the crops of all steps. Yields after each the cross-entropy, a mean over the pixels with a class and over some 50 steps."""
+    head.train()
+    optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=_WEIGHT_DECAY)
+    schedule, warmup = ScheduleConfig(decay="cosine"), round(_WARMUP * config.steps)
+    mean = torch.zeros((), device=loaded.device)
+    for step, batch in enumerate(crops):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(schedule, config.lr, step, config.steps, warmup)
+        classes = batch.classes.to(loaded.device).long().flatten()
+        logits = logits_of(loaded, head, batch.images)
+        # Of a matrix, because the kernel for images is not deterministic on a GPU.
+        total = cross_entropy(logits.movedim(1, -1).flatten(0, 2), classes, ignore_index=NO_CLASS, reduction="sum")
+        loss = total / (classes != NO_CLASS).sum().clamp(min=1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach() if step == 0 else 0.98 * mean + 0.02 * loss.detach()
+        yield mean

@@ -1,8 +1,7 @@
 """Masks: images whose pixels are classes. Shapes: H, W height and width, K classes."""
 
 import io
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,6 @@ from PIL import Image
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.loading.decode import DecodeError, with_pillow
-from pipeline.evaluate.predict import read_class_names
 
 # Pixels without a class, in arrays of class numbers.
 NO_CLASS = -1
@@ -23,7 +21,6 @@ _MAX_NUMBER = 2**16 - 1
 # More different values than any published data set has classes: a photograph, or a mask with smoothed borders.
 _MAX_VALUES = 1000
 _MAX_SHOWN = 10
-_VALUE = re.compile(r"\d+|#[0-9a-fA-F]{6}")
 # Pillow does not say whether a WebP, an AVIF or a JPEG 2000 has lost anything.
 _LOSSY = {
     "JPEG": "a JPEG",
@@ -81,11 +78,15 @@ def _pnm_scale(image: Image.Image) -> float:
 class MaskClasses:
     """The K classes of masks, by the values of their pixels.
 
-    values: int32 (K,), ascending, as `decode_mask` returns them; a pixel with another value has no class. names: K.
+    values: int32 (K,), ascending, as `decode_mask` returns them; a pixel with another value has no class.
     """
 
     values: np.ndarray
-    names: list[str]
+
+    @property
+    def names(self) -> list[str]:
+        """The values as text."""
+        return [value_text(value) for value in self.values.tolist()]
 
     def colours(self) -> np.ndarray:
         """uint8 (K, 3): those of the masks, or some that differ where the masks have numbers."""
@@ -112,24 +113,24 @@ class MaskClasses:
         return buffer.getvalue()
 
 
-def find_classes(pixels: Mapping[int, int], ignore: Sequence[str], names: Mapping[int, str]) -> MaskClasses:
+def find_classes(found: Iterable[int], ignore: Sequence[str]) -> MaskClasses:
     """The classes of masks: all values that occur, without those to ignore.
 
-    pixels: value -> number of pixels. ignore: values, as text. names: by value; empty names classes by their values. Raises UserError for
-    fewer than two classes, too many, numbers beside colours, and a value to ignore that does not occur.
+    found: values of pixels. ignore: values, as text. Raises UserError for fewer than two classes, too many, numbers beside colours, and a
+    value to ignore that does not occur.
     """
-    ignored = {parse_value(text) for text in ignore}
-    kept = sorted(set(pixels) - ignored)
+    values, ignored = set(found), {parse_value(text) for text in ignore}
+    kept = sorted(values - ignored)
     if len(kept) > _MAX_VALUES:
         raise UserError(
             f"masks has {counted(len(kept), 'different value')}: these are photographs, or masks whose borders were smoothed. "
             "A mask has the number of its class in each pixel, or one colour for each class."
         )
     # 255 is the default, and masks without such a border are as usual.
-    if absent := [text for text in ignore if text != "255" and parse_value(text) not in pixels]:
-        first = ", ".join(value_text(value) for value in sorted(pixels)[:_MAX_SHOWN])
+    if absent := [text for text in ignore if text != "255" and parse_value(text) not in values]:
+        first = ", ".join(value_text(value) for value in sorted(values)[:_MAX_SHOWN])
         raise UserError(
-            f"ignore = {', '.join(ignore)}: no mask has {absent[0]}; their values are {first}{', ...' * (len(pixels) > _MAX_SHOWN)}. "
+            f"ignore = {', '.join(ignore)}: no mask has {absent[0]}; their values are {first}{', ...' * (len(values) > _MAX_SHOWN)}. "
             "Name one of these, or leave it out."
         )
     if kept and kept[0] < _COLOUR <= kept[-1]:
@@ -137,19 +138,13 @@ def find_classes(pixels: Mapping[int, int], ignore: Sequence[str], names: Mappin
             f"some masks have numbers, such as {value_text(kept[0])}, and some have colours, such as {value_text(kept[-1])}. Give masks of one kind."
         )
     if len(kept) < 2:
-        found = ", ".join(value_text(value) for value in sorted(pixels)) or "none"
-        left_out = ", ".join(value_text(value) for value in sorted(set(pixels) & ignored)) or "none"
+        all_values = ", ".join(value_text(value) for value in sorted(values)) or "none"
+        left_out = ", ".join(value_text(value) for value in sorted(values & ignored)) or "none"
         raise UserError(
-            f"masks has the values {found}, of which {left_out} is ignored: that leaves {counted(len(kept), 'class')}. "
+            f"masks has the values {all_values}, of which {left_out} is ignored: that leaves {counted(len(kept), 'class')}. "
             "At least two are needed: set ignore=[] if each value is a class."
         )
-    if names and (nameless := [value for value in kept if value not in names]):
-        raise UserError(
-            f"class_names has no name for {value_text(nameless[0])}, which occurs in the masks. Add it, or add the "
-            "value to ignore."
-        )
-    shown = [names.get(value, value_text(value)) for value in kept]
-    return MaskClasses(np.array(kept, np.int32), shown)
+    return MaskClasses(np.array(kept, np.int32))
 
 
 def value_text(value: int) -> str:
@@ -160,12 +155,3 @@ def value_text(value: int) -> str:
 def parse_value(text: str) -> int:
     """The inverse of `value_text`."""
     return _COLOUR + int(text[1:], 16) if text.startswith("#") else int(text)
-
-
-def read_names(class_names: str) -> dict[int, str]:
-    """Value -> name, of a file with a line for each value 0, 1, ..., or with lines of a value and its name; {} for "". Raises UserError."""
-    lines = [line.strip() for line in read_class_names(class_names) or []]
-    pairs = [line.split(maxsplit=1) for line in lines if line]
-    if all(len(pair) == 2 and _VALUE.fullmatch(pair[0]) for pair in pairs):
-        return {parse_value(value): name for value, name in pairs}
-    return dict(enumerate(lines))

@@ -1,4 +1,4 @@
-"""Images and their masks, found by equal names, and read together. Shapes: H, W height and width, K classes."""
+"""Images and their masks, found by equal names, and read together. Shapes: H, W height and width, C channels."""
 
 import hashlib
 import json
@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
@@ -23,10 +24,11 @@ from pipeline.data.dataset.groups import group_finder, refuse_one_group
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.augment import MAX_ASPECT
-from pipeline.data.loading.decode import EXTENSIONS, DecodeError, decode_with_orientation, upright
+from pipeline.data.loading.decode import EXTENSIONS, DecodeError, decode, exif_orientation, upright
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.values import batch_values
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
-from pipeline.evaluate.segmentation.masks import MaskClasses, decode_mask, find_classes, read_names
+from pipeline.evaluate.segmentation.masks import MaskClasses, decode_mask, find_classes
 from pipeline.settings.commands.segment import SegmentConfig
 
 Result = TypeVar("Result")
@@ -36,7 +38,8 @@ Result = TypeVar("Result")
 class MaskedPairs:
     """n images and their masks. rows, mask_rows: int64 (n,), rows of `images` and of `masks`. names: n, without folder of the place and suffix.
 
-    groups: n, names of their groups, such as videos; empty without. fingerprint: of the data set of the images, else "".
+    groups: n, names of their groups, such as videos; empty without. pixels: how the model reads the images. fingerprint: of their data set,
+    else "".
     """
 
     images: Split
@@ -45,7 +48,8 @@ class MaskedPairs:
     mask_rows: np.ndarray
     names: list[str]
     groups: list[str]
-    fingerprint: str = ""
+    pixels: Pixels
+    fingerprint: str
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -87,15 +91,17 @@ class MaskedPairs:
         return np.unique(np.array(self.groups, object), return_inverse=True)[1].astype(np.int64)
 
 
-def open_pairs(config: SegmentConfig) -> tuple[MaskedPairs, MaskedPairs]:
-    """(pairs to learn from, pairs to be scored on). Prints what is left out. Raises UserError where there are none.
+def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, MaskedPairs]:
+    """(pairs to learn from, pairs to be scored on). Prints what is left out. Raises UserError where there are none,
+    and for images that the model cannot read.
 
     The second are of `val_images` and `val_masks`; else, of a data set, of its split `val_split`; else `val_share` of the others, chosen by a
     hash of their names, or of their groups' names, so that more images move none from one part to the other; at least one.
+    model: what the weights read.
     """
-    train = _paired(config, config.images, config.masks, config.split)
+    train = _paired(config, model, config.images, config.masks, config.split)
     if config.val_images:
-        return train, _paired(config, config.val_images, config.val_masks, config.val_split, "val_")
+        return train, _paired(config, model, config.val_images, config.val_masks, config.val_split, "val_")
     if is_dataset(config.images) and config.val_split:
         splits = open_dataset(config.images[0]).splits
         if config.val_split not in splits:
@@ -106,7 +112,7 @@ def open_pairs(config: SegmentConfig) -> tuple[MaskedPairs, MaskedPairs]:
         config.refuse_val_share(
             f"split {config.val_split!r} of {config.images[0]} is scored on. Leave it out, or set val_split=''."
         )
-        return train, _paired(config, config.images, config.masks, config.val_split)
+        return train, _paired(config, model, config.images, config.masks, config.val_split)
     together = train.groups or train.names
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in together]
     places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))
@@ -122,10 +128,11 @@ def open_pairs(config: SegmentConfig) -> tuple[MaskedPairs, MaskedPairs]:
 
 
 def _paired(
-    config: SegmentConfig, images: Sequence[str], masks: Sequence[str], split: str, prefix: str = ""
+    config: SegmentConfig, model: Pixels, images: Sequence[str], masks: Sequence[str], split: str, prefix: str = ""
 ) -> MaskedPairs:
     """prefix: of the settings that name the places."""
-    opened = open_adhoc_split(images, split, config.exclude, [], f"{prefix}images")
+    opened = open_adhoc_split(images, split, config.exclude, [], f"{prefix}images", model)
+    pixels = model.reading(opened.split.pixels, config.weights, f"{prefix}images = {', '.join(images)}")
     opened_masks = open_adhoc_split(masks, split, "none", [], f"{prefix}masks")
     for note in (*opened.split.notes(), *opened_masks.split.notes()):
         print(note)
@@ -150,7 +157,7 @@ def _paired(
         refuse_one_group(config.group_pattern, groups, len(groups))
     elif (of_all := opened.split.group_names) is not None:
         groups = of_all[rows].tolist()
-    return MaskedPairs(opened.split, opened_masks.split, rows, mask_rows, found, groups, opened.fingerprint)
+    return MaskedPairs(opened.split, opened_masks.split, rows, mask_rows, found, groups, pixels, opened.fingerprint)
 
 
 def names_in(opened: AdhocSplit, places: Sequence[str], ending: str = "", kind: str = "images") -> dict[str, int]:
@@ -186,14 +193,10 @@ def _below(key: str, places: Sequence[str]) -> str:
 
 
 class PairReader:
-    """Reads pairs. Thread-safe. Use it as a context manager.
-
-    turned: numbers of the pairs read whose image is turned upright by its EXIF tag, while the mask has the size of both, the upright image
-    and the one as stored. The mask is taken as upright, as annotation tools draw it.
-    """
+    """Reads pairs. Thread-safe. Use it as a context manager."""
 
     def __init__(self, pairs: MaskedPairs, classes: MaskClasses) -> None:
-        self.pairs, self.classes, self.turned = pairs, classes, set[int]()
+        self.pairs, self.classes = pairs, classes
         self._images, self._masks = ShardReader(pairs.images), ShardReader(pairs.masks)
 
     def __enter__(self) -> "PairReader":
@@ -204,33 +207,32 @@ class PairReader:
         self._masks.close()
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray] | str:
-        """(pixels uint8 (H, W, 3), numbers of classes int16 (H, W)) of a pair, or why it cannot be used. Raises StorageError as `ShardReader.read`."""
+        """(image (H, W, C) of the type of a batch, numbers of classes int16 (H, W)) of a pair, or why it cannot be used. Raises StorageError as `ShardReader.read`."""
         try:
-            pixels, orientation = read_image(self._images, int(self.pairs.rows[number]))
+            image, orientation = read_image(self._images, int(self.pairs.rows[number]), self.pairs.pixels)
             mask = decode_mask(self._masks.read(int(self.pairs.mask_rows[number])))
         except (DecodeError, OSError) as error:
             return str(error)
-        height, width = pixels.shape[:2]
+        height, width = image.shape[:2]
         stored = (width, height) if orientation >= 5 else (height, width)
         if mask.shape == stored != (height, width):  # It was drawn on the image as stored.
             mask = upright(mask, orientation)
-        elif mask.shape == stored and orientation != 1:
-            self.turned.add(number)
         if mask.shape != (height, width):
             return f"{width} x {height} pixels, its mask {mask.shape[1]} x {mask.shape[0]}"
-        return pixels, self.classes.numbers(mask)
+        return image, self.classes.numbers(mask)
 
 
-def read_image(reader: ShardReader, row: int) -> tuple[np.ndarray, int]:
-    """(pixels uint8 (H, W, 3), EXIF orientation).
+def read_image(reader: ShardReader, row: int, pixels: Pixels) -> tuple[np.ndarray, int]:
+    """(image (H, W, C) of `pixels.batch_type`, EXIF orientation of a JPEG).
 
     Raises DecodeError, also for an image that is too long to be resized, and as `ShardReader.read`.
     """
-    pixels, orientation = decode_with_orientation(reader.read(row))
-    height, width = pixels.shape[:2]
+    data = reader.read(row)
+    image = batch_values(decode(data, pixels=pixels), pixels)
+    height, width = image.shape[:2]
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise DecodeError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
-    return pixels, orientation
+    return image, exif_orientation(data)
 
 
 def in_order(work: Callable[[int], Result], items: Iterable[int], threads: int, ahead: int) -> Iterator[Result]:
@@ -248,15 +250,14 @@ def in_order(work: Callable[[int], Result], items: Iterable[int], threads: int, 
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> tuple[MaskClasses, list[np.ndarray]]:
-    """Read all masks. Returns their classes and, for each selection of pairs, the share of its pixels in each class, float64 (K,).
+def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClasses:
+    """Read all masks. Returns their classes.
 
     Masks that cannot be read are counted again by who trains and scores. Raises UserError as `find_classes`, for more damaged masks than the budget allows, and for a selection in which no pixel has a class.
     """
-    names = read_names(config.class_names)
-    counts = [Counter[int]() for _ in of]
+    values = [set[int]() for _ in of]
     with tqdm(total=sum(map(len, of)), desc="masks", unit=" masks", disable=None) as bar:
-        for pairs, pixels in zip(of, counts, strict=True):
+        for pairs, of_pairs in zip(of, values, strict=True):
             problems: dict[int, str] = {}
             reader, rows = ShardReader(pairs.masks), pairs.mask_rows.tolist()
             for row, found in zip(
@@ -265,31 +266,27 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> tuple[Ma
                 if isinstance(found, str):
                     problems[row] = found
                 else:
-                    pixels.update(found)
+                    of_pairs |= found
                 bar.update()
                 # No classes, but photographs: `find_classes` says so.
-                if len(pixels) > 2**16 or len(problems) > budget.allowed(len(pairs)):
+                if len(of_pairs) > 2**16 or len(problems) > budget.allowed(len(pairs)):
                     break
             reader.close()
             if excess := budget.excess(problems, pairs.masks, len(pairs)):
                 raise UserError(f"masks: {excess}")
-    classes = find_classes(sum(counts, Counter()), config.ignore, names)
-    shares = [
-        np.array([pixels[value] for value in classes.values.tolist()]) / max(pixels.total(), 1) for pixels in counts
-    ]
-    for pairs, share in zip(of, shares, strict=True):
-        if not share.any():
+    classes = find_classes(set().union(*values), config.ignore)
+    for pairs, of_pairs in zip(of, values, strict=True):
+        if of_pairs.isdisjoint(classes.values.tolist()):
             raise UserError(
                 f"{counted(len(pairs), 'mask')}, the first {pairs.masks.keys(pairs.mask_rows[:1])[0]}: each pixel has a value that ignore names. "
                 "Nothing can be learnt or scored on them."
             )
-    return classes, shares
+    return classes
 
 
-def _values_of(reader: ShardReader, row: int) -> dict[int, int] | str:
-    """Value -> number of pixels of a mask, or why it cannot be read. Raises StorageError."""
+def _values_of(reader: ShardReader, row: int) -> set[int] | str:
+    """The values of a mask, or why it cannot be read. Raises StorageError."""
     try:
-        values, numbers = np.unique(decode_mask(reader.read(row)), return_counts=True)
+        return set(np.unique(decode_mask(reader.read(row))).tolist())
     except (DecodeError, OSError) as error:
         return str(error)
-    return dict(zip(values.tolist(), numbers.tolist(), strict=True))

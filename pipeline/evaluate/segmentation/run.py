@@ -1,189 +1,136 @@
 """Trains and scores a linear layer on frozen patch tokens; entry point: `run`."""
 
 import hashlib
-import io
 import json
-import pickle
-import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.torch import save
 from tqdm import tqdm
 
-from pipeline.base import json_record, random_numbers
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import table_csv
 from pipeline.base.gallery import DPI
-from pipeline.base.page import markdown, png
-from pipeline.base.progress import duration
-from pipeline.base.random_numbers import Purpose
+from pipeline.base.metric import metric_of
+from pipeline.base.page import png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.storage.atomic import replacing, write_files
+from pipeline.data.storage.atomic import write_files
+from pipeline.evaluate import architecture
 from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
-from pipeline.evaluate.segmentation import report
-from pipeline.evaluate.segmentation.apply import open_others, write_masks
-from pipeline.evaluate.segmentation.counts import FILE, PixelCounts, as_file
+from pipeline.evaluate.segmentation.apply import OtherImages, open_others, write_masks
 from pipeline.evaluate.segmentation.crops import batches
-from pipeline.evaluate.segmentation.draw import SegmentedImage, draw_examples
-from pipeline.evaluate.segmentation.linear import HeadTraining, PatchTokens
+from pipeline.evaluate.segmentation.linear import LinearHead, train
 from pipeline.evaluate.segmentation.masks import MaskClasses
 from pipeline.evaluate.segmentation.pairs import MaskedPairs, PairReader, open_pairs, scan
-from pipeline.evaluate.segmentation.score import count
+from pipeline.evaluate.segmentation.score import SegmentationScore, count_all, score
 from pipeline.model import VisionTransformer
 from pipeline.model.files import find_file, open_safetensors
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
-from pipeline.monitor.run_page import DatasetFacts
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, dataset_name
+from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import hold
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import LookConfig
 
-_RESULTS, _UNFINISHED, _HEAD, _MASKS = "segmentation.json", "unfinished.pt", "head.safetensors", "predicted_masks"
-_SECONDS_BETWEEN_SAVES = 60
-# A training that will take longer is announced after its first step.
-_LONG_SECONDS = 120.0
+_RESULTS, _HEAD, _SHEET, _MASKS = "segmentation.json", "head.safetensors", "sheet.png", "predicted_masks"
 # Another number makes all layers be trained again: for a change of how they are trained.
-_FORMAT = 1
-# Settings that change no layer, or only by the pairs that they select.
-_NOT_OF_TRAINING = {
-    "weights", "images", "masks", "split", "val_images", "val_masks", "val_split", "val_share", "group_pattern", "image_suffix", "mask_suffix", "exclude",
-    "class_names", "out", "apply", "apply_split", "mlflow", "experiment", "threads", "batch", "num_drawn", "device", "max_bad_share",
-}  # fmt: skip
+_FORMAT = 2
+# Settings that change the layer, besides the weights, the pairs and their classes.
+_OF_TRAINING = (
+    "image_size", "kernel", "resize_filter", "precision", "short_side", "steps", "train_batch", "lr", "seed",
+)  # fmt: skip
 # Folders that name a part of a data set, and not the data set; and the part that is held out of the images.
 _SPLITS, _HELD_OUT = {"train", "training", "val", "validation", "test"}, "held-out"
-# Pairs that are tried before training, steps after which the loss is read from the device, and unreadable images that are printed.
-_FIRST, _STEPS_BETWEEN_LOOKS, _NUM_TOLD = 4, 20, 20
-_DRAWN = Purpose.named("segmentation sheet")
+# Steps after which the loss is read from the device, and unreadable images that are printed.
+_STEPS_BETWEEN_LOOKS, _NUM_TOLD = 20, 20
 
 
 def run(config: SegmentConfig) -> dict[str, Any]:
-    """Train and score the layer, write the report, print its table, and apply the layer; returns the content of segmentation.json.
+    """Train and score the layer, print its mIoU, and write the masks of other images; returns the content of segmentation.json.
 
-    Its keys include miou, interval, pixel_accuracy, mean_recall (all in [0, 1]) and per_class. A command that was killed goes on from its last
-    minute, and one that has trained this layer does not train it again. Raises UserError for a user's mistake before anything is written.
+    Its keys include miou and interval, in [0, 1]. A layer that this command has trained before is not trained again. Raises UserError for
+    a user's mistake before anything is written.
     """
-    # ---------------------------------------------------------------------- the weights and the data
     config = with_local_weights(config)
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
     origin = find_origin(file, config.weights)
     loaded = load_model(replace(config, weights=str(file)))
-    if not loaded.pixels.is_rgb8:
-        raise UserError(
-            f"{config.weights} reads {loaded.pixels}, and launch/segment.py reads 8-bit RGB only: use such weights."
-        )
-    tokens = _tokens(config, loaded)
-    train, test = open_pairs(config)
+    _check_model(config, loaded)
+    learnt, scored = open_pairs(config, loaded.pixels)
     data, split = _scored_on(config)
     folder = output_folder(config.out, config.weights, "segment", f"{data}-{split}", holds="segmentation")
     hold(folder)
-    others = open_others(config, folder / _MASKS) if config.apply else None
+    others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
     refuse_without_dataset(
         config, split=["images", "masks"], val_split=["images", "masks", "val_images", "val_masks"], apply_split=["apply"],
         exclude=["images", "val_images", "apply"],
     )  # fmt: skip
-    classes, (learnt, scored) = scan(config, _budget(config), train, test)
-    for pairs in (train, test):
-        _try_first(pairs, classes)
-    if both := len(train.places() & test.places()):
-        verb = "is" if both == 1 else "are"
-        print(
-            f"warning: {counted(both, 'image')} {verb} learnt from and scored on, so the score is not of held-out images"
-        )
-    if shared := sorted(set(train.groups) & set(test.groups)):
-        print(
-            f"warning: {counted(len(shared), 'group')}, such as {shared[0]!r}, {'has' if len(shared) == 1 else 'have'} images that are learnt from and "
-            "others that are scored on, so the score is not of unseen groups"
-        )
-    if runs := trained_by(recorded(loaded.extra), test.fingerprint, test.images.name):
-        print(not_held_out(test.images.name, runs))
+    classes = scan(config, _budget(config), learnt, scored)
+    runs = _warn(loaded, learnt, scored)
     print(
-        f"{counted(len(classes.names), 'class')}; {counted(len(train), 'image')} to learn from, {counted(len(test), 'image')} to be scored "
-        f"on, of whose pixels {1 - scored.sum():.1%} have no class"
-    )
-    side = min(loaded.image_size)
-    print(
-        f"{counted(config.steps, 'step')} of {counted(config.train_batch, 'crop')} of {side} px, {counted(tokens.model.config.num_tokens, 'token')} each",
+        f"{counted(len(classes.values), 'class')}; {counted(len(learnt), 'image')} to learn from, {counted(len(scored), 'image')} to be scored on",
         flush=True,
     )
 
-    # ---------------------------------------------------------------------- the layer and its score
-    identity = _identity(config, origin.sha256, train, classes)
-    training = HeadTraining(tokens, len(classes.names), config)
-    begin = time.perf_counter()
-    not_learnt = _train(training, train, classes, folder, identity)
-    trained = time.perf_counter()
-    counts, examples, problems, num_turned = _score(training, test, classes)
-    scores: dict[str, Any] = {
+    identity = _identity(config, origin.sha256, learnt, classes)
+    head = LinearHead(loaded.model.config.width, len(classes.values), config.seed).to(loaded.device)
+    if (not_learnt := _trained_before(folder / _HEAD, head, identity)) is None:
+        not_learnt = _train(config, loaded, head, learnt, classes)
+    with (
+        PairReader(scored, classes) as reader,
+        tqdm(total=len(scored), desc="score", unit=" images", disable=None) as bar,
+    ):
+        counts, problems = count_all(reader, loaded, head, config, bar.update)
+    _refuse(problems, scored, config)
+    _tell(problems, scored.named, "not scored")
+    known = np.array([number for number in range(len(scored)) if number not in problems])
+    groups = scored.group_numbers()
+    found = score(counts[known], groups[known] if len(groups) else groups)
+    results: dict[str, Any] = {
         "weights": config.weights, "run": loaded.extra.get("run"), "step": loaded.extra.get("step"), "data": ", ".join(config.val_images or config.images),
-        TRAINED_BY: runs, **report.numbers(counts, classes, learnt, scored),
-        "num_learnt": len(train) - len(not_learnt), "num_samples": len(test), "num_unreadable": len(problems), "num_turned": num_turned, "image_size": min(loaded.image_size), "short_side": config.short_side or min(loaded.image_size),
-        "grid": list(tokens.model.config.grid), "layers": config.layers, "steps": config.steps, "train_batch": config.train_batch,
-        "lr": config.lr, "loss": float(training.loss), "seed": config.seed, "precision": config.precision, "device": str(loaded.device),
-        "seconds_training": round(trained - begin, 1), "seconds_scoring": round(time.perf_counter() - trained, 1),
-        "unreadable": _named(test, problems), "unreadable_learnt": _named(train, not_learnt),
+        TRAINED_BY: runs, "miou": found.miou, "interval": [found.low, found.high], "num_groups": found.num_groups, "classes": classes.names,
+        "num_learnt": len(learnt) - len(not_learnt), "num_samples": len(scored), "num_unreadable": len(problems),
+        "image_size": min(loaded.image_size), "short_side": config.short_side or min(loaded.image_size), "steps": config.steps, "train_batch": config.train_batch,
+        "lr": config.lr, "seed": config.seed, "precision": config.precision, "device": str(loaded.device),
+        "unreadable": _named(scored, problems), "unreadable_learnt": _named(learnt, not_learnt),
     }  # fmt: skip
-
-    # ---------------------------------------------------------------------- the files
-    title = f"Segmentation by a linear layer on {config.weights}"
-    sheet = png(draw_examples(examples, classes, title), DPI) if examples else None
-    contents = {
-        "sheet.png": sheet,
-        "per_class.csv": table_csv(scores["per_class"]),
-        FILE: as_file(counts),
-        "report.md": markdown(title, report.blocks(scores, sheet)),
-        _HEAD: _as_file(training, classes, identity, not_learnt),
-        _RESULTS: json.dumps(json_record.without_nan(scores), indent=1, ensure_ascii=False) + "\n",
+    about = {"identity": identity, "classes": classes.names, "unreadable": dict(sorted(not_learnt.items()))}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in head.state_dict().items()}
+    contents: dict[str, bytes | str | None] = {
+        # One text: safetensors mixes the order of several.
+        _HEAD: save(tensors, {"segmentation": json.dumps(about)}),
+        _RESULTS: json.dumps(json_record.without_nan(results), indent=1, ensure_ascii=False) + "\n",
     }
+    folder.mkdir(parents=True, exist_ok=True)
     write_files(folder, contents, mark=_RESULTS)
-    (folder / _UNFINISHED).unlink(missing_ok=True)  # After the layer is there.
-    for name, value in report.summary(scores):
-        print(f"{name:<44} {value:>12}")
-    print(f"report: {folder / 'report.md'}")
-    if config.mlflow:
-        place = str((config.val_images or config.images)[0])
-        digest = hashlib.sha256(
-            json.dumps([test.names, scored.tolist(), test.images.shard_bytes.tolist()]).encode()
-        ).hexdigest()[:16]
-        facts = DatasetFacts(
-            data,
-            place,
-            digest,
-            split,
-            len(test),
-            len(classes.names),
-            "evaluation",
-            {TRAINED_BY: runs} if runs else {},
-        )
-        report.send(
-            config, facts, loaded, origin, scores, [folder / name for name, content in contents.items() if content]
-        )
+    print(f"mIoU {_in_words(found)}; {folder / _RESULTS}")
+    files = [folder / name for name in contents]
     if others is not None:
-        unread = write_masks(config, others, tokens, training.head, classes)
-        _tell(unread, others.images.keys, "no mask")
-        print(f"{counted(len(others.names) - len(unread), 'mask')}: {others.folder}")
-        budget = replace(_budget(config), least=LookConfig.least_bad)
-        if excess := budget.excess(unread, others.images, len(others.images)):
-            raise UserError(excess)
-    return scores
+        files.append(folder / _SHEET)
+        _apply(config, others, loaded, head, classes, files[-1])
+    if config.mlflow:
+        about_scored = json.dumps([scored.names, counts[:, 2].sum(0).tolist(), scored.images.shard_bytes.tolist()])
+        facts = DatasetFacts(
+            data, str((config.val_images or config.images)[0]), hashlib.sha256(about_scored.encode()).hexdigest()[:16],
+            split, len(scored), len(classes.values), "evaluation", {TRAINED_BY: runs} if runs else {},
+        )  # fmt: skip
+        _send(config, facts, loaded, origin, results, _in_words(found), files)
+    return results
 
 
-def _tokens(config: SegmentConfig, loaded: LoadedModel) -> PatchTokens:
-    """Raises UserError for a model without patches, or with too few blocks."""
-    model = loaded.model
-    if not isinstance(model, VisionTransformer):
+def _check_model(config: SegmentConfig, loaded: LoadedModel) -> None:
+    """Raises UserError for a model without patches, and sizes that do not suit."""
+    if not isinstance(loaded.model, VisionTransformer):
         raise UserError(
             f"weights = {config.weights}: a ResNet has no patch tokens. Segmentation needs a ViT, or a hybrid."
         )
-    if config.layers > len(model.blocks):
-        raise UserError(f"layers = {config.layers}, but {config.weights} has {counted(len(model.blocks), 'block')}.")
     if loaded.image_size[0] != loaded.image_size[1]:
         raise UserError(
             f"{config.weights} reads images of {loaded.image_size} pixels; windows are squares: set image_size, the side of one."
@@ -192,7 +139,6 @@ def _tokens(config: SegmentConfig, loaded: LoadedModel) -> PatchTokens:
         raise UserError(
             f"short_side = {config.short_side} is smaller than image_size = {loaded.image_size}, the side of the windows."
         )
-    return PatchTokens(loaded, config.layers)
 
 
 def _scored_on(config: SegmentConfig) -> tuple[str, str]:
@@ -206,126 +152,87 @@ def _scored_on(config: SegmentConfig) -> tuple[str, str]:
     return names[-1], split if config.val_images else _HELD_OUT
 
 
-def _try_first(pairs: MaskedPairs, classes: MaskClasses) -> None:
-    """Raise UserError if none of the first pairs can be read, as with masks of another size: before minutes of training."""
-    with PairReader(pairs, classes) as reader:
-        found = [reader.read(number) for number in range(min(_FIRST, len(pairs)))]
-    if all(isinstance(each, str) for each in found):
-        raise UserError(f"none of the first {counted(len(found), 'pair')} can be read; {pairs.names[0]}: {found[0]}.")
+def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:
+    """Print why the score is not of held-out images or groups. Returns the runs that trained on the scored split; "" for none."""
+    if both := len(learnt.places() & scored.places()):
+        verb = "is" if both == 1 else "are"
+        print(
+            f"warning: {counted(both, 'image')} {verb} learnt from and scored on, so the score is not of held-out images"
+        )
+    if shared := sorted(set(learnt.groups) & set(scored.groups)):
+        print(
+            f"warning: {counted(len(shared), 'group')}, such as {shared[0]!r}, {'has' if len(shared) == 1 else 'have'} images that are learnt from and "
+            "others that are scored on, so the score is not of unseen groups"
+        )
+    if runs := trained_by(recorded(loaded.extra), scored.fingerprint, scored.images.name):
+        print(not_held_out(scored.images.name, runs))
+    return runs
 
 
-def _identity(config: SegmentConfig, weights: str, train: MaskedPairs, classes: MaskClasses) -> str:
+def _identity(config: SegmentConfig, weights: str, learnt: MaskedPairs, classes: MaskClasses) -> str:
     """What a layer belongs to. weights: SHA-256 of theirs. classes: also those that only the masks scored on have."""
-    settings = {name: value for name, value in asdict(config).items() if name not in _NOT_OF_TRAINING}
-    return hashlib.sha256(
-        json.dumps([_FORMAT, settings, weights, train.content(), classes.values.tolist()]).encode()
-    ).hexdigest()
+    settings = {name: getattr(config, name) for name in _OF_TRAINING}
+    about = [_FORMAT, settings, weights, learnt.content(), learnt.pixels.nodata, classes.values.tolist()]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
-def _arithmetic(device: torch.device) -> str:
-    """What the last bits of a training depend on beside its settings: on a CPU, how many threads share a sum."""
-    return f"{torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+def _trained_before(file: Path, head: LinearHead, identity: str) -> dict[int, str] | None:
+    """Load the layer that an earlier command has trained with these settings. Returns its unreadable pairs; None if there is none."""
+    if not file.is_file():
+        return None
+    try:
+        tensors, metadata = open_safetensors(file)
+        about = json.loads(metadata["segmentation"])
+        if about["identity"] == identity:
+            head.load_state_dict(tensors)
+            print(f"trained already: {file}")
+            return {int(number): why for number, why in about["unreadable"].items()}
+    except (UserError, RuntimeError, KeyError, ValueError, TypeError):
+        pass
+    print(f"{file} is of other settings or damaged: it is trained again")
+    return None
 
 
 def _train(
-    training: HeadTraining, pairs: MaskedPairs, classes: MaskClasses, folder: Path, identity: str
+    config: SegmentConfig, loaded: LoadedModel, head: LinearHead, pairs: MaskedPairs, classes: MaskClasses
 ) -> dict[int, str]:
-    """Train to the end, with a progress bar. Returns number of a pair -> why it cannot be read. Raises UserError for too many."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config, loaded = training.config, training.tokens.loaded
-    problems = _resume(training, folder, identity)
-    _refuse(problems, pairs, config)
-    allowed, saved = _budget(config).allowed(len(pairs)), time.monotonic()
+    """Train with a progress bar. Returns number of a pair -> why it cannot be read. Raises UserError for too many."""
+    problems, allowed = dict[int, str](), _budget(config).allowed(len(pairs))
     with PairReader(pairs, classes) as reader, tqdm(
-        total=config.steps, initial=training.step, desc="layer", unit=" steps", disable=None
+        total=config.steps, desc="layer", unit=" steps", disable=None
     ) as bar:  # fmt: skip
-        crops = batches(reader, config, loaded.view, min(loaded.image_size), training.step, problems)
-        begin, first = time.monotonic(), training.step + 1
-        for step in training.run(crops):
+        crops = batches(reader, config, loaded.view, min(loaded.image_size), problems)
+        for step, mean in enumerate(train(head, loaded, crops, config), start=1):
             bar.update()
-            seconds = (time.monotonic() - begin) * (config.steps - step)
-            if step == first and seconds > _LONG_SECONDS:
-                print(
-                    f"a step takes {duration(seconds / (config.steps - step))}: the other steps take about {duration(seconds)}",
-                    flush=True,
-                )
             if len(problems) > allowed:
                 _refuse(problems.copy(), pairs, config)  # Threads go on to fill it.
             if step % _STEPS_BETWEEN_LOOKS and step < config.steps:
                 continue
-            if not np.isfinite(loss := float(training.loss)):
+            if not np.isfinite(loss := float(mean)):
                 raise UserError(f"step {step:,}: the loss is not finite. Lower lr, or use precision=fp32.")
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            if time.monotonic() - saved > _SECONDS_BETWEEN_SAVES and step < config.steps:
-                with replacing(folder / _UNFINISHED) as out:
-                    begun = {
-                        "identity": identity,
-                        "arithmetic": _arithmetic(loaded.device),
-                        "problems": problems.copy(),
-                    }
-                    torch.save({**begun, **training.state()}, out)
-                saved = time.monotonic()
+    _refuse(problems, pairs, config)
     _tell(problems, pairs.named, "not learnt from")
-    _tell_turned(reader, "learnt from")
     return problems
 
 
-def _as_file(training: HeadTraining, classes: MaskClasses, identity: str, problems: dict[int, str]) -> bytes:
-    about = {
-        "identity": identity,
-        "loss": float(training.loss),
-        "classes": classes.names,
-        "unreadable": dict(sorted(problems.items())),
-    }
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in training.head.state_dict().items()}
-    return save(tensors, {"segmentation": json.dumps(about)})  # One text: safetensors mixes the order of several.
+def _apply(
+    config: SegmentConfig, others: OtherImages, loaded: LoadedModel, head: LinearHead, classes: MaskClasses, sheet: Path
+) -> None:
+    """Write the masks of other images and a sheet of some. Raises UserError for too many that cannot be read."""
+    drawn, problems = write_masks(config, others, loaded, head, classes)
+    write_files(sheet.parent, {sheet.name: png(drawn, DPI)}, mark=sheet.name)
+    _tell(problems, others.images.keys, "no mask")
+    print(f"{counted(len(others.names) - len(problems), 'mask')}: {others.folder}; look at {sheet}")
+    budget = replace(_budget(config), least=LookConfig.least_bad)
+    if excess := budget.excess(problems, others.images, len(others.images)):
+        raise UserError(excess)
 
 
-def _resume(training: HeadTraining, folder: Path, identity: str) -> dict[int, str]:
-    """Continue from the file of a killed command, or take the layer of one that ended, if it is of the same settings. Returns its problems."""
-    unfinished, trained, device = folder / _UNFINISHED, folder / _HEAD, training.tokens.loaded.device
-    try:
-        if unfinished.is_file():
-            state = torch.load(io.BytesIO(unfinished.read_bytes()), weights_only=True, map_location=device)
-            if (state["identity"], state["arithmetic"]) == (identity, _arithmetic(device)):
-                training.load(state)
-                print(f"continues at step {training.step:,} of {training.config.steps:,}")
-                return dict(state["problems"])
-        if trained.is_file():
-            tensors, metadata = open_safetensors(trained)
-            about = json.loads(metadata["segmentation"])
-            if about["identity"] == identity:
-                training.head.load_state_dict(tensors)
-                training.step, training.loss = training.config.steps, torch.tensor(about["loss"])
-                print(f"trained already: {trained}")
-                return {int(number): why for number, why in about["unreadable"].items()}
-    except (pickle.UnpicklingError, UserError, RuntimeError, KeyError, EOFError, ValueError, TypeError):
-        pass
-    if unfinished.is_file() or trained.is_file():
-        print(f"the layer in {folder} is of other settings or damaged: it is trained from its beginning")
-    return {}
-
-
-def _score(
-    training: HeadTraining, pairs: MaskedPairs, classes: MaskClasses
-) -> tuple[PixelCounts, list[SegmentedImage], dict[int, str], int]:
-    """(counts of the pairs that can be read, images for the sheet, number of a pair -> why it cannot be read, number of `PairReader.turned`)."""
-    config = training.config
-    order = random_numbers.permutation(len(pairs), config.seed, _DRAWN)[: config.num_drawn]
-    drawn: dict[int, SegmentedImage] = {}
-
-    def keep(number: int, pixels: np.ndarray, true: np.ndarray, predicted: np.ndarray) -> None:
-        if number in order:
-            drawn[number] = SegmentedImage(pixels, true, predicted, Path(pairs.names[number]).name).small()
-
-    with (
-        PairReader(pairs, classes) as reader,
-        tqdm(total=len(pairs), desc="score", unit=" images", disable=None) as bar,
-    ):
-        counts, problems = count(reader, training.tokens, training.head, config, bar.update, keep)
-    _refuse(problems, pairs, config)
-    _tell(problems, pairs.named, "not scored")
-    return counts, [drawn[number] for number in sorted(drawn)], problems, _tell_turned(reader, "scored on")
+def _in_words(found: SegmentationScore) -> str:
+    over = counted(found.num_groups, "group") if found.num_groups else "images"
+    interval = "" if np.isnan(found.low) else f" ({found.low:.2%} to {found.high:.2%}, 95 % over {over})"
+    return f"{found.miou:.2%}{interval}"
 
 
 def _budget(config: SegmentConfig) -> BadBudget:
@@ -351,18 +258,26 @@ def _tell(problems: dict[int, str], names: Callable[[list[int]], list[str]], wha
         print(f"{what}: {len(problems) - _NUM_TOLD:,} more")
 
 
-def _tell_turned(reader: PairReader, what: str) -> int:
-    """Warn of `PairReader.turned`. Returns their number."""
-    if number := len(reader.turned):
-        first = reader.pairs.names[min(reader.turned)]
-        print(
-            printable(
-                f"warning: EXIF turns {counted(number, 'image')} {what}, such as {first}: the masks are taken as upright, which their sizes "
-                "cannot confirm"
-            )
-        )
-    return number
-
-
 def _named(pairs: MaskedPairs, problems: dict[int, str]) -> list[dict[str, str]]:
     return [{"name": pairs.names[number], "problem": why} for number, why in sorted(problems.items())]
+
+
+def _send(
+    config: SegmentConfig, data: DatasetFacts, loaded: LoadedModel, origin: WeightsOrigin, results: dict[str, Any], found: str, files: list[Path],
+) -> None:  # fmt: skip
+    """Send the score to MLflow, as a run that names the run of the weights. data: what was scored on. found: the score in words."""
+    metric = f"{data.split}_miou"
+    parameters = {
+        name: results[name]
+        for name in ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr", "precision")
+    }
+    # "steps" are those of the weights' run.
+    parameters["length"] = f"{config.steps} steps of {config.train_batch}"
+    facts = RunFacts(
+        f"{loaded.extra.get('run') or Path(config.weights).name} segments {dataset_name(data)}", "evaluation", parameters,
+        {"model": architecture.name_of(loaded.model.config), "data": data.digest, "dataset": data.name}, (data,),
+        f"**Segmentation** of {dataset_name(data)} by a linear layer on the frozen patch tokens of `{config.weights}`: mIoU {found}.",
+        {"parent": origin.run_id} if origin.run_id else {}, score=metric, scored_on=f"mIoU {dataset_name(data)}",
+        origin=origin, metrics={metric: metric_of(metric)},
+    )  # fmt: skip
+    send_report(config.mlflow, files[0].parent, facts, {metric: results["miou"]}, files, config.experiment)

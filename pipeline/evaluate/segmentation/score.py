@@ -1,16 +1,22 @@
-"""Segments whole images by overlapping windows, and counts their right pixels. Shapes: H, W height and width, S side of a window, n images, K classes."""
+"""Segments whole images by overlapping windows, and scores them by their mIoU with its interval.
+
+Shapes: H, W height and width, C channels, S side of a window, n images, K classes.
+"""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.augment import resize, resize_method
-from pipeline.evaluate.segmentation.counts import PixelCounts
+from pipeline.evaluate.intervals import freedom_of_groups, quantile
+from pipeline.evaluate.loaded_model import LoadedModel
 from pipeline.evaluate.segmentation.crops import scaled
-from pipeline.evaluate.segmentation.linear import LinearHead, PatchTokens, between_centres, enlarged
+from pipeline.evaluate.segmentation.linear import LinearHead, between_centres, logits_of
 from pipeline.evaluate.segmentation.pairs import PairReader, in_order
 from pipeline.settings.commands.segment import SegmentConfig
 
@@ -18,32 +24,36 @@ from pipeline.settings.commands.segment import SegmentConfig
 _STRIDE = 2 / 3
 # Logits that are interpolated to an image's own size at a time: 256 MiB.
 _MAX_LOGITS = 2**26
+# Resamples of the interval, and how many are drawn at a time: 8 bytes of each for each image or group.
+_RESAMPLES, _BLOCK = 1000, 50
+_BOOTSTRAP = Purpose.named("segmentation bootstrap")
 
 
 @torch.no_grad()
-def segment(pixels: np.ndarray, tokens: PatchTokens, head: LinearHead, config: SegmentConfig) -> np.ndarray:
-    """uint8 (H, W, 3) -> int16 (H, W), the class of each pixel.
+def segment(image: np.ndarray, loaded: LoadedModel, head: LinearHead, config: SegmentConfig) -> np.ndarray:
+    """(H, W, C) of the type of a batch -> int16 (H, W), the class of each pixel.
 
     The image is resized to a short side of short_side, or S; logits are means over the windows of S x S pixels that cover a place, then
     interpolated to H x W.
     """
-    side = min(tokens.loaded.image_size)
-    height, width = scaled(pixels.shape[0], pixels.shape[1], config.short_side or side)
-    image = resize(pixels, (width, height), resize_method(pixels, (height, width), tokens.loaded.view))
+    side = min(loaded.image_size)
+    size = image.shape[0], image.shape[1]
+    height, width = scaled(*size, config.short_side or side)
+    image = resize(image, (width, height), resize_method(image, (height, width), loaded.view))
     places = [(top, left) for top in _starts(height, side) for left in _starts(width, side)]
     total: Tensor | None = None
-    covered = torch.zeros(height, width, device=tokens.loaded.device)
+    covered = torch.zeros(height, width, device=loaded.device)
     for first in range(0, len(places), config.batch):
         part = places[first : first + config.batch]
         windows = torch.from_numpy(np.stack([image[top : top + side, left : left + side] for top, left in part]))
-        logits = enlarged(head(tokens(windows)), tokens.model.config)
+        logits = logits_of(loaded, head, windows)
         if total is None:
             total = logits.new_zeros(logits.shape[1], height, width)
         for (top, left), of_window in zip(part, logits, strict=True):
             total[:, top : top + side, left : left + side] += of_window
             covered[top : top + side, left : left + side] += 1
     assert total is not None
-    return _largest(total / covered, (pixels.shape[0], pixels.shape[1])).to(torch.int16).cpu().numpy()
+    return _largest(total / covered, size).to(torch.int16).cpu().numpy()
 
 
 def _starts(length: int, side: int) -> list[int]:
@@ -71,33 +81,78 @@ def _largest(logits: Tensor, size: tuple[int, int]) -> Tensor:
     return places
 
 
-def count(
-    reader: PairReader, tokens: PatchTokens, head: LinearHead, config: SegmentConfig, done: Callable[[], object],
-    keep: Callable[[int, np.ndarray, np.ndarray, np.ndarray], object],
-) -> tuple[PixelCounts, dict[int, str]]:  # fmt: skip
-    """(counts of the pairs that can be read, number of a pair -> why it cannot be read).
-
-    done: called after each pair. keep: called with (number, pixels, true classes, predicted classes) of each that can be read.
-    """
+def count_all(
+    reader: PairReader, loaded: LoadedModel, head: LinearHead, config: SegmentConfig, done: Callable[[], object]
+) -> tuple[np.ndarray, dict[int, str]]:
+    """(int64 (n, 3, K) of `count`, zeros for pairs that cannot be read; number of such a pair -> why). done: called after each pair."""
     num_pairs, num_classes = len(reader.pairs), len(reader.classes.values)
-    zeros = partial(np.zeros, (num_pairs, num_classes), np.int64)
-    counts = PixelCounts(np.arange(num_pairs), zeros(), zeros(), zeros(), reader.pairs.group_numbers())
-    problems: dict[int, str] = {}
+    counts, problems = np.zeros((num_pairs, 3, num_classes), np.int64), dict[int, str]()
     head.eval()
     for number, found in enumerate(in_order(reader.read, range(num_pairs), config.threads, 2 * config.threads)):
         if isinstance(found, str):
             problems[number] = found
         else:
-            pixels, true = found
-            predicted = segment(pixels, tokens, head, config)
-            _add(counts, number, true, predicted)
-            keep(number, pixels, true, predicted)
+            image, true = found
+            counts[number] = count(true, segment(image, loaded, head, config), num_classes)
         done()
-    return counts.only(np.array([number for number in range(num_pairs) if number not in problems], np.int64)), problems
+    return counts, problems
 
 
-def _add(counts: PixelCounts, number: int, true: np.ndarray, predicted: np.ndarray) -> None:
-    num_classes, known = counts.true.shape[1], true >= 0
-    for array, classes in ((counts.true, true[known]), (counts.predicted, predicted[known]),
-                           (counts.right, true[known & (true == predicted)])):  # fmt: skip
-        array[number] = np.bincount(classes, minlength=num_classes)
+def count(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
+    """int64 (3, K): of the pixels that have a class, those of each class that are right, predicted as it, and truly of it."""
+    known = true >= 0
+    parts = true[known & (true == predicted)], predicted[known], true[known]
+    return np.stack([np.bincount(classes, minlength=num_classes) for classes in parts])
+
+
+@dataclass(frozen=True)
+class SegmentationScore:
+    """The mIoU in [0, 1], and its 95 % interval over images, or over groups of them; NaN for one. num_groups: None without groups."""
+
+    miou: float
+    low: float
+    high: float
+    num_groups: int | None
+
+
+def score(counts: np.ndarray, groups: np.ndarray) -> SegmentationScore:
+    """The score of images together. counts: (n, 3, K) of `count`. groups: int64 (n,), the group of each, such as a video; empty without.
+
+    The interval is of 1,000 resamples: it holds for other images like these, not for another training. Over images it is the
+    resamples' percentiles. Groups are often few, of which percentiles say too much: Student's t on their deviation.
+    """
+    value = float(miou(counts.sum(0)))
+    # Products of float64 are many times faster than of int64, and exact below 2**53 pixels.
+    units, num_groups = counts.astype(np.float64), None
+    if len(groups):
+        numbers = np.unique(groups, return_inverse=True)[1]
+        num_groups = int(numbers.max()) + 1
+        units = np.zeros((num_groups, *counts.shape[1:]))
+        np.add.at(units, numbers, counts)
+    if len(units) < 2:
+        return SegmentationScore(value, np.nan, np.nan, num_groups)
+    resampled = _resampled(units)
+    if num_groups is None:
+        low, high = np.quantile(resampled, [0.025, 0.975])
+        return SegmentationScore(value, float(low), float(high), None)
+    half = quantile(freedom_of_groups(units[:, 2].sum(1))) * float(np.std(resampled))
+    half *= (num_groups / (num_groups - 1)) ** 0.5
+    return SegmentationScore(value, max(0.0, value - half), min(1.0, value + half), num_groups)
+
+
+def miou(counts: np.ndarray) -> np.ndarray:
+    """(..., 3, K) -> float64 (...): the mean over the classes that occur of intersection over union."""
+    right, predicted, true = np.moveaxis(counts, -2, 0)
+    union = predicted + true - right
+    return (right / np.maximum(union, 1)).sum(-1) / np.maximum((union > 0).sum(-1), 1)
+
+
+def _resampled(units: np.ndarray) -> np.ndarray:
+    """float64 (1000,), the mIoU of u images, or groups, drawn with replacement. units: (u, 3, K)."""
+    num_units, found = len(units), []
+    for first in range(0, _RESAMPLES, _BLOCK):
+        resamples = np.arange(first, first + _BLOCK)[:, None]
+        rows = random_numbers.bits(0, _BOOTSTRAP, resamples, np.arange(num_units)) % np.uint64(num_units)
+        times = np.stack([np.bincount(row, minlength=num_units) for row in rows.astype(np.int64)]).astype(np.float64)
+        found.append(miou(np.tensordot(times, units, 1)))
+    return np.concatenate(found)

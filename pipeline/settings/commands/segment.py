@@ -41,33 +41,22 @@ class SegmentConfig(WeightsConfig):
         "Values of masks that are no class: numbers, or colours as '#000000'.",
         form=TextForm(r"[0-9]{1,7}|#[0-9a-fA-F]{6}", "a number, as 255, or a colour, as '#000000'"),
     )
-    class_names: str = setting(
-        "",
-        "File of names: one a line for the values 0, 1, ..., or lines of a value and its name. Empty shows values.",
-        path=True,
-    )
     short_side: int = pixels(
         0,
         "Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is image_size.",
     )
-    layers: int = setting(1, "Blocks whose tokens the layer reads, side by side: the last ones.", min=1, max=64)
     steps: int = setting(4000, "Steps of training (40,000 for ADE20K in DINOv3).", min=1, max=10_000_000)
     train_batch: int = batch_size(16, "Crops of a step.")
     lr: float = setting(1e-3, "Peak rate of AdamW.", above=0, max=10)
-    weight_decay: float = setting(1e-3, "Weight decay of AdamW.", min=0, max=10)
-    warmup: float = share(0.0375, "Share of the steps in which the rate rises; then it falls to 0 by a cosine.")
-    scale_min: float = setting(
-        0.5, "Least scale of a crop: the short side of the image, over short_side.", above=0, max=16
-    )
-    scale_max: float = setting(2.0, "Largest scale of a crop.", above=0, max=16)
-    flip: bool = setting(True, "Mirror half of the crops.")
     seed: int = setting(0, "Seed of the order, the crops and the layer.", min=0, max=MAX_SEED)
     batch: int = batch_size(8, "Windows per forward pass of the score.")
-    num_drawn: int = setting(6, "Held-out images on the sheet, chosen at random; 0 draws none.", min=0, max=200)
     apply: list[str] = setting(
         list,
         "Images without masks, in the same forms: their predicted masks are written into predicted_masks/ of the results.",
         path=True,
+    )
+    num_drawn: int = setting(
+        16, "The first images of apply that sheet.png shows with their masks.", min=1, max=200, needs="apply"
     )
     apply_split: str = setting("test", "If apply is a data set: its split.", needs="apply")
     out: str = setting(
@@ -77,7 +66,7 @@ class SegmentConfig(WeightsConfig):
         output="folder",
         holds="segmentation",
     )
-    mlflow: str = mlflow_uri("MLflow tracking URI for the scores and the sheet; empty sends nothing.")
+    mlflow: str = mlflow_uri("MLflow tracking URI for the score and the sheet; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
     def refuse_val_share(self, why: str) -> None:
@@ -92,5 +81,3 @@ class SegmentConfig(WeightsConfig):
             raise UserError("val_images and val_masks belong together: set both, or neither.")
         if self.val_images:
             self.refuse_val_share("val_images are scored on. Leave out one of them.")
-        if self.scale_min > self.scale_max:
-            raise UserError(f"scale_min = {self.scale_min} is larger than scale_max = {self.scale_max}.")

@@ -11,7 +11,7 @@ from heic_files import HEIC
 from PIL import Image
 
 from pipeline.architecture.pixels import Pixels
-from pipeline.data.loading.decode import DecodeError, check_end, decode, decode_with_orientation, inspect
+from pipeline.data.loading.decode import DecodeError, check_end, decode, exif_orientation, inspect
 
 Encode = Callable[..., bytes]
 # Three blocks of a colour that JPEG keeps within a few levels, so that all orientations can be distinguished.
@@ -137,7 +137,7 @@ def test_one_pixel(format: str, encode: Encode) -> None:
 def test_pictures_are_turned_upright(orientation: int, encode: Encode) -> None:
     data = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(orientation))
     check(decode(data), UPRIGHT[orientation](CORNERS), within=6)
-    assert decode_with_orientation(data)[1] == orientation
+    assert exif_orientation(data) == orientation
     # Pillow stores the tag of each of these formats elsewhere.
     for format, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})):
         found = decode(encode(CORNERS, format, exif=exif(orientation), **options))
@@ -164,7 +164,7 @@ def test_heic() -> None:
     assert b"Exif" in HEIC["turned"]
     check(decode(HEIC["turned"]), upright, within=3)  # Once, although irot and EXIF say so.
     assert inspect(HEIC["turned"], decode_all=True) == ("heic", 16, 32)
-    assert decode_with_orientation(HEIC["turned"])[1] == 1
+    assert exif_orientation(HEIC["turned"]) == 1
     check(decode(HEIC["turned"], lambda height, width: (20, 3, 9, 8)), upright[20:29, 3:11], within=3)
     check(decode(HEIC["ten bits"]), CORNERS, within=3)
     check(decode(HEIC["ten bits, grey"]), np.repeat(CORNERS[..., :1], 3, axis=2), within=3)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from raw_images import encoded, settings, write_folder
 from test_dedup import jpeg, picture, plain
 
 from data_tools.dedup import dedup, within_split
+from data_tools.dedup.thumbnails import jobs
 from data_tools.sharding import shard
 from pipeline.data.dataset.exclusion import EXCLUDED, lost_copies, read_lists, write_list
-from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.settings.commands.data import DedupConfig
 
 SCENE = 25
@@ -102,6 +104,35 @@ def test_the_largest_of_those_that_are_alike_is_kept(
     assert not [path.name for path in kept if path.stem.endswith(("kept", "images"))]
     assert {**search(photos), "seconds": 0} == {**report, "seconds": 0}
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == kept
+
+
+def test_images_of_16_bits_are_compared_as_their_pictures(ray_cluster: int, tmp_path: Path) -> None:
+    """Copies of one another and of 8-bit photographs, and none among those whose picture is nearly constant."""
+
+    def wide(pixels: np.ndarray) -> bytes:
+        gray = pixels.astype(np.uint16) @ np.array([2, 5, 1], np.uint16)
+        return encoded(Image.fromarray(300 + gray.astype(np.uint16)), "PNG")
+
+    noise = (np.random.default_rng(number).integers(0, 9, (90, 120, 3)) for number in range(20))
+    images = {f"{number:02d}.png": wide(picture(number)) for number in range(8)}
+    images |= {f"flat{number:02d}.png": wide(80 + of_image) for number, of_image in enumerate(noise)}
+    images |= {"copy.png": wide(picture(3)[:, ::-1][:84]), "scan.png": wide(picture(100)[5:, 5:])}
+    photos = {f"{number}.jpg": jpeg(picture(number)) for number in range(98, 102)}
+    bits16, bits8 = (
+        shard.run(settings(write_folder(files, tmp_path / f"raw{bits}"), tmp_path / f"bits{bits}", layout="images"))
+        for files, bits in ((images, 16), (photos, 8))
+    )
+    assert (bits16.pixels.type, bits8.pixels.type) == ("uint16", "uint8")
+    report = search(bits16)
+    assert marked(bits16) == {"copy": "03"}
+    assert report["data"]["plain"] == 20
+    dedup.run(DedupConfig(data=str(bits16.path), against=[str(bits8.path)]))
+    (row,) = read_lists(bits16, "test_copies")["test_copies"].to_pylist()
+    assert (row["key"], row["reason"].split(",")[0]) == ("scan", "copy of bits8:train/100")
+    # Another range makes other pictures of the same shards.
+    brighter = record_pixels(bits16, replace(bits16.pixels, high=(1000.0,)))
+    before, after = ({job.out for job in jobs(data, "train", tmp_path)} for data in (bits16, brighter))
+    assert not before & after
 
 
 def test_a_killed_search_goes_on(photos: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The layer: the tokens that it reads, the crops that it learns from, and that a killed training goes on exactly."""
+"""The layer: the tokens that it reads, and the crops that it learns from."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from block_pairs import COLOURS, SIDE, Write, settings
 from torch.nn.functional import interpolate
 
 from pipeline import model as models
+from pipeline.architecture.pixels import RGB8
 from pipeline.base import random_numbers
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.evaluate.loaded_model import load_model
@@ -33,28 +34,27 @@ def test_tokens_are_those_of_the_last_norm(changes: dict[str, object], tmp_path:
     loaded = load_model(settings("i", "m", f"weights={tmp_path / 'w.pt'}"))
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8))
     seen: list[torch.Tensor] = []
-    for block in model.blocks:
-        block.register_forward_hook(lambda *call: seen.append(call[2]))
+    model.blocks[-1].register_forward_hook(lambda *call: seen.append(call[2]))
     with torch.no_grad():
         model(pixels.permute(0, 3, 1, 2).float() / 127.5 - 1)
         norm = torch.nn.Identity() if changes.get("pool_norm") else model.norm
-        expected = [norm(x[:, -16:]).transpose(1, 2).reshape(2, 32, 4, 4) for x in seen]
-    torch.testing.assert_close(linear.PatchTokens(loaded, 1)(pixels), expected[-1])
-    torch.testing.assert_close(linear.PatchTokens(loaded, 2)(pixels), torch.cat(expected[-2:], 1))
-    assert linear.PatchTokens(loaded, 2).width == 64
+        expected = norm(seen[0][:, -16:]).transpose(1, 2).reshape(2, 32, 4, 4)
+    torch.testing.assert_close(linear.patch_tokens(loaded, pixels), expected)
 
 
 @pytest.mark.parametrize("size", [(24, 32), (32, 24)])
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
-def test_pixels_of_a_crop_have_their_classes(size: tuple[int, int], scale: float) -> None:
+def test_pixels_of_a_crop_have_their_classes(
+    size: tuple[int, int], scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks of colours: where a crop has a pure colour, the class is that of the colour; beyond the image there is none."""
     rng = np.random.default_rng(0)
     classes = np.kron(rng.integers(0, 3, (size[0] // SIDE, size[1] // SIDE)), np.ones((SIDE, SIDE))).astype(np.int16)
-    config = settings("i", "m", f"scale_min={scale}", f"scale_max={scale}")
-    seen = set()
+    monkeypatch.setattr(crops, "SCALES", (scale, scale))
+    outside, seen = np.full(3, 127, np.uint8), set()
     for number in range(20):
         draw = random_numbers.draws(0, crops._CROP, 0, number)
-        pixels, found = crops.random_crop(COLOURS[classes], classes, config, VIEW, 24, draw)
+        pixels, found = crops.random_crop(COLOURS[classes], classes, outside, 0, VIEW, 24, draw)
         assert pixels.shape == (24, 24, 3)
         inside = found != NO_CLASS
         assert (pixels[~inside] == 127).all()
@@ -69,33 +69,29 @@ def test_pixels_of_a_crop_have_their_classes(size: tuple[int, int], scale: float
 
 
 def test_crops_depend_on_the_seed_and_the_step_alone(write_pairs: Write) -> None:
-    config = settings(*write_pairs(7), "val_share=0.2", "steps=6", "threads=3")
-    train, _ = open_pairs(config)
-    classes = scan(config, BadBudget(0.001), train)[0]
+    train, _ = open_pairs(settings(*write_pairs(7), "val_share=0.2"), RGB8)
+    classes = scan(settings(), BadBudget(0.001), train)
 
-    def all_from(first: int, *more: str) -> list[crops.Crops]:
-        changed = settings("i", "m", "steps=6", *more)
+    def drawn(*more: str) -> list[tuple[bytes, bytes]]:
         with PairReader(train, classes) as reader:
-            return list(crops.batches(reader, changed, VIEW, 16, first, {}))
+            found = crops.batches(reader, settings("i", "m", *more), VIEW, 16, {})
+            return [(each.images.numpy().tobytes(), each.classes.numpy().tobytes()) for each in found]
 
-    whole, rest = all_from(0), all_from(4, "threads=1")
-    assert len(whole) == 6
-    assert len(rest) == 2
-    for one, other in zip(whole[4:], rest, strict=True):
-        assert torch.equal(one.pixels, other.pixels)
-        assert torch.equal(one.classes, other.classes)
-    assert not torch.equal(all_from(0, "seed=1")[0].pixels, whole[0].pixels)
+    whole = drawn("steps=6", "threads=3")
+    assert len(set(whole)) == 6
+    assert drawn("steps=4", "threads=1") == whole[:4]
+    assert drawn("steps=1", "seed=1") != whole[:1]
 
 
 def test_an_unreadable_pair_teaches_nothing_and_is_counted(write_pairs: Write) -> None:
     images, masks = write_pairs(6)
     config = settings(images, masks, "val_share=0.2", "steps=3")
-    train, _ = open_pairs(config)
-    classes = scan(config, BadBudget(0.001), train)[0]
+    train, _ = open_pairs(config, RGB8)
+    classes = scan(config, BadBudget(0.001), train)
     (images / f"{train.names[0]}.png").write_bytes(b"no image" * 100)
     problems: dict[int, str] = {}
     with PairReader(train, classes) as reader:
-        found = list(crops.batches(reader, config, VIEW, 16, 0, problems))
+        found = list(crops.batches(reader, config, VIEW, 16, problems))
     assert list(problems) == [0]
     assert problems[0].startswith("no image")
     empty = sum(bool((each == NO_CLASS).all()) for batch in found for each in batch.classes)
@@ -116,25 +112,3 @@ def test_logits_are_interpolated_between_the_centres_of_the_patches() -> None:
         pixels = (torch.arange(side) - 1.5).clamp(0, step * (number - 1))
         torch.testing.assert_close(found, pixels.expand(side, side))
     assert linear.between_centres(5, torch.tensor([2.0])).tolist() == [[1.0]] * 5
-
-
-def test_a_training_in_two_parts_has_the_bits_of_one(write_pairs: Write, weights: Path) -> None:
-    config = settings(*write_pairs(7), "val_share=0.2", "steps=6", f"weights={weights}")
-    train, _ = open_pairs(config)
-    classes = scan(config, BadBudget(0.001), train)[0]
-    tokens = linear.PatchTokens(load_model(config), 2)
-
-    def trained(training: linear.HeadTraining, steps: int) -> linear.HeadTraining:
-        with PairReader(train, classes) as reader:
-            losses = training.run(crops.batches(reader, config, VIEW, 16, training.step, {}))
-            assert len([next(losses) for _ in range(steps)]) == steps
-        return training
-
-    whole = trained(linear.HeadTraining(tokens, 3, config), 6)
-    half = trained(linear.HeadTraining(tokens, 3, config), 2).state()
-    again = linear.HeadTraining(tokens, 3, config)
-    again.load(half)
-    rest = trained(again, 4)
-    assert rest.step == whole.step == 6
-    for name, tensor in whole.head.state_dict().items():
-        assert torch.equal(tensor, rest.head.state_dict()[name]), name

@@ -1,4 +1,4 @@
-"""launch/segment.py as a whole: what it writes, that it goes on after a kill, and what it refuses."""
+"""launch/segment.py as a whole: what it reads, writes and refuses."""
 
 import json
 import os
@@ -15,16 +15,16 @@ from PIL import Image
 from safetensors import safe_open
 
 from pipeline import model as models
+from pipeline.architecture.pixels import RGB8, Pixels, PixelType
 from pipeline.base.errors import UserError
 from pipeline.base.locks import only_writer
+from pipeline.base.page import markdown
 from pipeline.base.trained_on import TrainedSet
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.evaluate.segmentation import apply, linear, run
-from pipeline.evaluate.segmentation.counts import parse_counts
+from pipeline.evaluate.segmentation import apply, run
 from pipeline.evaluate.segmentation.pairs import open_pairs
 from pipeline.process.outputs import holding_outputs
-from pipeline.review import compare, statistics
-from pipeline.review.budgets import curves
+from pipeline.review import compare
 from pipeline.review.reader import RunReader
 from pipeline.settings import schema
 from pipeline.settings.commands.segment import SegmentConfig
@@ -41,103 +41,74 @@ def test_from_images_to_mlflow(
     """Random features of patches of 4 px tell blocks of three colours apart."""
     places, out, uri = write_pairs(24), tmp_path / "out", f"sqlite:///{tmp_path / 'mlflow.db'}"
     (tmp_path / "mlflow.db").write_bytes(database.read_bytes())
-    (tmp_path / "names.txt").write_text("red\ngreen\nblue\n")
     (places[0] / "part.1/1.png").write_bytes(b"no image")
-    given = command(
-        weights, places, out, f"mlflow={uri}", f"class_names={tmp_path / 'names.txt'}", "num_drawn=2", "steps=60"
-    )
-    scores = run.run(given)
-    said = capsys.readouterr().out
-    assert "3 classes; " in said
-    assert "part.1/1 cannot be read (no image" in said
+    scores = run.run(command(weights, places, out, f"mlflow={uri}", f"apply={places[0]}", "steps=60"))
+    assert "part.1/1 cannot be read (no image" in capsys.readouterr().out
     assert scores["miou"] > 0.7
     assert scores["interval"][0] <= scores["miou"] <= scores["interval"][1]
-    assert scores["largest_class_alone"]["miou"] < 0.2 < scores["largest_class_alone"]["pixel_accuracy"]
     assert scores["num_learnt"] + len(scores["unreadable_learnt"]) + scores["num_samples"] == 24
     assert [bad["name"] for bad in scores["unreadable_learnt"]] == ["part.1/1"]
-    written = {path.name for path in out.iterdir()}
-    assert {"head.safetensors", "per_class.csv", "report.md", "segmentation.json", "sheet.png"} <= written
-    assert "unfinished.pt" not in written
+    files = {"head.safetensors", "segmentation.json", "sheet.png"}
+    assert files <= {path.name for path in out.iterdir()}
     assert json.loads((out / "segmentation.json").read_text())["miou"] == scores["miou"]
-    report = (out / "report.md").read_text()
-    assert "| green |" in report
-    assert f"{scores['miou']:.2%}" in report
     with safe_open(out / "head.safetensors", "pt") as head:
-        assert json.loads(head.metadata()["segmentation"])["classes"] == ["red", "green", "blue"]
+        assert json.loads(head.metadata()["segmentation"])["classes"] == ["0", "1", "2"]
         assert head.get_tensor("classify.weight").shape == (3, 32, 1, 1)
 
     client = MlflowClient(uri)
     (found,) = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
     assert found.data.metrics["eval/held-out_miou"] == scores["miou"]
     assert found.data.tags["dataset"] == tmp_path.name
-    record = RunReader(uri).read(f"mlflow:{found.info.run_id}")
-    assert (record.scored, record.last_score.name, record.last_score.value) == (
-        "held-out_miou",
-        "held-out mIoU",
-        scores["miou"],
-    )
-    assert {"sheet.png", "report.md"} <= {file.path for file in client.list_artifacts(found.info.run_id)}
-    assert [record.last_score.interval.low, record.last_score.interval.high] == scores["interval"]
-
-    # Another layer, scored on the same masks, is compared image by image.
-    other = run.run(command(weights, places, tmp_path / "other", f"mlflow={uri}", "num_drawn=0", "steps=1"))
+    assert files <= {file.path for file in client.list_artifacts(found.info.run_id)}
+    # Another layer, scored on the same masks, is ranked with it.
+    other = run.run(command(weights, places, tmp_path / "other", f"mlflow={uri}", "steps=1"))
     runs = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
     records = compare.named([RunReader(uri).read(f"mlflow:{each.info.run_id}") for each in runs])
     (group,) = compare.groups_of(records)
-    assert not curves(records), "each has one point at step 0"
+    values = [record.last_score.value for record in group.records.values()]
+    assert sorted(values) == sorted([scores["miou"], other["miou"]])
+    assert not group.pairs
     rows = {name: set(values) for name, *values in compare.differences(compare.settings_of(records))}
     assert rows["length"] == {"1 steps of 4", "60 steps of 4"}
-    (pair,) = group.pairs
-    assert pair.difference.method == statistics.BOOTSTRAP
-    assert pair.difference.value == scores["miou"] - other["miou"]
-    assert pair.corrected < 0.001
-    (out / "pixel_counts.npz").write_bytes(b"PK damaged")
-    with pytest.raises(UserError, match=r"pixel_counts\.npz: not a readable \.npz"):
-        parse_counts((out / "pixel_counts.npz").read_bytes(), "pixel_counts.npz")
+    assert "mIoU" in markdown("", list(compare.page(records, [group], [])))
 
 
-def test_a_killed_command_goes_on_with_the_same_bits(
-    write_pairs: Write,
-    weights: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_same_command_gives_the_same_bits(write_pairs: Write, weights: Path, tmp_path: Path) -> None:
     places = write_pairs(12)
-    whole = run.run(command(weights, places, tmp_path / "whole", "num_drawn=0"))
-    assert not (tmp_path / "whole/sheet.png").exists()
-    monkeypatch.setattr(run, "_SECONDS_BETWEEN_SAVES", -1.0)
-    monkeypatch.setattr(run, "_STEPS_BETWEEN_LOOKS", 7)
-    run_all = linear.HeadTraining.run
-
-    def killed(training: linear.HeadTraining, batches: object) -> object:
-        for loss in run_all(training, batches):
-            yield loss
-            if training.step == 17:
-                raise KeyboardInterrupt
-
-    def kill(name: str) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(linear.HeadTraining, "run", killed)
-            run.run(command(weights, places, tmp_path / name, "num_drawn=0"))
-
-    with pytest.raises(KeyboardInterrupt):
-        kill("parts")
-    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["unfinished.pt"]
-    capsys.readouterr()
-    # Other threads are the same training; another rate is not.
-    parts = run.run(command(weights, places, tmp_path / "parts", "num_drawn=0", "threads=1"))
-    assert "continues at step 14 of 30\n" in capsys.readouterr().out
-    different = {name for name in whole if whole[name] != parts[name]}
-    assert different <= {"seconds_training", "seconds_scoring"}
-    files = [(tmp_path / folder / "head.safetensors").read_bytes() for folder in ("whole", "parts")]
+    first = run.run(command(weights, places, tmp_path / "first"))
+    assert run.run(command(weights, places, tmp_path / "again", "threads=1")) == first
+    files = [(tmp_path / folder / "head.safetensors").read_bytes() for folder in ("first", "again")]
     assert files[0] == files[1]
 
-    with pytest.raises(KeyboardInterrupt):
-        kill("other")
-    run.run(command(weights, places, tmp_path / "other", "num_drawn=0", "lr=0.01"))
-    assert "is of other settings or damaged: it is trained from its beginning" in capsys.readouterr().out
-    assert not (tmp_path / "other/unfinished.pt").exists()
+
+@pytest.mark.parametrize(("kind", "num_channels"), [("uint16", 4), ("float32", 1), ("int16", 6)])
+def test_images_of_any_channels_and_type(
+    kind: PixelType, num_channels: int, write_pairs: Write, make_dataset: Callable[..., Dataset], tmp_path: Path
+) -> None:
+    (images, masks), (low, high) = (
+        write_pairs(24),
+        {"uint16": (300, 4095), "float32": (-0.2, 0.9), "int16": (-50, 900)}[kind],
+    )
+    for file in images.rglob("*.png"):
+        classes = np.asarray(Image.open(file)).argmax(-1)[..., None]
+        values = (low + (high - low) * ((classes + np.arange(num_channels)) % 3) / 2).astype(kind)
+        values[0, 0] = np.nan if kind == "float32" else np.iinfo(kind).max
+        np.save(file.with_suffix(".npy"), values)
+        file.unlink()
+    half = (0.5,) * num_channels
+    ranges = (float(low),) * num_channels, (float(high),) * num_channels
+    pixels = Pixels(tuple(f"band{i}" for i in range(num_channels)), kind, *ranges, half, half)
+    model = models.create("ViT-mu/4", 16, 0, depth=2, pixels=pixels)
+    models.save(model, tmp_path / "w.pt", {"preprocessing": {"image_size": 16}})
+    config = command(tmp_path / "w.pt", (images, masks), tmp_path / "out", f"apply={images}", "steps=60", "num_drawn=9")
+    assert run.run(config)["miou"] > 0.6
+    assert len(list((tmp_path / "out/predicted_masks").rglob("*.png"))) == 24
+    assert np.asarray(Image.open(tmp_path / "out/sheet.png")).std() > 30
+    data = make_dataset({"train": [[0]] * 4, "val": [[0]] * 3}, ["any"]).path
+    for given in ((data, data), (images, masks, f"apply={data}", "apply_split=val")):
+        with pytest.raises(UserError, match=f"{kind}.*uint8"):
+            run.run(settings(*given, f"weights={tmp_path / 'w.pt'}", f"out={tmp_path / 'other'}"))
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("colours", [False, True])
@@ -160,11 +131,10 @@ def test_a_trained_layer_is_applied_to_other_images(
     capsys.readouterr()
     again = run.run(command(weights, (images, masks), tmp_path / "out", ignore, f"apply={others}", "num_drawn=1"))
     said = capsys.readouterr().out
-    assert "earlier commands" not in said
     assert f"trained already: {tmp_path / 'out/head.safetensors'}" in said
     assert "no mask: " in said
     assert f"4 masks: {tmp_path / 'out/predicted_masks'}" in said
-    assert (again["miou"], again["loss"]) == (first["miou"], first["loss"])
+    assert again == first
     written = sorted(
         path.relative_to(tmp_path / "out/predicted_masks") for path in (tmp_path / "out/predicted_masks").rglob("*.png")
     )
@@ -183,25 +153,27 @@ def test_a_trained_layer_is_applied_to_other_images(
     # What a killed command left is removed, and masks that are not of this command are counted.
     others, _ = write_pairs(1, "fewer")
     (tmp_path / "out/predicted_masks/part.0/.0.png.0123abcd.tmp").touch()
+    capsys.readouterr()
     run.run(command(weights, (images, masks), tmp_path / "out", ignore, f"apply={others}"))
-    assert f"{tmp_path / 'out/predicted_masks'} also has 3 masks of earlier commands" in capsys.readouterr().out
+    assert "3 masks of earlier commands" in capsys.readouterr().out
     assert not list((tmp_path / "out/predicted_masks").rglob("*.tmp"))
+    capsys.readouterr()
     run.run(command(weights, (images, masks), tmp_path / "out", ignore, "seed=1"))
-    assert "is of other settings or damaged: it is trained from its beginning" in capsys.readouterr().out
+    assert "trained again" in capsys.readouterr().out
 
 
 def test_masks_are_not_written_over_masks_that_are_read(write_pairs: Write, tmp_path: Path) -> None:
     images, masks = write_pairs(3)
     others, _ = write_pairs(2, "others")
     given = settings(images, masks, f"apply={others}")
-    assert list(apply.open_others(given, tmp_path / "out").names) == ["part.0/0", "part.1/1"]
+    assert list(apply.open_others(given, tmp_path / "out", RGB8).names) == ["part.0/0", "part.1/1"]
     for folder in (masks, masks.parent, masks / "predicted", others, images):
         with pytest.raises(UserError, match=rf"apply writes masks into {folder}, where .* is read. Set another out"):
-            apply.open_others(given, folder)
-    with tarfile.open(tmp_path / "evil.tar", "w") as tar:
+            apply.open_others(given, folder, RGB8)
+    with tarfile.open(tmp_path / "foreign.tar", "w") as tar:
         tar.add(others / "part.0/0.png", "a/../../../x.png")
-    with pytest.raises(UserError, match=r"'a/../../../x' would be written outside of .*. Rename it"):
-        apply.open_others(settings(images, masks, f"apply={tmp_path / 'evil.tar'}"), tmp_path / "out")
+    with pytest.raises(UserError, match=r"a/../../../x"):
+        apply.open_others(settings(images, masks, f"apply={tmp_path / 'foreign.tar'}"), tmp_path / "out", RGB8)
 
 
 def test_changed_files_are_other_pairs(write_pairs: Write) -> None:
@@ -209,11 +181,11 @@ def test_changed_files_are_other_pairs(write_pairs: Write) -> None:
     images, masks = write_pairs(6)
 
     def content() -> str:
-        return open_pairs(settings(images, masks, "val_share=0.3"))[0].content()
+        return open_pairs(settings(images, masks, "val_share=0.3"), RGB8)[0].content()
 
     before = content()
     assert content() == before
-    train, _ = open_pairs(settings(images, masks, "val_share=0.3"))
+    train, _ = open_pairs(settings(images, masks, "val_share=0.3"), RGB8)
     file = masks / f"{train.names[0]}.png"
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
     assert content() != before
@@ -244,19 +216,15 @@ def test_a_layer_of_other_classes_is_another_one(
         Image.new("L", (32, 24), value).save(their_masks / "part.0/0.png")
         capsys.readouterr()
         scores = run.run(settings(images, masks, *given))
-        assert [row["class"] for row in scores["per_class"]] == sorted(["0", "2", "100", str(value)], key=int)
+        assert scores["classes"] == sorted(["0", "2", "100", str(value)], key=int)
         assert ("trained already" in capsys.readouterr().out) == is_known
 
 
-def test_what_is_refused_before_anything_is_written(
-    write_pairs: Write, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused_before_anything_is_written(write_pairs: Write, weights: Path, tmp_path: Path) -> None:
     places, out = write_pairs(12), tmp_path / "out"
     models.save(models.build(models.ResNetConfig((1,), 32, (16, 16), 3)), tmp_path / "bit.pt")
     with pytest.raises(UserError, match="a ResNet has no patch tokens"):
         run.run(command(tmp_path / "bit.pt", places, out))
-    with pytest.raises(UserError, match=r"layers = 3, but .* has 2 blocks"):
-        run.run(command(weights, places, out, "layers=3"))
     with pytest.raises(UserError, match="short_side = 12 is smaller than image_size = 16, the side of the windows"):
         run.run(command(weights, places, out, "short_side=12"))
     for given in ("split=val", "val_split=test", "exclude=none"):
@@ -264,17 +232,10 @@ def test_what_is_refused_before_anything_is_written(
             run.run(command(weights, places, out, given))
     with pytest.raises(UserError, match="unknown setting eval_crop"):
         schema.load(SegmentConfig, None, ["weights=w", "images=i", "masks=m", "eval_crop=resize"])
-    with pytest.raises(UserError, match=r"scale_min = 3.0 is larger than scale_max = 2.0"):
-        settings("i", "m", "scale_min=3")
-    with monkeypatch.context() as patch:
-        patch.setattr(linear.HeadTraining, "run", lambda *given: pytest.fail("trained"))
-        for number in range(12):
-            Image.new("L", (5, 5), number % 3).save(places[1] / f"part.{number % 2}/{number}.png")
-        with pytest.raises(
-            UserError, match=r"none of the first \d pairs? can be read; part.*: 32 x 24 pixels, its mask 5 x 5"
-        ):
-            run.run(command(weights, places, out))
-    assert not out.exists()
+    for number in range(12):
+        Image.new("L", (5, 5), number % 3).save(places[1] / f"part.{number % 2}/{number}.png")
+    with pytest.raises(UserError, match=r"max_bad_share.*32 x 24 pixels, its mask 5 x 5"):
+        run.run(command(weights, places, out))
     places = write_pairs(12, "others")
     for number in range(1, 12, 2):
         (places[0] / f"part.1/{number}.png").write_bytes(b"no image")
@@ -283,22 +244,7 @@ def test_what_is_refused_before_anything_is_written(
         match=r"samples of \d+ cannot be read, more than max_bad_share = 0.001 allows \(1\); the first is .*part.*no image",
     ):
         run.run(command(weights, places, out))
-    assert not list(out.iterdir())
-
-
-def test_masks_that_nothing_tells_to_be_upright_are_counted(
-    write_pairs: Write, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    images, masks = write_pairs(4)
-    (exif := Image.Exif())[0x0112] = 3
-    for file in images.glob("part.1/*.png"):
-        Image.open(file).save(file, exif=exif)
-    given = [f"weights={weights}", f"out={tmp_path / 'out'}", "steps=1", f"val_images={images}", f"val_masks={masks}"]
-    assert run.run(settings(images, masks, *given))["num_turned"] == 2
-    said = capsys.readouterr().out
-    for what in ("learnt from", "scored on"):
-        assert f"warning: EXIF turns 2 images {what}, such as part.1/1: " in said
-    assert "| images turned by EXIF, masks taken as upright | 2 |" in (tmp_path / "out/report.md").read_text()
+    assert not out.exists()
 
 
 def test_images_that_are_scored_on_twice_are_told(
@@ -319,7 +265,6 @@ def test_images_that_are_scored_on_twice_are_told(
     )
     said = capsys.readouterr().out
     assert "warning: 1 image is learnt from and scored on" in said
-    assert "none of one" in said
     assert json.loads((tmp_path / "out/segmentation.json").read_text())["interval"] == [None, None]
     assert scores["num_samples"] == 1
 
@@ -334,7 +279,6 @@ def test_groups_on_both_sides_are_told(
     scores = run.run(settings(*given))
     said = capsys.readouterr().out
     assert "warning: 2 groups, such as '1', have images that are learnt from and others that are scored on" in said
-    assert "its 95 % interval over 6 groups" in said
     assert scores["num_groups"] == 6
 
 
@@ -349,9 +293,8 @@ def test_scores_of_images_that_weights_were_trained_on_are_marked(
     for split, by in (("val", "base"), ("train", "")):
         sets = [asdict(TrainedSet("photos", data.fingerprint, split, "base"))]
         models.save(models.load(weights), weights, {"preprocessing": {"image_size": 16}, "trained_on": sets})
-        scores = run.run(settings(*places, f"weights={weights}", f"out={tmp_path / 'out'}", "steps=1", "num_drawn=0"))
+        scores = run.run(settings(*places, f"weights={weights}", f"out={tmp_path / 'out'}", "steps=1"))
         assert scores["trained_by"] == by
-        assert ("trained on by base" in (tmp_path / "out/report.md").read_text()) == bool(by)
 
 
 @pytest.mark.parametrize(
@@ -370,19 +313,3 @@ def test_a_second_command_for_the_same_folder_is_refused(write_pairs: Write, wei
     given = command(weights, write_pairs(6), tmp_path / "out", "steps=1")
     with only_writer(tmp_path / "out"), holding_outputs(), pytest.raises(UserError, match="out is being written by"):
         run.run(given)
-
-
-def test_a_long_training_says_how_long(
-    write_pairs: Write,
-    weights: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Windows of 4096 px took minutes, without a word."""
-    for limit, said in ((0.0, True), (1e9, False)):
-        monkeypatch.setattr(run, "_LONG_SECONDS", limit)
-        run.run(command(weights, write_pairs(6, f"{said}"), tmp_path / f"out-{said}", "steps=2", "num_drawn=0"))
-        lines = capsys.readouterr().out.splitlines()
-        assert [line for line in lines if line.startswith("2 steps of") and line.endswith(" tokens each")]
-        assert any(line.startswith("a step takes") for line in lines) == said
