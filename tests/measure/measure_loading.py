@@ -87,9 +87,8 @@ def _ours(config: argparse.Namespace, splits: dict[str, Split], cores: int) -> I
 
     def alone(name: str, method: str, region: bool) -> Contestant:
         about = ("uint8", _REGION if region else _WHOLE, method)
-        return Contestant(
-            name, about, cores, partial(_decode_alone, config, full, _view(config, method, region), cores)
-        )
+        work = partial(decode_alone, full, _view(config, method, region), config.batch, cores)
+        return Contestant(name, about, cores, work)
 
     if jpeg_region.is_available():
         yield alone("decode + resize alone, region", "linear", True)
@@ -159,18 +158,19 @@ def load_batches(
             yield len(found.rows)
 
 
-def _decode_alone(config: argparse.Namespace, split: Split, view: ViewWriter, threads: int) -> Iterator[int]:
+def decode_alone(split: Split, view: ViewWriter, batch: int, threads: int) -> Iterator[int]:
     """Make views of images in memory on `threads` threads, without a loader."""
     reader = ShardReader(split)
     images = [reader.read(row) for row in range(len(split))]
 
     def work(rows: range) -> int:
-        out = np.empty((config.image_size, config.image_size, 3), np.uint8)
+        sides = [(height, width) for count, height, width in view.shapes for _ in range(count)]
+        outs = [np.empty((*side, view.pixels.num_channels), view.pixels.batch_type) for side in sides]
         for row in rows:
-            view.write(images[row], [out], 0, row)
+            view.write(images[row], outs, 0, row)
         return len(rows)
 
-    parts = [range(first, min(first + config.batch, len(split))) for first in range(0, len(split), config.batch)]
+    parts = [range(first, min(first + batch, len(split))) for first in range(0, len(split), batch)]
     with ThreadPoolExecutor(threads) as pool:
         yield from pool.map(work, parts)
 

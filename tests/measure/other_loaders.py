@@ -28,10 +28,10 @@ _DEVIATION = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
 _SHUFFLED = 1000
 
 
-def _crop(height: int, width: int) -> tuple[int, int, int, int]:
+def crop(height: int, width: int, least: float = 0.05, most: float = 1.0) -> tuple[int, int, int, int]:
     """Returns a random (top, left, height, width), by the rule of RandomResizedCrop."""
     for _ in range(10):
-        area = height * width * random.uniform(0.05, 1.0)
+        area = height * width * random.uniform(least, most)
         aspect = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
@@ -41,7 +41,7 @@ def _crop(height: int, width: int) -> tuple[int, int, int, int]:
 
 def _cropped(data: bytes) -> np.ndarray:
     pixels = simplejpeg.decode_jpeg(data)
-    top, left, height, width = _crop(*pixels.shape[:2])
+    top, left, height, width = crop(*pixels.shape[:2])
     return pixels[top : top + height, left : left + width]
 
 
@@ -60,7 +60,7 @@ def antialias(data: bytes, side: int) -> np.ndarray:
 def pillow_float(data: bytes, side: int) -> torch.Tensor:
     """float32 (3, S, S), normalised: the Pillow and torch calls of torchvision's usual training transforms."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
-    top, left, height, width = _crop(image.height, image.width)
+    top, left, height, width = crop(image.height, image.width)
     image = image.crop((left, top, left + width, top + height)).resize((side, side), Image.Resampling.BILINEAR)
     if random.random() < 0.5:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
