@@ -220,7 +220,7 @@ def segmentation(name: str, counts: PixelCounts | None, miou: float | None = Non
     data = DatasetFacts("street", "masks", "digest", "val", 3, 2, "evaluation")
     metrics = {"val_miou": Series.of([(0, value, 0)])}
     return RunRecord(
-        name, "evaluation", f"mlflow:{name}", files, metrics=metrics, declared={"val_miou": metric_of("val_miou")}, datasets=(data,),
+        name, "evaluation", name, files, Path(name), metrics=metrics, declared={"val_miou": metric_of("val_miou")}, datasets=(data,),
         settings={"layers": name, "lr": "0.1"},
     )  # fmt: skip
 

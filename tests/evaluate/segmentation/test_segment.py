@@ -25,7 +25,7 @@ from pipeline.evaluate.segmentation.pairs import open_pairs
 from pipeline.process.outputs import holding_outputs
 from pipeline.review import compare, statistics
 from pipeline.review.budgets import curves
-from pipeline.review.reader import RunReader
+from pipeline.review.reader import read
 from pipeline.settings import schema
 from pipeline.settings.commands.segment import SegmentConfig
 
@@ -70,7 +70,7 @@ def test_from_images_to_mlflow(
     (found,) = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
     assert found.data.metrics["eval/held-out_miou"] == scores["miou"]
     assert found.data.tags["dataset"] == tmp_path.name
-    record = RunReader(uri).read(f"mlflow:{found.info.run_id}")
+    record = read(str(out))
     assert (record.scored, record.last_score.name, record.last_score.value) == (
         "held-out_miou",
         "held-out mIoU",
@@ -81,8 +81,7 @@ def test_from_images_to_mlflow(
 
     # Another layer, scored on the same masks, is compared image by image.
     other = run.run(command(weights, places, tmp_path / "other", f"mlflow={uri}", "num_drawn=0", "steps=1"))
-    runs = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
-    records = compare.named([RunReader(uri).read(f"mlflow:{each.info.run_id}") for each in runs])
+    records = compare.named([read(str(tmp_path / "other")), read(str(out))])
     (group,) = compare.groups_of(records)
     assert not curves(records), "each has one point at step 0"
     rows = {name: set(values) for name, *values in compare.differences(compare.settings_of(records))}
