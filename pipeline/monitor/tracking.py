@@ -21,6 +21,7 @@ from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, o
 from pipeline.monitor.mlflow.exporter import FindModels, MlflowExporter
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
 from pipeline.monitor.run_page import RunFacts, hide_passwords, source_tags
+from pipeline.monitor.tensorboard import TensorBoardExporter
 from pipeline.settings.run import TrackConfig
 
 
@@ -144,6 +145,8 @@ def exports_of(
     exporters: list[Exporter] = []
     if config.enabled:
         exporters.append(_mlflow(config, out, folder, facts, find_models))
+    if config.tensorboard:
+        exporters.append(TensorBoardExporter(folder, facts))
     return [FolderExport(folder, exporter, facts, timing or ExportTiming()) for exporter in exporters]
 
 

@@ -444,3 +444,22 @@ def test_runs_that_begin_together_without_a_database_make_one(tmp_path: Path) ->
 def test_a_database_in_memory_is_refused(out: Path) -> None:
     with pytest.raises(UserError, match="sqlite"):
         start(out, uri="sqlite://")
+
+
+# -------------------------------------------------------------------- another tracker
+def test_tensorboard_receives_each_point_once_over_a_kill(tmp_path: Path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = TrackConfig(enabled=False, tensorboard=True)
+    for first, last in ((1, 15), (11, 20)):
+        facts = RunFacts("run", "pretrain", {"lr": 0.1}, description="What it is.", steps=20)
+        tracker = Tracker(config, tmp_path, tmp_path / "run", facts, first - 1, FAST)
+        for step in range(first, last + 1):
+            tracker.log(step, {"loss": float(step)})
+        tracker.finish("FINISHED")
+    events = loader.EventAccumulator(str(tmp_path / "run" / "tensorboard"), {"scalars": 0})
+    events.Reload()
+    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [
+        (s, float(s)) for s in range(1, 21)
+    ]
+    assert {"description/text_summary", "parameters/text_summary"} <= set(events.Tags()["tensors"])
+    assert not (tmp_path / "mlflow.db").exists()
