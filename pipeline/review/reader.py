@@ -2,13 +2,11 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline import model as models
-from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import did_you_mean
@@ -20,9 +18,8 @@ from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PAGE, End, SavedFacts, parse_starts
 from pipeline.monitor.run_page import RunFacts, hide_passwords
 from pipeline.process.outputs import kind_of
-from pipeline.review.record import RunFiles, RunRecord, Series, as_count, as_number
+from pipeline.review.record import RunFiles, RunRecord, Series, as_count
 from pipeline.settings import schema
-from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
 
 T = TypeVar("T")
@@ -110,7 +107,7 @@ def _completed(record: RunRecord, facts: RunFacts | None = None) -> RunRecord:
         record, name=facts.name if facts else config.name if config else str(results.get("name") or record.name),
         kind=tags.get("kind", kind), settings=settings, has_all_settings=config is not None, steps=planned,
         images_per_step=as_count(settings.get("train.global_batch")),
-        flops_per_image=_flops_per_image(settings, facts, parameters, flops),
+        flops_per_image=facts.flops_per_image or flops if facts else flops,
         starts=tuple(starts), results=results,
         ignored=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
     )  # fmt: skip
@@ -130,18 +127,6 @@ def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
         return {}, 0.0
     config = models.config_from_dict(values)
     return architecture.as_settings(config), float(models.training_flops_per_image(config))
-
-
-def _flops_per_image(
-    settings: Mapping[str, Any], facts: RunFacts | None, parameters: Mapping[str, Any], of_model: float
-) -> float:
-    """FLOPs of training on an image, with what the objective adds to the model, of which only the run itself knew all; 0 if unknown."""
-    if facts and facts.flops_per_image:
-        return facts.flops_per_image
-    rounded = max(0.0, as_number(parameters.get("gflops_per_image"))) * 1e9
-    loss = settings.get("train.loss", "softmax")
-    is_models = loss in OBJECTIVES and objectives.kind(str(loss)).trains_backbone_alone
-    return of_model or rounded if is_models else rounded or of_model
 
 
 def _facts(files: RunFiles) -> RunFacts | None:

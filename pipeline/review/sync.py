@@ -23,28 +23,24 @@ _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
 def run(config: SyncConfig) -> None:
     """Send each run folder; prints a line for each.
 
-    A folder that another process uses is left to it, with a line. Raises UserError for a folder without runs, for a store that cannot be
-    reached (what was sent until then stays), and, at the end, for damaged runs.
+    A folder that another process uses is left to it, with a line. Raises UserError for a folder without runs, and at the end if a run
+    could not be read or sent.
     """
     folders = [folder for given in config.runs for folder in find_runs(Path(given))]
-    num_damaged = 0
+    num_failed = 0
     for folder in folders:
         if who := holder(folder):
             print(f"{folder}: in use by {who}, which sends it")
             continue
         try:
             send(folder, config.uri)
-        except _DamagedRunError as error:
+        except UserError as error:
             if len(folders) == 1:
                 raise
             print(f"{folder}: not sent: {error}")
-            num_damaged += 1
-    if num_damaged:
-        raise UserError(f"{num_damaged:,} of {counted(len(folders), 'run')} could not be read and sent, see above.")
-
-
-class _DamagedRunError(UserError):
-    """What a run folder has for MLflow cannot be read."""
+            num_failed += 1
+    if num_failed:
+        raise UserError(f"{num_failed:,} of {counted(len(folders), 'run')} could not be read and sent, see above.")
 
 
 def find_runs(path: Path) -> list[Path]:
@@ -60,10 +56,7 @@ def find_runs(path: Path) -> list[Path]:
 def send(folder: Path, uri: str = "") -> None:
     """Send what MLflow lacks of a run folder that no process uses. Raises UserError as `run`."""
     page = PageFolder(folder)
-    try:
-        saved, settings = page.read_facts(), _settings(folder)
-    except UserError as error:
-        raise _DamagedRunError(str(error)) from error
+    saved, settings = page.read_facts(), _settings(folder)
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or last_uri(folder)
     uri = uri or (settings.track.uri if settings else "") or default_uri(folder.parent)
     if "***" in uri:

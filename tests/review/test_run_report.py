@@ -18,7 +18,7 @@ from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, WeightsOrig
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.committed import checkpoints_of
 from pipeline.review import report
-from pipeline.review.reader import _flops_per_image, from_folder, read
+from pipeline.review.reader import from_folder, read
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import RunReportConfig
 
@@ -191,16 +191,12 @@ def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
 
 
 def test_flops_are_those_of_the_whole_objective(tmp_path: Path) -> None:
-    """As the run itself counted them; read from MLflow, of which the page may be missing, as its parameters say."""
+    """As the run itself counted them."""
     folder = write_run(tmp_path / "a", steps=10)
     page = json.loads((folder / "page/facts.json").read_text())
     page["facts"]["flops_per_image"] = 7e9
     (folder / "page/facts.json").write_text(json.dumps(page))
     assert from_folder(folder).exaflops == pytest.approx(10 * 16 * 7e9 / 1e18)
-    parameters = {"gflops_per_image": "7"}
-    assert _flops_per_image({"train.loss": "dino"}, None, parameters, 1e9) == 7e9
-    assert _flops_per_image({"train.loss": "sigmoid"}, None, parameters, 1e9) == 1e9
-    assert _flops_per_image({"train.loss": "mae"}, None, {}, 1e9) == 1e9
 
 
 def test_the_command_that_scores_the_weights_names_a_split_that_there_is(out: Path) -> None:
