@@ -61,8 +61,8 @@ class MlflowExporter:
         if not sent.key:
             update(key=uuid.uuid4().hex)
         client = self.client = connect(self.uri)
-        run = active_run(client, sent.run_id)
-        experiment = run.info.experiment_id if run else experiment_id(client, self.config.experiment, self.artifacts)
+        experiment = experiment_id(client, self.config.experiment, self.artifacts)
+        run = active_run(client, sent.run_id)  # After that: one that is in a deleted experiment is not made again.
         if run is None and sent.run_id:
             warn(f"{self.title} has no run {sent.run_id} (deleted?): all is sent to a new one.")
             update(run_id="", is_described=False, last={}, rollbacks=(), files={}, models={}, key=uuid.uuid4().hex)
@@ -73,7 +73,7 @@ class MlflowExporter:
         if not sent.is_described:
             self._describe()
             update(is_described=True)
-        self._models = LoggedModels(client, str(experiment), self.facts, self.config, self.refusals)
+        self._models = LoggedModels(client, run.info.experiment_id, self.facts, self.config, self.refusals)
         client.update_run(sent.run_id, status="RUNNING")
         starts = self.page.starts()
         count = {"starts": str(len(starts))} if starts else {}
