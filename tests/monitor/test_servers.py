@@ -137,21 +137,13 @@ def test_a_run_in_postgresql_whose_password_is_written_nowhere(
     assert {file.path for file in connect(uri).list_artifacts(run.info.run_id)} >= {"config.yaml", "log.txt"}
     assert run.data.tags["command"].endswith(f"track.uri={uri.replace(postgres.password, '***')}")
 
-    # With a wrong password, one line, and it is not in it either.
-    tracked.uri = postgres.uri("runs", "not-the-password")
-    tracked.start(30).log(31, 32)
-    tracked.tracker.finish("FINISHED", in_a_hurry=True)
     out, err = capfd.readouterr()
-    assert err.count("password authentication failed") == 1
-    assert "not-the-password" not in err
-
     database = postgres.call("pg_dump", "runs")
     assert b"optimizer.lr" in database
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {"config.json", "config.yaml", "mlflow.json", "metrics.jsonl", "facts.json"} <= {path.name for path in files}
     for where, content in {**files, "the database": database, "the output": (out + err).encode()}.items():
         assert postgres.password.encode() not in content, where
-        assert b"not-the-password" not in content, where
 
 
 # ------------------------------------------------------------------------------------------ mlflow server, S3
