@@ -2,13 +2,11 @@
 
 Compare any number of runs, also of different data, models and kinds: what can be compared and what not; curves against
 steps, images seen and FLOPs; scores at equal budgets; which differences are more than noise; settings, data and code that
-differ. Runs are read from their folders, or from MLflow alone.
+differ. Runs are read from their folders; those of another machine from what `mlflow artifacts download` made of them.
 
   python launch/compare.py runs=[runs/vit,runs/resnet]
-  python launch/compare.py runs=[runs/vit,mlflow:0f5c...] mlflow=http://mlflow:5000
-  python launch/compare.py runs=[runs/vit,runs/resnet] score=true        # precision, recall, F1 of each class
 
-Writes report.md, report.html (self-contained), figures (.png), table.csv, pairs.csv and, with score=true, per_class.csv.
+Writes report.md, report.html (self-contained), figures (.png), table.csv and pairs.csv.
 """
 
 import sys

@@ -100,11 +100,11 @@ def demo(config: DemoConfig) -> None:
         "seconds": time.perf_counter() - begin,
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    from pipeline.monitor.mlflow.store import MlflowStore  # Late: imports MLflow.
+    from pipeline.monitor.mlflow.connection import page_of  # Late: imports MLflow.
 
-    page = MlflowStore(store).page_of("demo")
+    page = page_of(store, "demo")
     title("Done")
-    told = run_report.run(schema.load(RunReportConfig, None, [f"run={out / 'finetune'}", f"mlflow={store}"]))
+    told = run_report.run(schema.load(RunReportConfig, None, [f"run={out / 'finetune'}"]))
     print(f"""
   pre-training on shapes, 32 px: top-1 on held-out images      {summary["pretrain_top1"]:8.1%}
   fine-tuning on digits, 40 px: top-1 on held-out scans        {summary["finetune_top1"]:8.1%}

@@ -1,17 +1,13 @@
 """What a metric of a run is: declared by whoever measures it, kept with the run, read by all that show it.
 
-A run's declarations are in its page/facts.json, and for readers of MLflow alone in a tag of its run. So a name that no reader
+A run's declarations are in its page/facts.json. So a name that no reader
 has heard of is checked, grouped, ranked and drawn like any other.
 """
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-
-from pipeline.base import json_record
-from pipeline.base.errors import UserError
 
 # Sections of MLflow's page, and the beginning of a metric's name there. "eval": on held-out images; "train": of the training steps.
 GROUPS = ("train", "eval", "probe", "speed", "health")
@@ -20,7 +16,6 @@ GROUPS = ("train", "eval", "probe", "speed", "health")
 UNITS = ("proportion", "share", "loss", "count", "ratio", "seconds", "GiB", "images/s", "")
 # Larger numbers mean a damaged file; sums and products of smaller ones stay finite.
 MAX_NUMBER = 1e18
-_MAX_TAG = 5000  # MLflow's limit for the text of a tag.
 
 
 @dataclass(frozen=True)
@@ -98,17 +93,3 @@ def score_of(metrics: Mapping[str, Metric]) -> str:
     probes = [name for name, metric in metrics.items() if metric.group == "probe" and metric.better and metric.is_share]
     told = [name for name in held_out if metrics[name].unit != "loss"]
     return next(iter([*told, *reversed(probes), *held_out]), "")
-
-
-def as_tag(declared: Mapping[str, Metric]) -> str:
-    """Declarations as the text of a tag, "" without any; `from_tag` is the inverse. Too many for a tag are left out."""
-    text = json.dumps({name: asdict(metric) for name, metric in declared.items()})
-    return text if declared and len(text) <= _MAX_TAG else ""
-
-
-def from_tag(text: str) -> dict[str, Metric]:
-    """The declarations in a tag; {} for what another program wrote there."""
-    try:
-        return json_record.parse(text or "{}", dict[str, Metric], "a run's declared metrics")
-    except UserError:
-        return {}

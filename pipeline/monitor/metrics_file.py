@@ -18,7 +18,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import MAX_SECONDS
 
 METRICS_FILE = "metrics.jsonl"
-# Steps, times and byte counts above this mean a damaged file; MLflow stores 64 bits.
+# Steps, times and byte counts above this mean a damaged file; trackers store 64 bits.
 MAX_INTEGER = 1 << 53
 # Metrics are numbers of float32: a larger one means a damaged file, and its square or its share in per cent would be infinite.
 _MAX_VALUE = 1e39
@@ -55,15 +55,12 @@ class _MetricsLine:
 class Repair:
     """New content of metrics.jsonl for a run that continues from a step. See `repair`.
 
-    changed: whether `lines` differ from the file. unchanged_bytes: length of the common beginning that MLflow may keep.
-    back_to: points of later steps must be deleted from MLflow; None if there are none.
-    logged: the metrics that the step itself has. notes: lines for the log that say what is removed.
+    changed: whether `lines` differ from the file. logged: the metrics that the step itself has. notes: lines for the log that say what
+    is removed.
     """
 
     lines: list[bytes]
     changed: bool
-    unchanged_bytes: int
-    back_to: int | None
     logged: dict[str, float]
     notes: list[str]
 
@@ -76,7 +73,7 @@ def repair(path: Path, last_step: int) -> Repair:
     old: list[bytes] = []
     with contextlib.suppress(FileNotFoundError), _open(path) as file:
         old = file.readlines()
-    lines, steps, removed, num_damaged = list[bytes](), list[int](), list[int](), 0
+    lines, removed, num_damaged = list[bytes](), list[int](), 0
     seen: dict[int, dict[str, float]] = {}
     for line in reversed(old):
         record = parse_line(line)
@@ -93,12 +90,7 @@ def repair(path: Path, last_step: int) -> Repair:
             line = dataclasses.replace(record, metrics=new).to_line()
         known.update(new)
         lines.append(line if line.endswith(b"\n") else line + b"\n")
-        steps.append(record.step)
     lines.reverse()
-    steps.reverse()
-    num_same = next((i for i, (was, now) in enumerate(zip(old, lines, strict=False)) if was != now), len(lines))
-    back_to = min([last_step, *(step - 1 for step in removed)])
-    in_order = all(step <= back_to for step in steps[:num_same])
     counts = {
         f"records after step {last_step:,}, from which the run continues": sum(step > last_step for step in removed),
         "records of steps that were recorded again": sum(step <= last_step for step in removed),
@@ -107,8 +99,6 @@ def repair(path: Path, last_step: int) -> Repair:
     return Repair(
         lines=lines,
         changed=lines != old,
-        unchanged_bytes=sum(map(len, lines[:num_same])) if in_order else 0,
-        back_to=back_to if removed or not old else None,
         logged=seen.get(last_step, {}),
         notes=[f"{path}: removed {count:,} {what}" for what, count in counts.items() if count],
     )

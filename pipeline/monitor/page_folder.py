@@ -8,17 +8,18 @@
     predictions.npz    what the last evaluation predicted for each image
     figures/*.png      drawn at evaluations
 
-The run folder is the truth and MLflow its mirror: the sender uploads these files, and launch/track_sync.py can make the whole
-MLflow run from the folder, also in another store.
+The run folder is the truth and MLflow a copy: these files are uploaded under the same names, so that a run's downloaded artifacts are
+a run folder, and launch/track_sync.py can make the whole MLflow run from the folder, also in another store.
 """
 
 import contextlib
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, naming
@@ -33,9 +34,7 @@ PAGE = "page"
 FIGURES = f"{PAGE}/figures"
 _FACTS, _STARTS, _END = "facts.json", "starts.jsonl", "end.json"
 _MAX_STARTS_SHOWN = 20
-# Files of the page that are not uploaded: they say the same as tags do, or are of this disk alone.
-LOG = "drawing.log"
-_NOT_UPLOADED = {_END, LOG}
+LOG = "drawing.log"  # Not uploaded.
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,13 @@ class PageFolder:
                 "Starting the run's command again writes the file, also for a finished run."
             ) from None
 
+    def has_parameters(self, parameters: Mapping[str, Any]) -> bool:
+        """Whether the start before, if there was one, had these parameters."""
+        with contextlib.suppress(UserError):
+            before, now = (json.dumps(found, default=str) for found in (self.read_facts().facts.parameters, parameters))
+            return before == now
+        return True
+
     def read_end(self) -> End | None:
         """None while the run goes on, and after a kill."""
         with contextlib.suppress(FileNotFoundError, UserError):
@@ -117,11 +123,11 @@ class PageFolder:
 
     def artifacts(self, names: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
         """Yield (file, name among the artifacts) of each file to upload that exists. names: of files beside `page/`."""
-        in_page = (path.relative_to(self.run_folder) for path in sorted(self.path.rglob("*")))
-        shown = [path for path in in_page if path.name not in _NOT_UPLOADED and not path.name.startswith(".")]
+        in_page = [path.relative_to(self.run_folder) for path in sorted(self.path.rglob("*"))]
+        shown = [path for path in in_page if path.name != LOG and not path.name.startswith(".")]
         for path in dict.fromkeys([*map(Path, names), *shown]):
             if (found := self.run_folder / path).is_file():
-                yield found, path.relative_to(PAGE).as_posix() if path.is_relative_to(PAGE) else path.name
+                yield found, path.as_posix()
 
 
 def parse_starts(content: bytes) -> tuple[list[Start], int]:

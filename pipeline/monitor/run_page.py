@@ -14,13 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pipeline.base import json_record
-from pipeline.base.errors import UserError
 from pipeline.base.json_record import Count, Limits
-from pipeline.base.metric import GROUPS, Metric, as_tag, metric_of
+from pipeline.base.metric import Metric, metric_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
-from pipeline.settings.objective_checks import OBJECTIVES
 
 if TYPE_CHECKING:
     from pipeline.data.dataset.manifest import Dataset
@@ -30,8 +27,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 NOTE = "mlflow.note.content"
 # Metric that MLflow alone has: a run's score in per cent. The tag of the same name says it in words, with the data.
 SCORE = "score"
-# Tag of a run: the metrics that its objective and its evaluators declare (`base/metric.py`).
-METRICS_TAG = "mlflow.declared_metrics"  # MLflow does not show tags that begin with "mlflow."
 # Tag of a run: the published weights that its objective learns from.
 TEACHER_TAG = "teacher"
 # Parameter of a training run on GPUs: the speed of the whole run that pipeline/estimate predicted at its start.
@@ -55,7 +50,7 @@ To compare runs of different batch or model size, draw a chart against `train/im
 
 **Data, code, settings.** *Datasets used* names the data by its fingerprint, *Source* the command and the git revision. Parameters
 are the settings that differ from their defaults, and what follows from them; `config.yaml` among the artifacts has all of them.
-A run that began from other weights names that run in its description, and is named there.
+A run that began from other weights names that run in its description and in the tags `parent...`.
 """,
 }
 
@@ -69,14 +64,6 @@ def metric_name(name: str, declared: Mapping[str, Metric] | None = None) -> str:
     """A metric of metrics.jsonl as MLflow shows it, with its group: "loss" is "train/loss". Names without a group stay as they are."""
     group = metric_of(name, declared).group
     return f"{group}/{name}" if group else name
-
-
-def plain_name(name: str) -> str:
-    """The name in metrics.jsonl: "train/loss" and "train/loss_sigmoid" are "loss". Names without a group stay as they are."""
-    group, _, rest = name.partition("/")
-    if group not in GROUPS or not rest:
-        return name
-    return next((rest.removesuffix(f"_{kind}") for kind in OBJECTIVES if rest.endswith(f"_{kind}")), rest)
 
 
 def hide_passwords(text: str) -> str:
@@ -160,21 +147,11 @@ class WeightsOrigin:
         return f"{step}SHA-256 {self.sha256[:16]}...{score}"
 
     def tags(self) -> dict[str, str]:
-        """As an MLflow run has them; `origin_in` is the inverse."""
+        """As an MLflow run has them."""
         step = "" if self.step is None else str(self.step)
         found = {"": self.title, "_checkpoint": self.path, "_sha256": self.sha256, "_run": self.run, "_step": step,
                  "_score": self.score}  # fmt: skip
         return {f"parent{name}": text for name, text in found.items() if text}
-
-
-def origin_in(tags: Mapping[str, str]) -> WeightsOrigin | None:
-    """The origin that a run's tags name; None for a run that began with new weights, and for one of an earlier version."""
-    if "parent_checkpoint" not in tags:
-        return None
-    path, sha256, run, run_id, step, score = (
-        tags.get(f"parent_{name}", "") for name in ("checkpoint", "sha256", "run", "run_id", "step", "score")
-    )
-    return WeightsOrigin(path, sha256, run, run_id, int(step) if step.isdecimal() and len(step) < 16 else None, score)
 
 
 @dataclass(frozen=True)
@@ -220,7 +197,7 @@ class RunFacts:
     def all_tags(self) -> dict[str, str]:
         """The tags of the run when it starts; empty values are left out."""
         origin = self.origin.tags() if self.origin else {}
-        tags = {"kind": self.kind, NOTE: self.description, METRICS_TAG: as_tag(self.metrics), **self.tags, **origin}
+        tags = {"kind": self.kind, NOTE: self.description, **self.tags, **origin}
         tags |= {f"{relation}_run_id": run_id for relation, run_id in self.parents.items()}
         return {name: hide_passwords(text) for name, text in tags.items() if text}
 
@@ -293,45 +270,6 @@ def _numbers_above_0(text: str) -> list[float]:
     except ValueError:
         return []
     return numbers if all(0 < number < 1e30 for number in numbers) else []
-
-
-@dataclass(frozen=True)
-class StoredRun:
-    """What MLflow keeps of a run. status: RUNNING, FINISHED, FAILED, ... metrics: the last value of each."""
-
-    run_id: str
-    name: str
-    experiment_id: str
-    status: str
-    tags: dict[str, str]
-    parameters: dict[str, str]
-    metrics: dict[str, float]
-    datasets: tuple[DatasetFacts, ...]
-
-
-def stored_dataset(name: str, digest: str, source: str, profile: str | None, tags: Mapping[str, str]) -> DatasetFacts:
-    """A data set as MLflow keeps it: the inverse of what `MlflowStore.log_datasets` does. source, profile: JSON. tags: of the input."""
-    shown = _mapping(profile)
-    split = str(shown.get("split", name.rpartition(":")[2]))
-    counts = [shown.get(count) for count in ("num_samples", "num_classes")]
-    num_samples, num_classes = (count if type(count) is int and 0 <= count < 2**53 else 0 for count in counts)
-    uri = str(_mapping(source).get("uri", ""))
-    notes = {name: tags[name] for name in OF_THE_RUN if name in tags}
-    context = tags.get("mlflow.data.context", "")
-    return DatasetFacts(name.removesuffix(f":{split}"), uri, digest, split, num_samples, num_classes, context, notes)
-
-
-def restored_value(value: float) -> float:
-    """A metric's value as it was logged: MLflow stores infinity as the largest float."""
-    return math.copysign(math.inf, value) if abs(value) >= sys.float_info.max else value
-
-
-def _mapping(text: str | None) -> dict[str, Any]:
-    """A JSON object that another program may have written; {} for anything else."""
-    try:
-        return json_record.parse(text or "{}", dict[str, Any], "a data set in MLflow")
-    except UserError:
-        return {}
 
 
 def source_tags() -> dict[str, str]:

@@ -1,10 +1,10 @@
-"""Metrics of a run: metrics.jsonl, which is always written, and MLflow, which may be unreachable.
+"""Metrics of a run: metrics.jsonl, which is always written, and trackers, which may be unreachable.
 
-`Tracker.log` only appends a line to the file; a thread (mlflow/sender.py) sends the lines to MLflow. So a training step never
+`Tracker.log` only appends a line to the file; a thread for each tracker (export.py) sends the lines. So a training step never
 waits for a server, no metric is lost while the server is away, and a restart continues the same MLflow run.
 
-When steps run again (after a kill, or after a rollback because of a loss spike), their old records are deleted from the file
-and from MLflow: each step has one point, the last.
+When steps run again (after a kill, or after a rollback because of a loss spike), their old records are removed from the file, so that
+each step has one record. After a kill they repeat the numbers that were sent, and are not sent again.
 """
 
 import contextlib
@@ -14,17 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.base.errors import naming
+from pipeline.base.files import write_text
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
+from pipeline.monitor.export import Exporter, ExportTiming, FolderExport
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, open_to_append, repair
-from pipeline.monitor.mlflow.mirror import FindModels
-from pipeline.monitor.mlflow.sender import MlflowSender, SenderTimeouts
+from pipeline.monitor.mlflow.exporter import FindModels, MlflowExporter
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
 from pipeline.monitor.run_page import RunFacts, hide_passwords, source_tags
+from pipeline.monitor.tensorboard import TensorBoardExporter
 from pipeline.settings.run import TrackConfig
 
 
 class Tracker:
-    """Writes metrics to `<folder>/metrics.jsonl` and sends them to MLflow. For rank 0 only.
+    """Writes metrics to `<folder>/metrics.jsonl` and exports the folder. For rank 0 only.
 
     start: step that the run continues from. Records of later steps are removed, because these steps run again. None keeps all.
     find_models: the checkpoints that are shown as logged models. notes: lines for the log that say what was removed.
@@ -32,7 +34,7 @@ class Tracker:
 
     def __init__(
         self, config: TrackConfig, out: Path, folder: Path, facts: RunFacts, start: int | None = None,
-        timing: SenderTimeouts | None = None, find_models: FindModels | None = None,
+        timing: ExportTiming | None = None, find_models: FindModels | None = None,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
@@ -43,22 +45,23 @@ class Tracker:
             score=accepted_name(facts.score),
         )  # fmt: skip
         self._page = PageFolder(folder)
+        # With other settings, the steps that run again have other values. A resumed run knows of these itself.
+        repeats = not facts.changed and (start != 0 or self._page.has_parameters(facts.parameters))
         self._page.begin(
             config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before, facts.changed)
         )
-        self._sender = make_sender(config, out, folder, facts, start, timing, find_models)
+        self._exports = exports_of(config, out, folder, facts, timing, find_models)
         self.facts = facts
-        self._enabled = config.enabled
         # Metrics that the step `start` already has.
         self._logged: dict[str, float] = {}
         self._axes_step = start  # The step whose axes are recorded.
-        self.notes = [] if start is None else self._remove_after(start)
+        self.notes = [] if start is None else self._remove_after(start, repeats)
         self._file = open_to_append(self.path)
-        if self._enabled:
-            self._sender.begin()
+        for export in self._exports:
+            export.begin()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record metrics of a step, under names that MLflow accepts. Never waits for it."""
+        """Record metrics of a step, under names that MLflow accepts. Never waits for a tracker."""
         metrics = {accepted_name(name): value for name, value in metrics.items()}
         if step == self.start:
             # After a kill between an evaluation's record and its scores.json, the evaluation runs again.
@@ -69,6 +72,11 @@ class Tracker:
             with naming(self.path):
                 self._file.write(Record(step, round(time.time() * 1000), metrics).to_line())
                 self._file.flush()
+
+    @property
+    def run_id(self) -> str:
+        """ID of the MLflow run; "" until MLflow answered."""
+        return next((export.run_id for export in self._exports), "")
 
     def has_at_start(self, names: Iterable[str]) -> bool:
         """Whether the step that the run continues from has a record of one of these metrics."""
@@ -82,14 +90,14 @@ class Tracker:
         """Remove the records of steps after `step`, which run again. Returns lines that say what was removed."""
         self._file.close()
         self.start = self._axes_step = step
-        notes = self._remove_after(step)
+        notes = self._remove_after(step, repeats=False)
         self._file = open_to_append(self.path)
         return notes
 
     def finish(
         self, status: str, in_a_hurry: bool = False, outcome: str = "", result: str = "", collapse: str = ""
     ) -> None:
-        """Send the rest, and end the MLflow run as FINISHED, FAILED or KILLED. Waits at most 30 s, in a hurry 5 s.
+        """Send the rest, and end the run as FINISHED, FAILED or KILLED. Waits at most 30 s, in a hurry 5 s.
 
         outcome: how the run ended, in words, for its tag; by default the status. result: Markdown for its description. collapse:
         what was said of one, for a tag.
@@ -99,14 +107,19 @@ class Tracker:
         try:
             self._page.end(end)
         finally:
-            if self._enabled:
-                self._sender.end(end, in_a_hurry)
+            for export in self._exports:
+                export.end(end, in_a_hurry)
             with contextlib.suppress(OSError):  # Of a record that could not be written, which `log` has raised.
                 self._file.close()
 
-    def _remove_after(self, step: int) -> list[str]:
+    def _remove_after(self, step: int, repeats: bool) -> list[str]:
+        """Remove the records of later steps. repeats: whether these steps run again with the same values."""
         plan = repair(self.path, step)
-        self._sender.rewrite(plan, step)
+        with contextlib.ExitStack() as exports:
+            for export in self._exports:
+                exports.enter_context(export.rewriting(None if repeats else step))
+            if plan.changed:
+                write_text(self.path, b"".join(plan.lines).decode())
         self._logged = plan.logged
         return plan.notes
 
@@ -124,18 +137,28 @@ def send_report(
     tracker.finish("FINISHED")
 
 
-def make_sender(
-    config: TrackConfig, out: Path, folder: Path, facts: RunFacts, start: int | None, timing: SenderTimeouts | None = None,
+def exports_of(
+    config: TrackConfig, out: Path, folder: Path, facts: RunFacts, timing: ExportTiming | None = None,
     find_models: FindModels | None = None,
-) -> MlflowSender:  # fmt: skip
-    """The sender of a run folder, which has not begun. out: folder of runs, of the default database. Others: see Tracker."""
+) -> list[FolderExport]:  # fmt: skip
+    """The exports of a run folder, which have not begun. out: folder of runs, of the default database. Others: see Tracker."""
+    exporters: list[Exporter] = []
+    if config.enabled:
+        exporters.append(_mlflow(config, out, folder, facts, find_models))
+    if config.tensorboard:
+        exporters.append(TensorBoardExporter(folder, facts))
+    return [FolderExport(folder, exporter, facts, timing or ExportTiming()) for exporter in exporters]
+
+
+def _mlflow(
+    config: TrackConfig, out: Path, folder: Path, facts: RunFacts, find_models: FindModels | None
+) -> MlflowExporter:
     uri = config.uri or default_uri(out)
     # Artifacts of a database go beside its file, or beside the runs: MLflow would take the folder in which the command was started.
     beside = database.parent if (database := sqlite_file(uri)) else out
     is_database = uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
     artifacts = (beside.resolve() / "mlartifacts").as_uri() if is_database else None
-    find_models = find_models or (lambda ended: [])
-    return MlflowSender(folder, uri, artifacts, config, facts, start, timing or SenderTimeouts(), find_models)
+    return MlflowExporter(uri, artifacts, replace(config, uri=uri), facts, folder, find_models or (lambda ended: []))
 
 
 def default_uri(out: Path) -> str:

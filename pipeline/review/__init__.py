@@ -1,4 +1,4 @@
-"""Reads finished and running runs, compares them and reports on them; from their folders, or from MLflow alone.
+"""Reads finished and running runs, compares them and reports on them; from their folders.
 
 Imports rooms above it. Start with record.py: what is known of one run. Used by study/ and launch/.
 """

@@ -17,9 +17,8 @@ from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import of_seeds
 from pipeline.monitor.run_page import TEACHER_TAG, DatasetFacts
 from pipeline.process.outputs import hold, try_output
-from pipeline.review import rescore
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
-from pipeline.review.reader import RunReader
+from pipeline.review.reader import read
 from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
     GROUPED,
@@ -68,26 +67,23 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
 
     Raises UserError for an address that is no run, and for damaged files, before anything is written.
     """
-    reader = RunReader(config.mlflow)
-    found = [reader.read(address) for address in config.runs]
+    found = [read(address) for address in config.runs]
     _refuse_twice(config.runs, found)
     records = named(found)
     folder = Path(config.out) if config.out else Path("runs") / "compare" / folder_name(list(records))
     try_output("out", folder, holds="comparison")
     hold(folder)
-    scores = rescore.rescore(records, config) if config.score or config.split else {}
     for record in records.values():
         for problem in record.problems:
             print(f"{record.address}: {problem}")
     pictures = curves(records)
     groups = groups_of(records)
-    blocks = [*page(records, groups, pictures), *(rescore.page(scores) if scores else [])]
+    blocks = list(page(records, groups, pictures))
     pairs = [_pair_row(pair) for group in groups for pair in group.pairs]
     files: dict[str, bytes | str | None] = {
         # First: with report.html alone, the folder would be one of launch/report.py.
         "table.csv": table_csv([table_row(name, record) for name, record in records.items()]),
         "pairs.csv": table_csv(pairs) if pairs else None,
-        "per_class.csv": table_csv(rescore.class_rows(scores)) if scores else None,
         **report(f"Comparison of {listed(list(records), 4)}", blocks),
     }
     is_replaced = (folder / "report.html").exists()
@@ -99,25 +95,20 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
 
 
 def _refuse_twice(addresses: Sequence[str], records: Sequence[RunRecord]) -> None:
-    """Raise UserError for two addresses of one run: a folder by two names, or a folder and its run in MLflow."""
+    """Raise UserError for one folder by two names."""
     for (other, before), (address, record) in itertools.combinations(zip(addresses, records, strict=True), 2):
-        if record.folder is not None and before.folder is not None:
-            is_same = record.folder.resolve() == before.folder.resolve()
-        else:
-            is_same = record.run_id is not None and record.run_id == before.run_id
-        if is_same:
+        if record.folder.resolve() == before.folder.resolve():
             raise UserError(f"runs: {other} and {address} are the same run. Leave out one of them.")
 
 
 def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
-    """Runs by name. Runs of the same name also get the name of the folder around theirs, or their ID, or a number."""
+    """Runs by name. Runs of the same name also get the name of the folder around theirs, or a number."""
     names = [record.name for record in records]
     found: dict[str, RunRecord] = {}
     for record in records:
         name = record.name
         if names.count(name) > 1:
-            place = record.folder.resolve().parent.name if record.folder else (record.run_id or "")[:8]
-            name = f"{name} ({place})"
+            name = f"{name} ({record.folder.resolve().parent.name})"
         number = 2
         while name in found:
             name, number = f"{record.name} ({number})", number + 1

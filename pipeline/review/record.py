@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of, score_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
-from pipeline.monitor.page_folder import Start
+from pipeline.monitor.page_folder import FIGURES, PAGE, Start
 from pipeline.monitor.run_page import PROBED_IMAGES, DatasetFacts, WeightsOrigin, flops_until
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
@@ -130,28 +130,42 @@ def best_first(score: Score | None) -> float:
     return -score.metric.sign * score.value if score and not math.isnan(score.value) else math.inf
 
 
-class RunFiles(Protocol):
-    """The files of a run, wherever they are."""
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of a run folder, and of `page/` in it."""
+
+    path: Path
 
     def read(self, name: str) -> bytes | None:
         """Content of a file by its name; None if there is none."""
+        for file in (self.path / name, self.path / PAGE / name):
+            try:
+                return file.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise UserError(f"{file} cannot be read ({error.strerror}).") from None
+        return None
 
     def figures(self) -> list[str]:
         """Names of the figures, as `read` takes them."""
+        return [f"figures/{file.name}" for file in sorted((self.path / FIGURES).glob("*.png"))]
 
     def where(self, name: str) -> str:
         """What errors call a file."""
+        in_page = self.path / PAGE / name
+        return str(in_page if in_page.exists() else self.path / name)
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """What is known of one run.
 
-    kind: pretrain, finetune, grid, study, vtab, data or explain. address: folder, or mlflow:ID. settings: by dotted name, complete if
+    kind: pretrain, finetune, grid, study, vtab, data or explain. address: as the folder was named. settings: by dotted name, complete if
     the run's config is at hand (has_all_settings), else those that differ from the defaults; `model.*` is the architecture as
     built. parameters: what follows from the settings, as text. parents: relation -> MLflow run ID. origin: the weights that the
     run began with, as they were then; None for new ones, and for runs of earlier versions. steps: planned ones, 0 if
-    unknown. images_per_step, flops_per_image: 0 if unknown. starts: None for each of which nothing is known. results: of a grid,
+    unknown. images_per_step, flops_per_image: 0 if unknown. results: of a grid,
     a study or a sweep. num_damaged: lines of metrics.jsonl that could not be read. ignored: what else of its files was not read, and why, in
     phrases. declared: what the run says of its metrics.
     """
@@ -160,7 +174,7 @@ class RunRecord:
     kind: str
     address: str
     files: RunFiles
-    folder: Path | None = None
+    folder: Path
     run_id: str | None = None
     status: str = ""
     outcome: str = ""
@@ -175,7 +189,7 @@ class RunRecord:
     steps: int = 0
     images_per_step: int = 0
     flops_per_image: float = 0.0
-    starts: tuple[Start | None, ...] = ()
+    starts: tuple[Start, ...] = ()
     results: dict[str, Any] = field(default_factory=dict)
     num_damaged: int = 0
     ignored: tuple[str, ...] = ()

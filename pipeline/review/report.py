@@ -2,10 +2,12 @@
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from pipeline.base.errors import UserError
 from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, Table, report
 from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_BY
@@ -14,24 +16,28 @@ from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
 from pipeline.lifecycle.logged_models import logged_models
-from pipeline.monitor.mlflow.state import STATE_FILE, read_states
+from pipeline.monitor.export import read_states
+from pipeline.monitor.mlflow.state import STATE_FILE
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import PREDICTED_SPEED, TEACHER_TAG, DatasetFacts, ModelFacts
-from pipeline.process.committed import checkpoints_of
+from pipeline.process.committed import checkpoints_of, run_of_checkpoint
 from pipeline.process.outputs import hold, try_output
-from pipeline.review import lineage
 from pipeline.review.budgets import FLOPS, in_units
-from pipeline.review.compare import PLACES, REPLACED, code_facts, folder_name, median_speed, when
+from pipeline.review.compare import PLACES, REPLACED, code_facts, median_speed, when
 from pipeline.review.figures import draw_run
-from pipeline.review.reader import RunReader
-from pipeline.review.record import RunRecord, Series, as_count, as_number, best_of, title_of
+from pipeline.review.reader import from_folder, is_run, read
+from pipeline.review.record import RunRecord, Series, as_number, best_of, title_of
 from pipeline.settings import changes
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
 from pipeline.transfer import grid
 from pipeline.transfer.report import about_intervals, caveats, origin, score_table
 
-_KINDS = {**lineage.KINDS, "study": "study", "data": "job on data", "explain": "explanation of a model"}
+_KINDS = {
+    "pretrain": "pre-training", "finetune": "fine-tuning", "grid": "grid of fine-tunings", "vtab": "VTAB-1k sweep", "study": "study",
+    "data": "job on data", "explain": "explanation of a model",
+}  # fmt: skip
+_MAX_ANCESTORS = 8
 _COUNTS = {
     "skipped_steps": "steps skipped for a non-finite gradient or a loss spike",
     "loss_spikes": "loss spikes",
@@ -45,15 +51,13 @@ _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 def run(config: RunReportConfig) -> Path:
     """Write the report of `config.run`; returns its HTML file. Raises UserError for an address that is no run."""
-    reader = RunReader(config.mlflow)
-    record = reader.read(config.run)
-    folder = Path(config.out) if config.out else (record.folder or Path("runs/review") / folder_name([record.name]))
-    folder = folder if config.out or record.folder is None else folder / "review"
+    record = read(config.run)
+    folder = Path(config.out) if config.out else record.folder / "review"
     try_output("out", folder, holds="report of a run")
     hold(folder)
     score = record.last_score
     title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome or record.status}"
-    blocks = list(page(record, reader))
+    blocks = list(page(record))
     is_replaced = (folder / "report.html").exists()
     write_files(folder, report(title, blocks), mark="report.html")
     print(title)
@@ -61,16 +65,14 @@ def run(config: RunReportConfig) -> Path:
     return folder / "report.html"
 
 
-def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
+def page(record: RunRecord) -> Iterator[Block]:
     """The blocks of the report."""
     yield from _what_it_is(record)
     yield Heading("Health")
     yield from _health(record)
-    yield Heading("Lineage")
-    found = lineage.lineage_of(record, reader)
-    yield lineage.drawing(found)
-    for line in found.ignored:
-        yield Paragraph(f"Left out of the picture, because it is damaged: {line}")
+    if rows := list(lineage(record)):
+        yield Heading("Lineage")
+        yield Table(("run", "kind", "began with the weights of", "step", "which scored", "SHA-256", "MLflow run"), rows)
     if record.steps or record.last_step:
         yield Heading("Plan and measurement")
         yield _measured(record)
@@ -87,7 +89,7 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     yield from _code(record)
     if record.kind in ("pretrain", "finetune"):
         yield Heading("Weights")
-        yield from _weights(record, reader)
+        yield from _weights(record)
 
 
 # ---------------------------------------------------------------------- what it is
@@ -101,16 +103,13 @@ def _what_it_is(record: RunRecord) -> Iterator[Block]:
     parts += [f"fingerprint {train.digest}"] if train and train.digest else []
     described = f" ({', '.join(parts)})" if parts else ""
     used = record.origin
-    weights = (
-        f"{used.path} ({f'{used.run}, ' if used.run else ''}{used.details})" if used else lineage.origin_of(record)
-    )
+    weights = f"{used.path} ({f'{used.run}, ' if used.run else ''}{used.details})" if used else ""
     origin = f", from the weights in {weights}" if weights else ""
     origin += f", taught by {teacher}" if (teacher := record.tags.get(TEACHER_TAG)) else ""
     yield Paragraph(f"{_sentence(_KINDS.get(record.kind, record.kind))}{of_model}{on}{described}{origin}.")
     begin, end = record.period
     period = f", recorded from {when(begin)} to {when(end)} UTC" if end else ""
-    folder = str(record.folder.resolve()) if record.folder else record.tags.get("run_folder_path", "")
-    places = [f"run folder {folder}" if folder else "", f"MLflow run {record.run_id}" if record.run_id else ""]
+    places = [f"run folder {record.folder.resolve()}", f"MLflow run {record.run_id}" if record.run_id else ""]
     yield Paragraph(
         f"{_sentence((record.outcome or record.status).rstrip('.'))}{period}. {_sentence('; '.join(filter(None, places)))}."
     )
@@ -170,6 +169,29 @@ def _predicted_speed(record: RunRecord) -> float:
 def _median(series: Series | None) -> float:
     finite = series.values[np.isfinite(series.values)] if series else np.empty(0)
     return float(np.median(finite)) if len(finite) else 0.0
+
+
+def lineage(record: RunRecord) -> Iterator[tuple[str, ...]]:
+    """A row for the run, and for each of the runs before it whose folder is here: which weights it began with, as they were then."""
+    for _ in range(_MAX_ANCESTORS):
+        if (used := record.origin) is None:
+            return
+        step = "–" if used.step is None else f"{used.step:,}"
+        yield (
+            record.name,
+            _KINDS.get(record.kind, record.kind),
+            used.run or used.path,
+            step,
+            used.score or "–",
+            used.sha256,
+            used.run_id or "–",
+        )
+        path = Path(used.path).absolute()  # The checkpoint itself may have been removed since.
+        around = next((folder for folder in path.parents[:4] if is_run(folder)), None) or run_of_checkpoint(path)
+        try:
+            record = from_folder(around) if around else replace(record, origin=None)
+        except (UserError, OSError):  # A damaged run of the past is not this run's problem.
+            return
 
 
 # ---------------------------------------------------------------------- scores
@@ -274,7 +296,7 @@ def _health(record: RunRecord) -> Iterator[Block]:
     problems += [
         f"from step {start.step:,} on, other settings: {start.changed[:500]}"
         for start in record.starts
-        if start and start.changed
+        if start.changed
     ]
     if (excluded := record.parameters.get("excluded", "none")) not in ("none", ""):
         problems.append(f"samples were excluded from training on purpose: {excluded}")
@@ -285,15 +307,11 @@ def _health(record: RunRecord) -> Iterator[Block]:
     else:
         yield Paragraph("Nothing went wrong that is recorded.")
     if len(record.starts) > 1:
-        known = [start for start in record.starts if start is not None]
-        yield Paragraph(
-            f"Started {counted(len(record.starts), 'time')}{':' if known else '; the reasons are not recorded.'}"
+        yield Paragraph(f"Started {counted(len(record.starts), 'time')}:")
+        yield Table(
+            ("start", "from step", "hosts", "how the start before ended", "settings changed"),
+            [_start_row(start) for start in record.starts],
         )
-        if known:
-            yield Table(
-                ("start", "from step", "hosts", "how the start before ended", "settings changed"),
-                [_start_row(start) for start in known],
-            )
 
 
 def _start_row(start: Start) -> tuple[str, ...]:
@@ -352,8 +370,8 @@ def _code(record: RunRecord) -> Iterator[Block]:
 
 
 # ---------------------------------------------------------------------- weights
-def _weights(record: RunRecord, reader: RunReader) -> Iterator[Block]:
-    found, problem = weights_of(record, reader)
+def _weights(record: RunRecord) -> Iterator[Block]:
+    found, problem = weights_of(record)
     if problem:
         yield Paragraph(problem)
     if not found:
@@ -375,17 +393,8 @@ def _weights(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     )
 
 
-def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[tuple[ModelFacts, str]], str]:
+def weights_of(record: RunRecord) -> tuple[list[tuple[ModelFacts, str]], str]:
     """Returns (best, last and kept checkpoints of the run, oldest first, with their address in MLflow or ""; why there are none)."""
-    if record.folder is None:
-        found = []
-        for model in reader.store.models_of(reader.store.read_run(record.run_id)):
-            path, sha256, roles = (model.get(name, "") for name in ("path", "sha256", "roles"))
-            facts = ModelFacts(as_count(model.get("step")), path, sha256, tuple(roles.split(", ")))
-            found.append((facts, f"models:/{model['model_id']}"))
-        where = record.tags.get("run_folder_path", "the run folder")
-        missing = f"MLflow has no logged model of this run. Its checkpoints are in {where}/checkpoints, if they were not removed."
-        return sorted(found, key=lambda item: item[0].step), "" if found else missing
     states, _ = read_states(record.folder / STATE_FILE)
     sent = {sha256: model.model_id for state in states.values() for sha256, model in state.models.items()}
     try:

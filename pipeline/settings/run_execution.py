@@ -237,6 +237,9 @@ class TrackConfig:
         "Draw curves, confusions, predictions and reconstructions at evaluations, in a process of low priority, and attention at the end "
         "(docs/reviewing.md).",
     )
+    tensorboard: bool = setting(
+        False, "Also write event files into tensorboard/ of the run folder, for `tensorboard --logdir <out>`."
+    )
     parent_run: str = setting(
         "", "ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty is none."
     )

@@ -49,7 +49,16 @@ if TYPE_CHECKING:  # It calls `result`.
     from pipeline.train.training_run import TrainingRun
 
 # Files of the run folder that MLflow shows.
-ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json", "trace.json")
+ARTIFACTS = (
+    "config.json",
+    "config.yaml",
+    "deepspeed.json",
+    "model.json",
+    "log.txt",
+    "scores.json",
+    "probe.json",
+    "trace.json",
+)
 
 
 def run_facts(

@@ -9,6 +9,7 @@ from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, repor
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import OVER_SEEDS
+from pipeline.monitor.mlflow.state import sent_to
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import hold, try_output
@@ -27,7 +28,6 @@ from pipeline.transfer.score_table import (
     mean_of,
     unpublished_warning,
 )
-from pipeline.transfer.track.children import attach
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
 
@@ -54,9 +54,10 @@ def run(config: VtabReportConfig) -> list[Column]:
     if config.mlflow:
         metrics, tags = for_mlflow(table[0])
         paths = [folder / name for name in files]
-        if not attach(config.mlflow, first, metrics, paths):  # A sweep that was not sent there.
-            facts = RunFacts(title, "vtab", tags=tags, score="vtab_mean", scored_on="VTAB-1k")
-            send_report(config.mlflow, folder, facts, metrics, paths, "vtab")
+        if parent := sent_to(first, config.mlflow).run_id:  # Shown below the run of the sweep.
+            tags["mlflow.parentRunId"] = parent
+        facts = RunFacts(title, "vtab", tags=tags, score="vtab_mean", scored_on="VTAB-1k")
+        send_report(config.mlflow, folder, facts, metrics, paths, "vtab")
     return table
 
 

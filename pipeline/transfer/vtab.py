@@ -41,20 +41,16 @@ from pipeline.transfer.sweep import (
     settings_of,
 )
 from pipeline.transfer.sweep_progress import SweepProgress
-from pipeline.transfer.track.children import Pace
 from pipeline.transfer.track.sweep_page import SweepPage
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, SweepJob, VtabCell, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
 
-def run(
-    config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "", pace: Pace | None = None
-) -> dict[str, Any] | None:
+def run(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "") -> dict[str, Any] | None:
     """Run the cells that are not done, write results.json and return its content; None with config.plan.
 
     folder: for the results (see `output`), locked by the caller. uri: MLflow's store that the sweep is sent to; empty is none.
-    pace: of sending cells. Raises UserError for a sweep that cannot run or differs from
-    the folder's, and at the end if a cell failed; all other results are written then.
+    Raises UserError for a sweep that cannot run or differs from the folder's, and at the end if a cell failed; all other results are written then.
     """
     sweep = open_sweep(config, folder)
     for line in config.without_effect():
@@ -76,7 +72,7 @@ def run(
     failed: dict[VtabCell, str] = {}
     header = _header(sweep, contamination, earlier)
     with (
-        SweepPage(sweep, header, uri, len(cells), outcomes, failed, pace) if uri else nullcontext() as page,
+        SweepPage(sweep, header, uri, len(cells), outcomes, failed) if uri else nullcontext() as page,
         SweepProgress([cell.task.name for cell in cells], [cell.task.name for cell in outcomes], folder) as progress,
     ):
         _run(sweep, searches, outcomes, failed, progress, page, run_jobs)
@@ -128,7 +124,7 @@ def _run(
         failed[cell] = reason
         progress.gave_up(cell.task.name, str(cell), reason)
         if page:
-            page.gave_up(cell, reason)
+            page.ended()
 
     if jobs:
         for index, outcome in run_jobs(run_cell, jobs, progress.retried, fail):
@@ -137,7 +133,7 @@ def _run(
             sweep.write(cell, outcome)
             progress.ended(cell.task.name, _in_words(cell, outcome), outcome["seconds"])
             if page:
-                page.ended(cell, outcome)
+                page.ended()
 
 
 def _header(sweep: Sweep, contamination: dict[str, int | None], earlier: dict[str, Any]) -> dict[str, Any]:

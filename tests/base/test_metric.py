@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pipeline import objectives
-from pipeline.base.metric import GROUPS, UNITS, Metric, as_tag, from_tag, metric_of, score_of
+from pipeline.base.metric import GROUPS, UNITS, Metric, metric_of, score_of
 from pipeline.settings import schema
 from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
@@ -59,20 +59,14 @@ def test_effective_images_are_no_score_of_a_probe() -> None:
         assert metric_of(f"{name}_effective_images") == Metric("count", "", "eval")
 
 
-def test_a_declaration_comes_before_the_name() -> None:
-    declared = {"val_loss": Metric("share", "higher", "eval"), "val_rank": Metric("count", "higher", "eval")}
-    assert metric_of("val_loss", declared).is_share
-    assert metric_of("train_rank", declared) == Metric()
-    assert from_tag(as_tag(declared)) == declared
-    assert as_tag({}) == ""
-    assert from_tag("") == {}
-    for damaged in ("{", "[]", '{"a": 1}', '{"a": {"unit": []}}', "nan"):
-        assert from_tag(damaged) == {}
-    assert as_tag({f"val_{number}": Metric() for number in range(1000)}) == ""
-
-
 def test_values_are_shown_in_their_unit() -> None:
     shown = [Metric(unit).text(0.12345) for unit in ("share", "loss", "count", "")]
     assert shown == ["12.35 %", "0.1235", "0", "0.1235"]
     assert Metric("count").text(1234) == "1,234"
     assert Metric("count").text(math.nan) == "nan"
+
+
+def test_a_declaration_comes_before_the_name() -> None:
+    declared = {"val_loss": Metric("share", "higher", "eval"), "val_rank": Metric("count", "higher", "eval")}
+    assert metric_of("val_loss", declared).is_share
+    assert metric_of("train_rank", declared) == Metric()

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from pipeline.monitor.mlflow.sender import SenderTimeouts
+from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings import schema
@@ -22,7 +22,7 @@ def leave_behind(run: ChildRun, kind: str, top1: float, diverged: bool = False) 
         parent = settings.track.parent_run
         tags = {"mlflow.parentRunId": parent} if parent else {}
         facts = RunFacts(run.name, kind, tags=tags, parents={"group": parent} if parent else {})
-        tracker = Tracker(settings.track, Path(settings.out), run.folder, facts, timing=SenderTimeouts(finish=300))
+        tracker = Tracker(settings.track, Path(settings.out), run.folder, facts, timing=ExportTiming(finish=300))
         tracker.log(12, {"val_top1": top1})
         tracker.finish("FAILED" if diverged else "FINISHED")
     return 2 if diverged else 0

@@ -1,16 +1,13 @@
-"""Servers on loopback that tests start: PostgreSQL, `mlflow server`, and proxies that fail, wait, or ask for a password."""
+"""Servers on loopback that tests start: PostgreSQL, `mlflow server`, and a proxy that records who is asked."""
 
 import contextlib
-import http.client
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from base64 import b64encode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -136,76 +133,7 @@ class MlflowServer:
         return [parent, *parent.children(recursive=True)]
 
 
-# ------------------------------------------------------------------------------------------ a proxy before it
-class Proxy:
-    """An HTTP proxy before a server. answers: while it is not set, requests wait. login: "user:password" that they must have.
-
-    delay: seconds before each answer. down: connections are closed without an answer. requests: method and path of each.
-    """
-
-    def __init__(self, upstream: str) -> None:
-        self.answers, self.login, self.down, self.delay = threading.Event(), "", False, 0.0
-        self.answers.set()
-        self.requests: list[str] = []
-        proxy, address = self, upstream.removeprefix("http://")
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def forward(self) -> None:
-                proxy.requests.append(f"{self.command} {self.path}")
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                if proxy.down:
-                    self.close_connection = True
-                    return
-                proxy.answers.wait()
-                time.sleep(proxy.delay)
-                expected = f"Basic {b64encode(proxy.login.encode()).decode()}"
-                if proxy.login and self.headers.get("Authorization") != expected:
-                    self.answer(401, "Unauthorized", [], b"You are not authenticated.")
-                    return
-                connection = http.client.HTTPConnection(address)
-                headers = {k: v for k, v in self.headers.items() if k.lower() not in ("authorization", "host")}
-                connection.request(self.command, self.path, body, headers)
-                reply = connection.getresponse()
-                self.answer(reply.status, reply.reason, reply.getheaders(), reply.read())
-                connection.close()
-
-            def answer(self, status: int, reason: str, headers: list[tuple[str, str]], body: bytes) -> None:
-                with contextlib.suppress(OSError):  # The client went away.
-                    self.send_response_only(status, reason)
-                    for name, value in headers:
-                        if name.lower() not in ("content-length", "transfer-encoding", "connection"):
-                            self.send_header(name, value)
-                    self.send_header("Content-Length", str(len(body)))
-                    self.end_headers()
-                    if self.command != "HEAD":
-                        self.wfile.write(body)
-
-            do_GET = do_HEAD = do_PUT = do_POST = do_PATCH = do_DELETE = forward  # noqa: N815
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._handler, self._port = Handler, 0
-        self.open()
-        self.url = f"http://127.0.0.1:{self._port}"
-
-    def open(self) -> None:
-        """Accept connections, after `close` on the same port."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), self._handler)
-        self._server.daemon_threads, self._port = True, self._server.server_port
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        """Refuse new connections."""
-        self._server.shutdown()
-        self._server.server_close()
-
-    stop = close
-
-
+# ------------------------------------------------------------------------------------------ a proxy that refuses
 class Recorder:
     """A proxy server that records which hosts are asked for, and refuses all: where a program would connect to."""
 

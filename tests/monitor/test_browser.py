@@ -15,8 +15,8 @@ from browser import Browser, open_browser
 from polling import until
 from servers import MlflowServer
 
-from pipeline.monitor.mlflow.sender import SenderTimeouts
-from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.export import ExportTiming
+from pipeline.monitor.mlflow.connection import connect, page_of
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig
@@ -45,7 +45,7 @@ def add_run(out: Path, facts: RunFacts, top1: float | None, outcome: str = "fini
         )
     ]
     config = TrackConfig(experiment="vit", register="vit-pets" if facts.kind == "finetune" else "")
-    timing = SenderTimeouts(poll=0.05, retry=(0.1,), finish=120)
+    timing = ExportTiming(poll=0.05, retry=(0.1,), finish=120)
     tracker = Tracker(config, out, folder, facts, 0, timing, lambda ended: models if ended else [])
     for step in range(1, last + 1):
         loss = 2.5 * math.exp(-step / 9) + 0.4 - 0.2 * (top1 or 0)
@@ -59,7 +59,7 @@ def add_run(out: Path, facts: RunFacts, top1: float | None, outcome: str = "fini
     tracker.finish(
         "FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=f"**Top-1** {top1 or 0:.1%}."
     )
-    client = MlflowStore(default_uri(out)).client
+    client = connect(default_uri(out))
     experiment = client.get_experiment_by_name("vit")
     (run,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{facts.name}'")
     return run.info.run_id
@@ -112,7 +112,7 @@ def pages(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_the_list_of_runs_as_our_link_opens_it(pages: tuple[Browser, str, dict[str, str]]) -> None:
     browser, url, _ = pages
     browser.open(f"{url}/#/experiments?workflowType=machine_learning", "vit")
-    browser.open(url + MlflowStore(url).page_of("vit"), "photos-s16", "pets-b16", "finetune")
+    browser.open(url + page_of(url, "vit"), "photos-s16", "pets-b16", "finetune")
     browser.page.get_by_label("Close").last.click() if "MLflow Assistant" in browser.text() else None
     browser.reads("kind", "score", "outcome", "model", "parent", "progress")  # The columns.
     browser.reads("pretrain", "ViT-B/16", "87.66 % pets:val", "loss 0.7709 photos:val", "photos-b16, step 8")
@@ -120,7 +120,7 @@ def test_the_list_of_runs_as_our_link_opens_it(pages: tuple[Browser, str, dict[s
     browser.reads("Vision Transformers: pre-training")
     browser.picture("run_list")
     browser.open(
-        f"{url}{MlflowStore(url).page_of('vit')}&orderByKey=metrics.%60score%60&orderByAsc=true",
+        f"{url}{page_of(url, 'vit')}&orderByKey=metrics.%60score%60&orderByAsc=true",
         "photos-s16",
         "pets-b16",
     )
@@ -135,17 +135,6 @@ def shown_runs(browser: Browser) -> list[str]:
     return [name for _, name in sorted(browser.page.locator("a[href*='/runs/']").evaluate_all(look))]
 
 
-def test_charts_against_images_seen(pages: tuple[Browser, str, dict[str, str]]) -> None:
-    browser, url, _ = pages
-    browser.open(
-        f"{url}{MlflowStore(url).page_of('vit')}&compareRunsMode=CHART", "Score in per cent", "Loss by objective"
-    )
-    browser.sees("train/images_seen")  # Below the chart.
-    browser.reads("Score in per cent (2)", "Loss by objective (4)")
-    assert browser.page.locator("[data-testid='experiment-view-compare-runs-card']").first.bounding_box()["width"] > 400
-    browser.picture("charts")
-
-
 def test_the_pages_of_a_run(pages: tuple[Browser, str, dict[str, str]]) -> None:
     browser, url, ids = pages
     run, mode = f"{url}/#/experiments/1/runs/{ids['pets-b16']}", "?workflowType=machine_learning"
@@ -158,28 +147,14 @@ def test_the_pages_of_a_run(pages: tuple[Browser, str, dict[str, str]]) -> None:
     browser.open(f"{run}/model-metrics{mode}", "eval", "train")
     browser.reads("eval (2)", "health (1)", "speed (2)", "train (4)", "Model metrics (1)")
     browser.picture("run_charts")
-    browser.open(f"{run}/artifacts/figures/loss.png{mode}", "config.yaml")
+    browser.open(f"{run}/artifacts/page/figures/loss.png{mode}", "config.yaml")
     browser.page.locator("img[src*='loss.png'], img[src^='blob:'], img[src^='data:image/png']").first.wait_for()
     browser.picture("artifacts")
 
 
-def test_two_runs_compared(pages: tuple[Browser, str, dict[str, str]]) -> None:
-    browser, url, ids = pages
-    runs = f'["{ids["photos-s16"]}","{ids["photos-b16"]}"]'.replace('"', "%22")
-    browser.open(
-        f"{url}/#/compare-runs?runs={runs}&experiments=[%221%22]&workflowType=machine_learning",
-        "photos-s16",
-        "photos-b16",
-        "ViT-S/16",
-        "ViT-B/16",
-    )
-    browser.sees("eval/val_top1")
-    browser.picture("compare")
-
-
 def test_logged_and_registered_models(pages: tuple[Browser, str, dict[str, str]]) -> None:
     browser, url, ids = pages
-    (model,) = MlflowStore(url).client.search_logged_models(["1"], f"source_run_id = '{ids['pets-b16']}'")
+    (model,) = connect(url).search_logged_models(["1"], f"source_run_id = '{ids['pets-b16']}'")
     browser.open(
         f"{url}/#/experiments/1/models?workflowType=machine_learning",
         "pets-b16-step-00000020",
@@ -198,8 +173,6 @@ def test_logged_and_registered_models(pages: tuple[Browser, str, dict[str, str]]
         "Step 20 of pets-b16", "pets-b16/checkpoints/step-00000020", "sha256", "from pipeline.model import load"
     )
     browser.picture("logged_model")
-    browser.open(f"{url}/#/models/vit-pets?workflowType=machine_learning", "Version 1", "@ best", "@ last")
-    browser.picture("registered_model")
 
 
 def test_the_pages_ask_nobody_else_and_complain_of_nothing(pages: tuple[Browser, str, dict[str, str]]) -> None:

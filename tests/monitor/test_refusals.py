@@ -11,11 +11,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.monitor.mlflow.reading import ReadingStore
-from pipeline.monitor.mlflow.refusals import one_line, warn, what_failed
-from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
-from pipeline.monitor.run_page import StoredRun
+from pipeline.monitor.export import warn
+from pipeline.monitor.mlflow.connection import connect, experiment_id
+from pipeline.monitor.mlflow.refusals import is_refusal, what_failed
 
 
 class Failing:
@@ -82,7 +80,7 @@ def test_a_warning_that_nobody_can_read_ends_nothing(
 def test_a_request_whose_answer_was_lost_is_not_made_again_unseen(failing: Failing) -> None:
     """MLflow's client made it again by itself: two runs, one of them empty and running for ever."""
     with pytest.raises(Exception, match="504"):
-        MlflowStore(failing.url).create_run("1", "run", {})
+        connect(failing.url).create_run("1")
     assert len(failing.requests) == 1
 
 
@@ -93,7 +91,7 @@ def test_a_request_that_is_too_large_is_a_refusal(failing: Failing) -> None:
 
     failing.status = 413
     with pytest.raises(MlflowException) as of_metrics:
-        MlflowStore(failing.url).log_metrics("1" * 32, (), {"a": "tag"})
+        connect(failing.url).set_tag("1" * 32, "a", "tag")
     (response := Response()).status_code = 413
     with pytest.raises(HTTPError) as of_a_file:
         augmented_raise_for_status(response)
@@ -101,30 +99,11 @@ def test_a_request_that_is_too_large_is_a_refusal(failing: Failing) -> None:
     assert is_refusal(of_a_file.value)
     failing.status, response.status_code = 503, 503
     with pytest.raises(MlflowException) as of_metrics:
-        MlflowStore(failing.url).log_metrics("1" * 32, (), {"a": "tag"})
+        connect(failing.url).set_tag("1" * 32, "a", "tag")
     with pytest.raises(HTTPError) as of_a_file:
         augmented_raise_for_status(response)
     assert not is_refusal(of_metrics.value)
     assert not is_refusal(of_a_file.value)
-
-
-@pytest.mark.parametrize("status", [404, 503])
-def test_reading_from_a_store_that_does_not_answer_is_one_line(failing: Failing, status: int) -> None:
-    """It was a traceback."""
-    failing.status, store = status, ReadingStore(failing.url)
-    run = StoredRun("1" * 32, "run", "1", "FINISHED", {}, {}, {}, ())
-    requests = [
-        lambda: store.read_run(run.run_id),
-        lambda: list(store.read_points(run, ["train/loss"])),
-        lambda: store.list_files(run.run_id),
-        lambda: store.read_file(run.run_id, "facts.json"),
-        lambda: store.runs_with_tag("parent_run_id", run.run_id),
-        lambda: store.models_of(run),
-    ]
-    for request in requests:
-        with pytest.raises(UserError, match=str(status)) as raised:
-            request()
-        assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -143,25 +122,9 @@ def test_a_server_that_answers_is_not_said_to_be_away(failing: Failing, status: 
     failing.status = status
     (response := Response()).status_code = status
     for request in (
-        lambda: MlflowStore(failing.url).experiment_id("vit", None),
+        lambda: experiment_id(connect(failing.url), "vit", None),
         lambda: augmented_raise_for_status(response),  # As of requests about artifacts.
     ):
         with pytest.raises(Exception, match=str(status)) as raised:
             request()
         assert re.match(said, what_failed(raised.value))
-
-
-def test_of_a_long_reason_the_end_is_said() -> None:
-    """As of requests: the address twice, which may be long, and then what is wrong with it."""
-    reason = f"failed with exception HTTPSConnectionPool({'h' * 300}): (Caused by SSLError: self-signed certificate)"
-    shown = one_line(OSError(reason))
-    assert "; set MLFLOW_TRACKING_SERVER_CERT_PATH to" in one_line(
-        OSError(f"[SSL: CERTIFICATE_VERIFY_FAILED] {reason}")
-    )
-    assert shown.startswith("failed with exception HTTPS")
-    assert shown.endswith("SSLError: self-signed certificate)")
-    assert len(shown) < 310
-    of_a_database = (
-        f"(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT {'x' * 900}]\n(Background on this error"
-    )
-    assert one_line(OSError(of_a_database)) == "(sqlite3.OperationalError) database or disk is full"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tracked_steps import log_step
 
-from pipeline.monitor.mlflow.sender import SenderTimeouts
-from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.export import ExportTiming
+from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.run import TrackConfig
@@ -15,9 +15,7 @@ from pipeline.settings.run import TrackConfig
 
 def main(uri: str, out: Path, names: list[str]) -> int:
     """A process for each run, forked from one that has imported MLflow as a run does. Returns 1 if one failed, else 0."""
-    MlflowStore("http://127.0.0.1:1")  # Asks nobody.
-    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
-
+    connect("http://127.0.0.1:1")  # Asks nobody, and imports MLflow.
     pids = []
     for name in names:
         if not (pid := os.fork()):
@@ -30,7 +28,7 @@ def main(uri: str, out: Path, names: list[str]) -> int:
 
 def track(uri: str, out: Path, name: str) -> None:
     facts = RunFacts(name, "pretrain", {"optimizer.lr": 0.1}, description="A run.", steps=5)
-    timing = SenderTimeouts(poll=0.05, retry=(0.2,), finish=300)
+    timing = ExportTiming(poll=0.05, retry=(0.2,), finish=300)
     tracker = Tracker(TrackConfig(uri=uri), out, out / name, facts, 0, timing)
     for step in range(1, 6):
         log_step(tracker, step, {"loss": 1 / step})

@@ -1,17 +1,14 @@
-"""Run folders as training leaves them, and the same runs in an MLflow store."""
+"""Run folders as training leaves them, if asked also in an MLflow store."""
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from pipeline import model as models
 from pipeline.base.metric import Metric
-from pipeline.monitor.mlflow.sender import SenderTimeouts
+from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, source_tags
-from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.monitor.tracking import Tracker
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
 
@@ -62,12 +59,13 @@ def write_run(
         steps,
         config.train.global_batch,
         float(models.training_flops_per_image(model)),
+        artifacts=("config.json", "model.json"),
         score="test_top1",
         origin=origin,
         metrics=declared or {},
     )
     track = TrackConfig(enabled=tracked)
-    timing = SenderTimeouts(poll=0.05, retry=(0.05,), finish=300)
+    timing = ExportTiming(poll=0.05, retry=(0.05,), finish=300)
     tracker = Tracker(track, folder.parent, folder, facts, None, timing)
     for step in range(every, steps + 1, every):
         tracker.log(step, {"loss": 1 / step, "images_per_second": 100.0 + step, "mfu": 0.2, "skipped_steps": 0.0})
@@ -84,18 +82,4 @@ def write_run(
     page.mkdir(exist_ok=True)
     if not (page / "facts.json").exists():
         (page / "facts.json").write_text(json.dumps({"experiment": "vit", "facts": dataclasses.asdict(facts)}))
-    if tracked:
-        (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-        upload(folder, "config.yaml", "model.json")
     return folder
-
-
-def upload(folder: Path, *names: str, to: str = "") -> None:
-    """Add files of a run folder to the artifacts of its MLflow run."""
-    from mlflow.tracking import MlflowClient
-
-    from pipeline.monitor.mlflow.state import run_id_of
-
-    client: Any = MlflowClient(tracking_uri=default_uri(folder.parent))
-    for name in names:
-        client.log_artifact(run_id_of(folder), str(folder / name), to or None)

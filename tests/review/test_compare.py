@@ -15,10 +15,10 @@ from review_runs import write_run
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.page import Table, markdown
-from pipeline.evaluate import architecture, render
+from pipeline.evaluate import architecture
 from pipeline.monitor.run_page import FLOPS_OF_PARTS
 from pipeline.process.outputs import kind_of
-from pipeline.review import budgets, compare, reader, rescore
+from pipeline.review import budgets, compare, reader
 from pipeline.review.reader import from_folder
 from pipeline.review.statistics import STUDENT, by_evaluation, comparable
 from pipeline.settings import schema
@@ -392,42 +392,6 @@ def test_what_a_killed_comparison_leaves_is_no_report_of_a_run(
         compare.run(schema.load(CompareConfig, None, settings))
         assert capsys.readouterr().out.endswith(f"report.html{replaced}\n")
     assert set(kinds) == {"comparison"}
-
-
-def test_a_run_is_the_same_in_its_folder_and_in_mlflow(tmp_path: Path) -> None:
-    record = from_folder(write_run(tmp_path / "a"))
-    record = dataclasses.replace(record, run_id="1f")
-    with pytest.raises(UserError, match="are the same run"):
-        compare._refuse_twice(["a", "mlflow:1f"], [record, dataclasses.replace(record, folder=None)])
-    compare._refuse_twice(["a", "mlflow:2f"], [record, dataclasses.replace(record, folder=None, run_id="2f")])
-
-
-def test_a_run_without_a_split_to_score_on_needs_one(tmp_path: Path) -> None:
-    """The data set was said to have no split ''."""
-    records = {name: from_folder(write_run(tmp_path / name, "data.eval_split=")) for name in "ab"}
-    config = schema.load(CompareConfig, None, ["runs=[a,b]", "score=true"])
-    with pytest.raises(UserError, match=r"data\.eval_split of a is empty\. Say which split to score on: split=\.\.\."):
-        rescore.rescore(records, config)
-
-
-def test_classes_of_weights_are_joined_by_name_whatever_their_order_and_number() -> None:
-    """They were by their place: a traceback for weights of more classes, and another class beside it for another order."""
-
-    def scored(*classes: tuple[str, int, float]) -> dict[str, list[dict[str, object]]]:
-        return {"per_class": [{"class": c, "support": n, "precision": f, "recall": f, "f1": f} for c, n, f in classes]}
-
-    few = scored(("cat", 5, 0.1), ("crane", 3, 0.2), ("crane", 4, 0.3))
-    more = scored(("crane", 3, 0.4), ("dog", 0, 0.0), ("cat", 5, 0.5), ("crane", 4, 0.6))
-    rows = rescore.class_rows({"few": few, "more": more})
-    assert [(row["class"], row["support"], row["few f1"], row["more f1"]) for row in rows] == [
-        ("cat", 5, 0.1, 0.5), ("crane", 3, 0.2, 0.4), ("crane", 4, 0.3, 0.6),
-    ]  # fmt: skip
-    # Of five classes or fewer there is no top-5, which ended the comparison with weights of more.
-    means = dict.fromkeys(("top1", "macro_precision", "macro_recall", "macro_f1", "loss"), 0.5)
-    about = {"data": "photos", "split": "val", **means}
-    table = rescore.page({"more": more | about | {"top5": 0.9}, "few": few | about})[1]
-    assert isinstance(table, Table)
-    assert [row[0] for row in table.rows] == ["top-1 accuracy", *list(render.SCORES.values())[2:], "loss"]
 
 
 def test_a_running_run_of_another_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

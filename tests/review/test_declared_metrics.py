@@ -1,4 +1,4 @@
-"""Metrics that no reader has heard of are shown by their declaration, from a folder and from MLflow alone."""
+"""Metrics that no reader has heard of are shown by their declaration."""
 
 import dataclasses
 import shutil
@@ -9,12 +9,11 @@ from review_runs import TEST, write_run
 
 from pipeline.base.metric import Metric
 from pipeline.base.page import PngImage, Table, markdown
-from pipeline.monitor.mlflow.reading import ReadingStore
-from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import PROBED_IMAGES
 from pipeline.monitor.tracking import default_uri
 from pipeline.review import budgets, compare, report
-from pipeline.review.reader import RunReader, from_folder, from_mlflow
+from pipeline.review.reader import from_folder
 from pipeline.review.record import RunRecord
 from pipeline.review.statistics import PROPORTIONS, by_evaluation, comparable
 
@@ -38,20 +37,18 @@ def folder(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> list[RunRecord]:
-    """The runs by their folders; then the first one from MLflow alone."""
-    alone = from_mlflow(ReadingStore(default_uri(folder)), str(run_id_of(folder / "a")))
-    return [from_folder(folder / "a"), from_folder(folder / "b"), alone]
+    return [from_folder(folder / "a"), from_folder(folder / "b")]
 
 
 @pytest.mark.slow
-def test_a_report_shows_them(runs: list[RunRecord], folder: Path) -> None:
-    for record in (runs[0], runs[2]):
+def test_a_report_shows_them(runs: list[RunRecord]) -> None:
+    for record in runs[:1]:
         assert record.declared == DECLARED
         assert (record.last_score and str(record.last_score), record.best_score and record.best_score.step) == (
             "0.75",
             10,
         )
-        blocks = list(report.page(record, RunReader(default_uri(folder))))
+        blocks = list(report.page(record))
         (scores,) = (block for block in blocks if isinstance(block, Table) and block.header[0] == "score")
         assert [tuple(row) for row in scores.rows] == [
             ("alignment, split test", "0.75", "20", "0.25", "10", "400"),
@@ -81,10 +78,9 @@ def test_a_comparison_ranks_and_draws_them(runs: list[RunRecord]) -> None:
     ]  # fmt: skip
 
 
-def test_mlflow_groups_them(runs: list[RunRecord], folder: Path) -> None:
-    (run,) = ReadingStore(default_uri(folder)).client.search_runs(["1"])
+def test_mlflow_groups_them(folder: Path) -> None:
+    (run,) = connect(default_uri(folder)).search_runs(["1"])
     assert {"eval/test_alignment", "eval/test_kept", "train/train_collapse_rank"} <= run.data.metrics.keys()
-    assert runs[2].metrics["train_collapse_rank"].values[-1] == 20
     # The score is not in per cent.
     assert run.data.metrics.keys().isdisjoint({"score"})
 

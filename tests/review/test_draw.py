@@ -25,8 +25,8 @@ from pipeline.evaluate.classify import Predictions, label_table
 from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
 from pipeline.monitor import tracking
-from pipeline.monitor.mlflow.sender import SenderTimeouts
-from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.export import ExportTiming
+from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.tracking import default_uri
 from pipeline.review.draw import _of_weights, draw, others
@@ -54,7 +54,7 @@ def images_in(folder: Path) -> dict[str, tuple[int, int]]:
 # ---------------------------------------------------------------------- a whole run
 def train_without_haste(runs: list[list[str]]) -> None:
     """In a rank: `train`, whose end waits for MLflow and for the last figures longer than a user would, however slow the machine is."""
-    tracking.SenderTimeouts = partial(SenderTimeouts, finish=300)  # type: ignore[misc, assignment]
+    tracking.ExportTiming = partial(ExportTiming, finish=300)  # type: ignore[misc, assignment]
     setup.DrawingProcess = partial(DrawingProcess, timeout=300)  # type: ignore[misc, assignment]
     train(runs)
 
@@ -73,14 +73,15 @@ def trained(forge: Forge, dataset: Path, database: Path, tmp_path_factory: pytes
 def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
     names = {"curves.png", "attention.png", "positions.png", *OF_EVALUATION}
     assert images_in(trained).keys() == names, (trained / "page" / "drawing.log").read_text()
-    client = MlflowStore(default_uri(trained.parent)).client
+    client = connect(default_uri(trained.parent))
     (run,) = client.search_runs(["1"])
-    assert {file.path for file in client.list_artifacts(run.info.run_id, "figures")} == {
-        f"figures/{name}" for name in names
+    assert {file.path for file in client.list_artifacts(run.info.run_id, "page/figures")} == {
+        f"page/figures/{name}" for name in names
     }
-    top = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert {"config.yaml", "log.txt", "plan.txt", "environment.txt", "predictions.npz", "deepspeed.json"} <= top
-    assert "drawing.log" not in top
+    found = {file.path for folder in ("", "page") for file in client.list_artifacts(run.info.run_id, folder)}
+    assert {"config.yaml", "log.txt", "deepspeed.json", "metrics.jsonl"} <= found
+    assert {"page/plan.txt", "page/environment.txt", "page/predictions.npz"} <= found
+    assert "page/drawing.log" not in found
     # The last checkpoint is a logged model that loads by its address.
     (output,) = run.outputs.model_outputs
     path = weights_path(f"models:/{output.model_id}", default_uri(trained.parent))

@@ -9,15 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from polling import until
 
 from pipeline.base.errors import UserError
-from pipeline.base.locks import FileLock
 from pipeline.lifecycle.run_folder import RunFolder, Status
-from pipeline.monitor.mlflow.sender import LOCK_FILE, SenderTimeouts
-from pipeline.monitor.mlflow.state import SyncState, read_states, write_states
-from pipeline.monitor.mlflow.store import MlflowStore
-from pipeline.monitor.page_folder import PageFolder
+from pipeline.monitor.export import ExportTiming
+from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.review.sync import run
@@ -25,7 +21,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.reports import SyncConfig
 from pipeline.settings.run import RunConfig, TrackConfig
 
-FAST = SenderTimeouts(poll=0.05, retry=(0.05,), finish=300)
+FAST = ExportTiming(poll=0.05, retry=(0.05,), finish=300)
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
 
 
@@ -55,13 +51,16 @@ def trained(out: Path, name: str, status: str | None = "FINISHED", **settings: o
 
 def page(uri: str, name: str) -> dict:
     """What a reviewer sees of a run."""
-    client = MlflowStore(uri).client
+    client = connect(uri)
     (found,) = client.search_runs(["1"], f"attributes.run_name = '{name}'")
     run_id = found.info.run_id
     points = [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")]
     tags = {k: v for k, v in found.data.tags.items() if k != "run_folder"}
-    files = [file.path for file in client.list_artifacts(run_id)] + [
-        f.path for f in client.list_artifacts(run_id, "figures")
+    files = [
+        file.path
+        for folder in ("", "page", "page/figures")
+        for file in client.list_artifacts(run_id, folder)
+        if not file.is_dir
     ]
     inputs = [given.dataset.digest for given in found.inputs.dataset_inputs]
     return {"status": found.info.status, "params": found.data.params, "tags": tags, "points": points, "files": files,
@@ -83,7 +82,9 @@ def test_a_run_that_was_not_tracked_gets_the_page_of_one_that_was(tmp_path: Path
     run(SyncConfig(runs=[str(tmp_path / "b")]))  # A folder of runs.
     tracked, sent = page(default_uri(tmp_path / "a"), "run"), page(default_uri(tmp_path / "b"), "run")
     assert sent == tracked
-    assert tracked["files"] == ["facts.json", "figures", "notes.txt", "starts.jsonl", "figures/loss.png"]
+    assert tracked["files"] == [
+        "metrics.jsonl", "notes.txt", "page/end.json", "page/facts.json", "page/starts.jsonl", "page/figures/loss.png",
+    ]  # fmt: skip
     assert tracked["tags"]["mlflow.note.content"] == "What run is.\n\n**Result**: good."
     assert len(tracked["points"]) == 20
 
@@ -93,47 +94,13 @@ def test_the_rest_of_a_run_whose_server_was_away(tmp_path: Path, capfd: pytest.C
     trained(tmp_path, "run", uri=away)
     assert "launch/track_sync.py" in capfd.readouterr().err
     # Without uri, it goes where the run was tracked: it went to runs/mlflow.db, and was said to be sent.
-    with pytest.raises(UserError, match=rf"{away} did not take all of it .*The same command sends the rest"):
+    with pytest.raises(UserError, match=rf"{away} cannot be reached .*The same command sends the rest"):
         run(SyncConfig(runs=[str(tmp_path / "run")]))
     uri = f"sqlite:///{tmp_path / 'other.db'}"
-    first = run(SyncConfig(runs=[str(tmp_path / "run")], uri=uri))
-    assert run(SyncConfig(runs=[str(tmp_path / "run")], uri=uri)) == first  # Sending twice changes nothing.
+    for _ in range(2):  # Sending twice changes nothing.
+        run(SyncConfig(runs=[str(tmp_path / "run")], uri=uri))
     assert len(page(uri, "run")["points"]) == 20
     assert page(uri, "run")["status"] == "FINISHED"
-
-
-def test_a_store_that_was_restored_from_a_backup_gets_what_came_after_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """mlflow.json says that everything was sent: the rest of the points, and so the last score, was missing for good."""
-    uri, folder = default_uri(tmp_path), str(tmp_path / "run")
-    trained(tmp_path, "run", "KILLED")
-    shutil.copy(tmp_path / "mlflow.db", tmp_path / "backup.db")
-    facts = PageFolder(tmp_path / "run").read_facts().facts
-    tracker = Tracker(TrackConfig(), tmp_path, tmp_path / "run", facts, 20, FAST)
-    tracker.log(40, {"loss": 0.01})
-    tracker.finish("FINISHED", outcome="finished")
-    whole = page(uri, "run")
-    assert whole["points"][-1] == (40, 0.01)
-    shutil.copy(tmp_path / "backup.db", tmp_path / "mlflow.db")
-    run(SyncConfig(runs=[folder]))
-    assert page(uri, "run") == whole
-    assert "lacks points of run" in capfd.readouterr().err
-    run(SyncConfig(runs=[folder]))  # It has everything now.
-    assert not capfd.readouterr().err
-
-
-def test_files_that_were_removed_from_the_store_are_sent_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    uri = default_uri(tmp_path)
-    trained(tmp_path, "run")
-    whole = page(uri, "run")
-    shutil.rmtree(tmp_path / "mlartifacts")
-    assert not page(uri, "run")["files"]
-    run(SyncConfig(runs=[str(tmp_path / "run")]))
-    assert page(uri, "run") == whole
-    assert "has lost 4 files that it had: sent again" in capfd.readouterr().err
 
 
 def test_files_that_a_web_server_finds_too_large_keep_no_others(
@@ -143,20 +110,22 @@ def test_files_that_a_web_server_finds_too_large_keep_no_others(
     from requests import HTTPError, Response
 
     (answer := Response()).status_code = 413
-    send = MlflowStore.log_artifact
+    from mlflow.tracking import MlflowClient
 
-    def log_artifact(store: MlflowStore, run_id: str, path: Path, folder: str = "") -> None:
-        if path.name in ("notes.txt", "facts.json"):
+    send = MlflowClient.log_artifact
+
+    def log_artifact(client: MlflowClient, run_id: str, path: str, folder: str | None = None) -> None:
+        if path.endswith(("notes.txt", "facts.json")):
             raise HTTPError("413 Client Error: Request Entity Too Large", response=answer)
-        send(store, run_id, path, folder)
+        send(client, run_id, path, folder)
 
-    monkeypatch.setattr(MlflowStore, "log_artifact", log_artifact)
+    monkeypatch.setattr(MlflowClient, "log_artifact", log_artifact)
     trained(tmp_path, "run", enabled=False)
     run(SyncConfig(runs=[str(tmp_path / "run")]))
-    assert page(default_uri(tmp_path), "run")["files"] == ["figures", "starts.jsonl", "figures/loss.png"]
-    said = capfd.readouterr()
-    assert said.err.count("Too Large): it will never arrive there") == 2
-    assert "without " in said.out
+    assert page(default_uri(tmp_path), "run")["files"] == [
+        "metrics.jsonl", "page/end.json", "page/starts.jsonl", "page/figures/loss.png",
+    ]  # fmt: skip
+    assert capfd.readouterr().err.count("Too Large): it will never arrive there") == 2
 
 
 def test_a_damaged_run_does_not_keep_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,28 +143,13 @@ def test_a_damaged_run_does_not_keep_the_others(tmp_path: Path, capfd: pytest.Ca
 
 def test_a_killed_run_is_said_to_be_killed(tmp_path: Path) -> None:
     tracker = trained(tmp_path, "run", status=None)  # As after SIGKILL: nothing is said any more.
-    tracker._sender._stop.set()
-    tracker._sender._thread.join()
+    tracker._exports[0]._stop.set()
+    tracker._exports[0]._thread.join()
     (tmp_path / "run" / "status.json").write_text(json.dumps(asdict(Status("running", 18, -1, ""))))
     run(SyncConfig(runs=[str(tmp_path / "run")]))
     shown = page(default_uri(tmp_path), "run")
     assert shown["status"] == "FAILED"
     assert shown["tags"]["outcome"] == "killed, or lost with its host, at step 18 or later"
-
-
-def test_the_mlflow_run_of_a_killed_start_is_used_again(tmp_path: Path) -> None:
-    """It stayed beside another one, empty and running, if the run had no metrics yet."""
-    facts = RunFacts("run", "pretrain", {"seed": 1})
-    Tracker(TrackConfig(enabled=False), tmp_path, tmp_path / "run", facts, 0, FAST).finish("FINISHED")
-    (sent,) = run(SyncConfig(runs=[str(tmp_path / "run")]))
-    store = MlflowStore(default_uri(tmp_path))
-    tags = store.client.get_run(sent).data.tags
-    store.client.delete_run(sent)
-    (tmp_path / "run" / "mlflow.json").unlink()
-    made = store.create_run("1", "run", {"run_folder": tags["run_folder"]})
-    assert run(SyncConfig(runs=[str(tmp_path / "run")])) == [made]
-    (found,) = store.client.search_runs(["1"])
-    assert (found.info.status, found.data.params) == ("FINISHED", {"seed": "1"})
 
 
 def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,8 +161,9 @@ def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, capsys: pytest.Capture
         os._exit(0)
     os.waitpid(pid, os.WUNTRACED)
     try:
-        assert run(SyncConfig(runs=[str(tmp_path / "run")])) == []
+        run(SyncConfig(runs=[str(tmp_path / "run")]))
         assert "in use by host" in capsys.readouterr().out
+        assert not (tmp_path / "run" / "mlflow.json").exists()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -219,48 +174,11 @@ def test_what_mlflow_refuses_does_not_keep_the_rest(tmp_path: Path, capfd: pytes
     tracker = Tracker(TrackConfig(enabled=False), tmp_path, tmp_path / "lr-0.003", facts, 0, FAST)
     tracker.log(1, {"loss": 1.0})
     tracker.finish("FINISHED")
-    (sent,) = run(SyncConfig(runs=[str(tmp_path / "lr-0.003")]))
-    shown = MlflowStore(default_uri(tmp_path)).client.get_run(sent)
+    run(SyncConfig(runs=[str(tmp_path / "lr-0.003")]))
+    (shown,) = connect(default_uri(tmp_path)).search_runs(["1"])
     assert (shown.data.params, shown.data.metrics) == ({"seed": "1", "lr": "0.003"}, {"train/loss": 1.0})
     assert shown.info.status == "FINISHED"
-    out = capfd.readouterr().out
-    assert "without parameter what?, which this MLflow refuses" in out
-    assert "will never arrive" in out
-
-
-def test_one_folder_is_sent_by_one_process_at_a_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    trained(tmp_path, "run", enabled=False)
-    ready, go = tmp_path / "ready", tmp_path / "go"
-    if (pid := os.fork()) == 0:  # Another process, which has the lock of the folder.
-        lock = FileLock(tmp_path / "run" / LOCK_FILE, by_record=True)
-        lock.acquire()
-        lock.write_owner("host other, pid 1")
-        ready.touch()
-        until(go.exists)
-        os._exit(0)
-    until(ready.exists)
-    assert run(SyncConfig(runs=[str(tmp_path / "run")])) == []
-    assert "run: not sent, because MLflow receives" in (out := capfd.readouterr().out)
-    assert "from host other, pid 1 at this moment" in out
-    go.touch()
-    os.waitpid(pid, 0)
-    assert len(run(SyncConfig(runs=[str(tmp_path / "run")]))) == 1
-    assert page(default_uri(tmp_path), "run")["status"] == "FINISHED"  # Raises if there are two.
-
-
-def test_a_run_may_start_while_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run whose steps run again says so in mlflow.json. Both wrote by way of one hidden file, and one of them failed."""
-    path, fsync = tmp_path / "mlflow.json", os.fsync
-
-    def start_meanwhile(descriptor: int) -> None:
-        monkeypatch.setattr(os, "fsync", fsync)
-        write_states(path, {"sqlite:///b": SyncState("of the run")})
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", start_meanwhile)
-    write_states(path, {"sqlite:///a": SyncState("of the command")})
-    assert read_states(path) == ({"sqlite:///a": SyncState("of the command")}, "")
-    assert not list(tmp_path.glob(".*"))
+    assert "parameter what?" in capfd.readouterr().err
 
 
 def test_a_database_in_memory_is_no_place_to_send_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

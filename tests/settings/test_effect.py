@@ -3,7 +3,6 @@
 import dataclasses
 import typing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -190,7 +189,6 @@ def test_the_plan_says_it_too() -> None:
     [
         (RunConfig, [*RUN, "train.lora_alpha=8"], "train.lora_alpha = 8.0 has no effect without train.lora_rank. Set"),
         (RunConfig, [*RUN, "train.lora_layers=[up]"], "train.lora_layers = ['up'] has no effect without train.lora_rank"),
-        (reports.CompareConfig, ["runs=[a,b]", "data=d", "batch=8"], "data = d, batch = 8 have no effect without score or split. Set what"),
         (weights.ExportConfig, ["weights=w", "format=mae", "out=a.pth", "head=false"], "writes MAE as it was trained"),
         (weights.ExportConfig, ["weights=w", "format=huggingface_mae", "out=a", "image_size=32"], "writes MAE as it was trained"),
         (weights.ScoreConfig, ["weights=w", "data=d", "experiment=e"], "experiment = e has no effect without mlflow"),
@@ -221,8 +219,6 @@ def test_a_protocol_may_have_a_setting_without_effect_and_a_shipped_one_has_none
 
 
 def test_what_is_needed_makes_it_accepted() -> None:
-    loaded: Any = schema.load(reports.CompareConfig, None, ["runs=[a,b]", "split=val", "data=d", "batch=8"])
-    assert loaded.batch == 8
     assert schema.load(weights.ExplainConfig, None, ["weights=w", "layer=3"]).draw == [], "which is all"
     assert (
         schema.load(weights.ScoreConfig, None, ["weights=w", "data=d", "mlflow=http://x", "experiment=e"]).experiment

@@ -15,7 +15,7 @@ from pipeline.base.page import Table
 from pipeline.evaluate import report
 from pipeline.lifecycle.run_folder import Status, read_status
 from pipeline.review import report as run_report
-from pipeline.review.reader import RunReader, from_folder
+from pipeline.review.reader import from_folder
 from pipeline.review.statistics import comparable
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
@@ -74,7 +74,7 @@ def test_a_run_of_which_most_steps_were_skipped_does_not_end_like_others(
     assert any("broken (finished, but " in line for line in comparable(records, []))
     shown = [
         cell
-        for block in run_report.page(records["broken"], RunReader(""))
+        for block in run_report.page(records["broken"])
         if isinstance(block, Table)
         for row in block.rows
         for cell in row

@@ -89,15 +89,13 @@ def test_a_grid_and_its_runs_find_each_other(
     again, children = parent_and_children(uri)
     assert (again.info.run_id, again.info.status) == (parent.info.run_id, "FINISHED")
     assert set(children) == {"lr-0.1", "lr-0.01", "lr-10", "final-seed-3", "final-seed-4"}
-    # The other way: the grid's page names its runs.
     for run in children.values():
-        assert f"runs/{run.info.run_id})" in again.data.tags["mlflow.note.content"]
         assert run.data.tags["group_run_id"] == parent.info.run_id
     assert again.data.metrics["top1"] == result["top1"] == pytest.approx(0.9135)
     assert (again.data.metrics["best_lr"], again.data.metrics["runs_done"]) == (0.1, 5)
     assert [used.dataset.name for used in again.inputs.dataset_inputs] == ["data:train", "data:val"]
-    found = {file.path for file in client(uri).list_artifacts(parent.info.run_id, "figures")}
-    assert found == {"figures/accuracy_by_learning_rate.png", "figures/final_accuracy.png"}
+    found = {file.path for file in client(uri).list_artifacts(parent.info.run_id, "page/figures")}
+    assert found == {"page/figures/accuracy_by_learning_rate.png", "page/figures/final_accuracy.png"}
     assert {"report.md", "results.json"} <= {file.path for file in client(uri).list_artifacts(parent.info.run_id)}
     assert "warning" not in capfd.readouterr().err
 
@@ -157,14 +155,10 @@ def test_a_parent_in_a_store_that_does_not_answer(
     """For a minute nothing said why no run began."""
     monkeypatch.setattr("pipeline.process.waits.NOTICE_SECONDS", 0.1)
     monkeypatch.setattr("pipeline.transfer.track.parent_page._WAIT", 2.0)
-    page = ParentPage(RunFacts("tiny", "grid"), tmp_path / "tiny", tmp_path, f"sqlite:///{tmp_path / 'no.db'}", "vit")
-    monkeypatch.setattr(page, "_is_active", lambda run_id: False)
+    page = ParentPage(RunFacts("tiny", "grid"), tmp_path / "tiny", tmp_path, "http://127.0.0.1:1", "vit")
     assert page.parent_run() == ""
     said = capfd.readouterr().err
-    assert (
-        f"waiting for MLflow at sqlite:///{tmp_path / 'no.db'} to have the run of {tmp_path / 'tiny'}, at most 2 s"
-        in said
-    )
+    assert f"waiting for MLflow at http://127.0.0.1:1 to have the run of {tmp_path / 'tiny'}, at most 2 s" in said
     assert "has not answered: the runs of" in said
     page.__exit__(None, None, None)
 

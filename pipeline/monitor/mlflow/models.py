@@ -1,23 +1,26 @@
-"""Requests about logged and registered models."""
+"""Checkpoints of a run as MLflow's logged models, and as versions of a registered model."""
 
 import json
+import math
+import re
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import UserError
-from pipeline.monitor.mlflow.refusals import one_line
-from pipeline.monitor.mlflow.store import MlflowStore, found_by
-from pipeline.monitor.run_page import NOTE, DatasetFacts, dataset_name, hide_passwords
+from pipeline.monitor.export import Scores, Sent, SentModel, Update, warn
+from pipeline.monitor.mlflow.connection import found_by
+from pipeline.monitor.mlflow.refusals import Refusals
+from pipeline.monitor.run_page import NOTE, ModelFacts, RunFacts, dataset_name
+from pipeline.settings.run import TrackConfig
 
+WEIGHTS = "model.safetensors"
 _REGISTERED = (
     "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
 )
-_VERSIONS = "mlflow.modelVersions"
-WEIGHTS = "model.safetensors"
-# Tags of a logged model that its page shows as parameters as well, which it lists in full.
-_SHOWN = ("run", "path", "sha256")
+# MLflow refuses these in the name of a logged model.
+_NOT_IN_MODEL_NAMES = re.compile(r"[/:.%\"']")
 
 
 def _how_to_load(uri: str, step: int, kind: str, tags: dict[str, str]) -> str:
@@ -37,126 +40,131 @@ SHA-256 of `{WEIGHTS}`: `{tags["sha256"]}`
 The file is read where the run wrote it, and refused if its SHA-256 is another one; uploaded weights are downloaded."""
 
 
-class ModelStore(MlflowStore):
-    """A store with requests about models. Methods raise what MLflow raises."""
+class LoggedModels:
+    """Shows the checkpoints of one run. config: whether weights are uploaded, and the name of a registered model."""
 
-    def create_model(
-        self, experiment_id: str, run_id: str, name: str, step: int, kind: str, tags: dict[str, str]
-    ) -> str:
-        """Show a checkpoint of a run as a logged model; returns its ID. One of a killed sender is used again.
+    def __init__(
+        self, client: Any, experiment_id: str, facts: RunFacts, config: TrackConfig, refusals: Refusals
+    ) -> None:
+        self.client, self.experiment_id = client, experiment_id
+        self.facts, self.config, self.refusals = facts, config, refusals
+        self.evaluated = next((data for data in facts.datasets if data.context == "evaluation"), None)
 
-        tags: also the parameters of its page, with the step. kind: of the architecture. Its description says how to load it.
-        Does not ask for the run, which takes longer the more models it has.
-        """
+    def show(self, found: list[ModelFacts], scores: Scores, sent: Sent, update: Update, ended: bool) -> None:
+        """Create the logged models of new checkpoints, bring known ones up to date, and delete those of removed ones."""
+        present = {model.sha256: model for model in found}
+        for sha256 in sent.models.keys() - present.keys():
+            found_by(partial(self.client.delete_logged_model, sent.models[sha256].model_id))
+            update(models={key: model for key, model in sent.models.items() if key != sha256})
+        for sha256, model in sorted(present.items(), key=lambda item: item[1].step):
+            known, of_step = sent.models.get(sha256), scores.get(model.step, {})
+            is_unregistered = self.config.register and (known is None or known.version is None)
+            if (
+                known
+                and (known.roles, known.num_scores) == (model.roles, len(of_step))
+                and not (ended and is_unregistered)
+            ):
+                continue
+            show = partial(self._show, model, of_step, sent, update)
+            if self.refusals.allows(f"the logged model of {model.path}", show, optional=True) and self.config.register:
+                version = f"{model.path} as a version of the registered model {self.config.register}"
+                self.refusals.allows(version, partial(self._register, model, of_step, sent, update))
+
+    def _show(self, model: ModelFacts, scores: dict[str, tuple[float, int]], sent: Sent, update: Update) -> None:
+        known = sent.models.get(model.sha256)
+        shown = known or SentModel(self._create(model, sent.run_id), model.roles)
+        if shown.roles != model.roles:
+            self.client.set_logged_model_tags(shown.model_id, {"roles": ", ".join(model.roles)})
+        self._link(model, shown.model_id, scores, sent.run_id)
+        shown = replace(shown, roles=model.roles, num_scores=len(scores))
+        update(models={**sent.models, model.sha256: shown})
+
+    def _create(self, model: ModelFacts, run_id: str) -> str:
+        """Returns the ID. A model that a killed sender created is used again."""
         from mlflow.entities import LoggedModelOutput
 
-        mine = f"source_run_id = '{run_id}' AND name = '{name}'"
-        alike = self.client.search_logged_models([experiment_id], mine)
-        found = next((model for model in alike if model.tags.get("sha256") == tags["sha256"]), None)
-        parameters = {"step": str(step), "model": kind, **{key: tags[key] for key in _SHOWN}}
-        parameters = {key: text for key, text in parameters.items() if text}
-        model = found or self.client.create_logged_model(experiment_id, name, run_id, tags, parameters, kind)
-        self.client.set_logged_model_tags(model.model_id, {NOTE: _how_to_load(model.model_uri, step, kind, tags)})
+        kind = self.facts.tags.get("model", "")
+        name = f"{_NOT_IN_MODEL_NAMES.sub('_', self.facts.name)}-step-{model.step:08d}"
+        tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
+        alike = self.client.search_logged_models(
+            [self.experiment_id], f"source_run_id = '{run_id}' AND name = '{name}'"
+        )
+        made = next((one for one in alike if one.tags.get("sha256") == model.sha256), None)
+        outputs = [output.model_id for output in self.client.get_run(run_id).outputs.model_outputs] if made else []
+        # Its page lists parameters in full.
+        shown = {
+            "step": str(model.step),
+            "model": kind,
+            "run": self.facts.name,
+            "path": model.path,
+            "sha256": model.sha256,
+        }
+        parameters = {key: text for key, text in shown.items() if text}
+        made = made or self.client.create_logged_model(self.experiment_id, name, run_id, tags, parameters, kind)
+        note = _how_to_load(made.model_uri, model.step, kind, tags)
+        self.client.set_logged_model_tags(made.model_id, {NOTE: note})
         with tempfile.TemporaryDirectory() as folder:
-            facts = {"uri": model.model_uri, "step": step, **tags}
+            facts = {"uri": made.model_uri, "step": model.step, **tags}
             (Path(folder) / "weights.json").write_text(json.dumps(facts, indent=1))
-            self.client.log_model_artifacts(model.model_id, folder)
-        self.client.finalize_logged_model(model.model_id, "READY")
-        outputs = self.client.get_run(run_id).outputs.model_outputs if found else ()
-        if model.model_id not in (output.model_id for output in outputs):
-            self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
-        return model.model_id
+            self.client.log_model_artifacts(made.model_id, folder)
+        self.client.finalize_logged_model(made.model_id, "READY")
+        if made.model_id not in outputs:
+            self.client.log_outputs(run_id, [LoggedModelOutput(made.model_id, model.step)])
+        file = Path(model.path, WEIGHTS)
+        if self.config.upload_weights and "://" not in model.path and file.is_file():  # It may just have been removed.
+            self.refusals.allows(str(file), partial(self.client.log_model_artifact, made.model_id, str(file)))
+        return str(made.model_id)
 
-    def delete_model(self, model_id: str) -> None:
-        """Delete a logged model if it exists."""
-        found_by(partial(self.client.delete_logged_model, model_id))
-
-    def delete_models(self, run_id: str) -> None:
-        """Delete all logged models of a run, also one that a sender created before it was killed."""
-        for model in self.logged_models(self.client.get_run(run_id).info.experiment_id, run_id):
-            self.delete_model(model.model_id)
-
-    def scores(self, run_id: str) -> tuple[str, dict[int, list[Any]]]:
-        """(ID of the run's experiment, its scores: step -> MLflow's points of evaluations and probes)."""
-        run = self.client.get_run(run_id)
-        points: dict[int, list[Any]] = {}
-        for name in run.data.metrics:
-            if name.startswith(("eval/", "probe/")):
-                for point in self.client.get_metric_history(run_id, name):
-                    points.setdefault(point.step, []).append(point)
-        return run.info.experiment_id, points
-
-    def link_scores(self, run_id: str, model_id: str, points: list[Any], data: DatasetFacts | None) -> None:
-        """Show scores of a run at a logged model, as measured on the data of the evaluation."""
+    def _link(self, model: ModelFacts, model_id: str, scores: dict[str, tuple[float, int]], run_id: str) -> None:
+        """Show the scores of the model's step, as measured on the data of the evaluation."""
         from mlflow.entities import Metric
 
+        data = self.evaluated
         where = {"dataset_name": dataset_name(data), "dataset_digest": data.digest[:36]} if data else {}
-        if points:
-            linked = [Metric(p.key, p.value, p.timestamp, p.step, model_id, **where) for p in points]
+        linked = [
+            Metric(self.facts.sent_name(name), value, at, model.step, model_id, **where)
+            for name, (value, at) in scores.items()
+        ]
+        if linked:
             self.client.log_batch(run_id, metrics=linked)
 
-    def register(self, name: str, run_id: str, model_id: str, tags: dict[str, str]) -> str:
-        """Register a logged model as a version of the registered model `name`; returns the version. One of a killed sender is used again."""
-        self._unless_another_run_did(
-            lambda: self.client.create_registered_model(name, description=_REGISTERED),
-            lambda: self.client.get_registered_model(name) is not None,
-        )
-        model = self.client.get_logged_model(model_id)
-        # The client of a database would look up models:/ in the default store.
-        source = model.model_uri if self.uri.startswith("http") else model.artifact_location
-        tags = {**tags, "model_id": model_id}
-        of_run = self.client.search_model_versions(f"run_id = '{run_id}'")
-        found = next((v for v in of_run if v.name == name and v.tags.get("model_id") == model_id), None)
-        made = found or self.client.create_model_version(name, source, run_id, tags, model_id=model_id)
-        version = str(made.version)
-        # By this tag, which `mlflow.register_model` sets, the page of the logged model names its versions.
-        known = json.loads(model.tags.get(_VERSIONS, "[]"))
-        if (here := {"name": name, "version": version}) not in known:
-            self.client.set_logged_model_tags(model_id, {_VERSIONS: json.dumps([*known, here])})
-        return version
-
-    def set_version_tags(self, name: str, version: str, tags: dict[str, str]) -> None:
+    def _register(self, model: ModelFacts, scores: dict[str, tuple[float, int]], sent: Sent, update: Update) -> None:
+        """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so far."""
+        shown, name = sent.models[model.sha256], self.config.register
+        score, data = scores.get(self.facts.score, (math.nan, 0))[0], self.evaluated.digest if self.evaluated else ""
+        tags = {"run": self.facts.name, "step": str(model.step), "sha256": model.sha256, "model_id": shown.model_id}
+        if math.isfinite(score):
+            tags |= {"score": repr(score), "score_name": self.facts.score, "score_data": data}
+        version = shown.version or self._version(name, sent.run_id, shown.model_id)
         for tag, text in tags.items():
             self.client.set_model_version_tag(name, version, tag, text)
+        if "last" in model.roles:
+            self.client.set_registered_model_alias(name, "last", version)
+        if math.isfinite(score):
+            found = found_by(partial(self.client.get_model_version_by_alias, name, "best"))
+            best, sign = found.tags if found else None, self.facts.metric(self.facts.score).sign
+            if best is not None and (best.get("score_name"), best.get("score_data")) != (self.facts.score, data):
+                warn(
+                    f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')} on data "
+                    f"{best.get('score_data')}) cannot be compared with {self.facts.score} on {data}."
+                )
+            elif best is None or not sign * score <= sign * float(best.get("score", "nan")):
+                self.client.set_registered_model_alias(name, "best", version)
+        # Last: after a kill before this, the next sender sets the aliases.
+        update(models={**sent.models, model.sha256: replace(shown, version=version)})
 
-    def tags_of_alias(self, name: str, alias: str) -> dict[str, str] | None:
-        """Tags of the version that an alias names; None if there is no such alias."""
-        version = found_by(partial(self.client.get_model_version_by_alias, name, alias))
-        return version.tags if version else None
-
-    def find_model(self, uri: str) -> tuple[str, dict[str, str]] | None:
-        """(ID, parameters and tags) of a logged model: models:/ID, models:/NAME@alias, models:/NAME/version, or runs:/ID (its best, else newest).
-
-        None if this store has no such model. Raises UserError for a run without models, and if the store does not answer.
-        """
-        from mlflow.exceptions import MlflowException
-
-        try:
-            model = found_by(lambda: self.client.get_logged_model(self._model_id(uri)))
-        except MlflowException as error:
-            raise UserError(f"{uri}: MLflow at {hide_passwords(self.uri)} does not answer: {one_line(error)}") from None
-        return None if model is None else (model.model_id, {**model.params, **model.tags})
-
-    def _model_id(self, uri: str) -> str:
-        scheme, _, name = uri.partition(":/")
-        name = name.strip("/")
-        if scheme == "runs":
-            found = self.logged_models(self.client.get_run(name).info.experiment_id, name)
-            if not found:
-                raise UserError(f"{uri} has no logged model: only kept, best and last checkpoints are.")
-            found.sort(key=lambda model: ("best" in model.tags.get("roles", ""), int(model.params.get("step", 0))))
-            return found[-1].model_id
-        if "@" in name:
-            version = self.client.get_model_version_by_alias(*name.rsplit("@", 1))
-        elif "/" in name:
-            version = self.client.get_model_version(*name.rsplit("/", 1))
-        else:
-            return name
-        return version.model_id or version.tags.get("model_id", "")
-
-    def download_model_file(self, model_id: str, name: str, folder: Path) -> Path:
-        """Download a file of a logged model's artifacts."""
-        from mlflow.artifacts import download_artifacts
-
+    def _version(self, name: str, run_id: str, model_id: str) -> str:
+        """Register a logged model; returns the version. One of a killed sender is used again."""
+        if found_by(partial(self.client.get_registered_model, name)) is None:
+            self.client.create_registered_model(name, description=_REGISTERED)
+        of_run = self.client.search_model_versions(f"run_id = '{run_id}'")
+        if found := next((one for one in of_run if one.name == name and one.tags.get("model_id") == model_id), None):
+            return str(found.version)
+        # A server looks up models:/, and the client of a database would do so in the default store.
         location = self.client.get_logged_model(model_id).artifact_location
-        return Path(download_artifacts(f"{location}/{name}", dst_path=str(folder), tracking_uri=self.uri))
+        source = f"models:/{model_id}" if self.config.uri.startswith("http") else location
+        made = self.client.create_model_version(name, source, run_id, {"model_id": model_id}, model_id=model_id)
+        # By this tag, which `mlflow.register_model` sets, the page of the logged model names its version.
+        versions = json.dumps([{"name": name, "version": made.version}])
+        self.client.set_logged_model_tags(model_id, {"mlflow.modelVersions": versions})
+        return str(made.version)

@@ -1,14 +1,12 @@
 """What an MLflow store refuses, as against a store that cannot be reached: the one is never sent again, the other waits."""
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
 from pipeline.base.words import on_one_line
-from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
+from pipeline.monitor.export import warn
 from pipeline.monitor.run_page import hide_passwords
-from pipeline.process.start import silence_broken_output
 
 T = TypeVar("T")
 
@@ -24,48 +22,40 @@ _ANSWERS: dict[str | int, tuple[str, str]] = {
     "UNAUTHENTICATED": _ACCESS, "PERMISSION_DENIED": _ACCESS, "ENDPOINT_NOT_FOUND": _NO_REQUEST,
 }  # fmt: skip
 _NO_TRUST = "CERTIFICATE_VERIFY_FAILED"
+# In the text of an error: MLflow has no code for it.
+_TOO_LARGE = "failed with error code 413 "
 
 
 class Refusals:
     """What a store refused, which it would refuse again: each is said once and left out, and the rest goes on.
 
-    warn: receives one line. names: what will never arrive in this store, with the reason.
+    is_active: whether the run exists; a deleted one refuses everything. names: what will never arrive in this store, with the reason.
     """
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
+    def __init__(self, is_active: Callable[[], bool]) -> None:
         self.names: dict[str, str] = {}
-        self._warn = warn
+        self._is_active = is_active
 
-    def allows(
-        self, store: MlflowStore, run_id: str, name: str, request: Callable[[], object], optional: bool = False
-    ) -> bool:
+    def allows(self, name: str, request: Callable[[], object], optional: bool = False) -> bool:
         """Make a request for what `name` names; returns False when it is refused, now or before. Raises other errors.
 
         optional: a store that has no such request refuses it.
         """
         if name in self.names:
             return False
-        if (reason := self._reason(store, run_id, request, optional)) is None:
+        if (reason := self._reason(request, optional)) is None:
             return True
         self.names[name] = reason
-        self._warn(f"MLflow refused {name} ({reason}): it will never arrive there, and the rest goes on.")
+        warn(f"MLflow refused {name} ({reason}): it will never arrive there, and the rest goes on.")
         return False
 
-    def send_each(
-        self,
-        store: MlflowStore,
-        run_id: str,
-        items: Sequence[T],
-        name: Callable[[T], str],
-        request: Callable[[Sequence[T]], object],
-    ) -> None:
+    def send_each(self, items: Sequence[T], name: Callable[[T], str], request: Callable[[Sequence[T]], object]) -> None:
         """Make one request for all items, or one for each if it is refused, so that only what the store refuses is left out."""
-        if self._reason(store, run_id, partial(request, items)) is not None:
+        if self._reason(partial(request, items)) is not None:
             for item in items:
-                self.allows(store, run_id, name(item), partial(request, [item]))
+                self.allows(name(item), partial(request, [item]))
 
-    @staticmethod
-    def _reason(store: MlflowStore, run_id: str, request: Callable[[], object], optional: bool = False) -> str | None:
+    def _reason(self, request: Callable[[], object], optional: bool = False) -> str | None:
         """Why the store refused a request; None if it did not. Raises other errors."""
         try:
             request()
@@ -74,11 +64,21 @@ class Refusals:
             # server without the request for metrics is none of MLflow.
             missing = {"RESOURCE_DOES_NOT_EXIST", *(["ENDPOINT_NOT_FOUND"] if optional else [])}
             is_missing = getattr(error, "error_code", "") in missing
-            # A deleted run refuses everything, which is no refusal of this.
-            if not (is_refusal(error) or is_missing) or not store.is_active(run_id):
+            if not (is_refusal(error) or is_missing) or not self._is_active():
                 raise
             return one_line(error)
         return None
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the store answered that a request is wrong, so that it would refuse it again.
+
+    413 is of a web server before it, with a limit to the size of a request.
+    """
+    # Requests about artifacts raise HTTPError.
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    code = getattr(error, "error_code", "")
+    return status in (400, 413) or code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST") or _TOO_LARGE in str(error)
 
 
 def one_line(error: Exception) -> str:
@@ -105,10 +105,3 @@ def _answer(error: Exception) -> tuple[str, str]:
     # Requests about artifacts raise HTTPError.
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return _ANSWERS.get(getattr(error, "error_code", "") or status, ("cannot be reached", ""))
-
-
-def warn(line: str) -> None:
-    try:
-        print(f"warning: {line}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # The terminal was closed: what sends to MLflow goes on.
-        silence_broken_output()

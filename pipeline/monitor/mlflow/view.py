@@ -37,11 +37,6 @@ _CLOSED = ("eval", "probe", "train", "speed", "health", "Model metrics", "System
 _LARGE = {"columns": 2, "cardHeight": 400}
 
 
-def is_earlier(tag: str) -> bool:
-    """Whether a value of VIEW_TAG is what a version with fewer objectives wrote, and nobody has changed: then it is replaced."""
-    return tag in (view_tag(_OBJECTIVES[:count]) for count in range(1, len(_OBJECTIVES)))
-
-
 def view_tag(objectives: Sequence[str] = _OBJECTIVES) -> str:
     """Value of the experiment's tag VIEW_TAG. objectives: those whose losses have charts of their own, in the order of their table."""
     losses = [f"{name}_{kind}".rstrip("_") for kind in objectives for name in ("train/loss", "eval/val_loss")]

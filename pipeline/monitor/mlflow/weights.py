@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from pipeline.base.errors import UserError
 from pipeline.base.tracking_uri import sqlite_file
 from pipeline.data.storage.checksum_cache import cache_home
-from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
-from pipeline.monitor.mlflow.reading import open_existing
+from pipeline.monitor.mlflow.connection import connect, found_by
+from pipeline.monitor.mlflow.models import WEIGHTS
 from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.monitor.tracking import default_uri
@@ -45,7 +45,8 @@ def weights_path(
     """
     if not is_uri(weights):
         return weights
-    store, model_id, tags = _find_model(weights, tracking_uri, Path(out))
+    uri, model = _find_model(weights, tracking_uri, Path(out))
+    tags = {**model.params, **model.tags}
     path, sha256 = tags.get("path", ""), tags.get("sha256", "")
     if not path or not sha256:
         raise UserError(f"{weights} was not logged by this pipeline: it has no tags path and sha256.")
@@ -58,8 +59,11 @@ def weights_path(
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         try:
+            from mlflow.artifacts import download_artifacts
+
             with tempfile.TemporaryDirectory(dir=folder) as own:  # Another process may download the same.
-                os.replace(store.download_model_file(model_id, WEIGHTS, Path(own)), file)
+                there = f"{model.artifact_location}/{WEIGHTS}"
+                os.replace(download_artifacts(there, dst_path=own, tracking_uri=uri), file)
         except Exception as error:  # Whatever the server, its client or the disk raises.
             raise UserError(
                 f"{weights}: its weights are not in {path} (of step {tags.get('step', '?')}, SHA-256 {sha256[:16]}...), and were not "
@@ -74,8 +78,10 @@ def weights_path(
     return str(file)
 
 
-def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[ModelStore, str, dict[str, str]]:
-    """(store, ID, tags) of a logged model in the first store that has it."""
+def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[str, Any]:
+    """(tracking URI, MLflow's logged model) in the first store that has it."""
+    from mlflow.exceptions import MlflowException
+
     server = os.environ.get("MLFLOW_TRACKING_URI", "")
     setting = "track.uri or " if tracking_uri else ""
     # A run below a grid or a study is given their default database, and looks where one without a track.uri would, before that.
@@ -85,11 +91,40 @@ def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[ModelStore,
         uris += [default_uri(folder) for folder in (out, Path("runs")) if (folder / "mlflow.db").is_file()]
     uris = list(dict.fromkeys(uris or [default_uri(out)]))
     for uri in uris:
-        store = open_existing(ModelStore, uri, out, f"{weights}: ", setting)
-        if model := store.find_model(weights):
-            return store, *model
+        if (database := sqlite_file(uri)) and not database.is_file():  # Which MLflow would create.
+            raise UserError(
+                f"{weights}: there is no MLflow database {database}: set {setting}MLFLOW_TRACKING_URI to the store of the runs."
+            )
+        try:
+            client = connect(uri)
+            if model := found_by(lambda: client.get_logged_model(_model_id(client, weights))):  # noqa: B023  (called here)
+                return uri, model
+        except MlflowException as error:
+            raise UserError(f"{weights}: MLflow at {hide_passwords(uri)} does not answer: {one_line(error)}") from None
     places = ", nor at ".join(hide_passwords(uri) for uri in uris)
     raise UserError(f"{weights} is not found in MLflow at {places}. {setting}MLFLOW_TRACKING_URI names the server.")
+
+
+def _model_id(client: Any, uri: str) -> str:
+    """ID of a logged model: models:/ID, models:/NAME@alias, models:/NAME/version, or runs:/ID (its best, else newest)."""
+    scheme, _, name = uri.partition(":/")
+    name = name.strip("/")
+    if scheme == "runs":
+        experiment = client.get_run(name).info.experiment_id
+        newest = [{"field_name": "creation_timestamp", "ascending": False}]
+        found = client.search_logged_models([experiment], f"source_run_id = '{name}'", order_by=newest)
+        if not found:
+            raise UserError(f"{uri} has no logged model: only kept, best and last checkpoints are.")
+        best = ["best" in model.tags.get("roles", "") for model in found]
+        steps = [int(model.params.get("step", 0)) for model in found]
+        return max(zip(best, steps, (model.model_id for model in found), strict=True))[-1]
+    if "@" in name:
+        version = client.get_model_version_by_alias(*name.rsplit("@", 1))
+    elif "/" in name:
+        version = client.get_model_version(*name.rsplit("/", 1))
+    else:
+        return name
+    return version.model_id or version.tags.get("model_id", "")
 
 
 def with_local_weights(config: C) -> C:

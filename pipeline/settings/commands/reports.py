@@ -6,8 +6,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.settings.schema import REQUIRED, setting
 from pipeline.settings.shared import (
-    batch_size,
-    cpu_threads,
     mlflow_of_runs,
     mlflow_uri,
     refuse_overrides,
@@ -34,7 +32,7 @@ class VtabReportConfig:
         "", "Folder of the report; empty is <first sweep>/report.", output="folder", holds="report of sweeps"
     )
     mlflow: str = mlflow_uri(
-        "MLflow tracking URI for the numbers and files, which are added to the run of the first sweep; empty sends nothing."
+        "MLflow tracking URI for the numbers and files, a run below that of the first sweep; empty sends nothing."
     )
 
     def check(self) -> None:
@@ -45,11 +43,7 @@ class VtabReportConfig:
             )
 
 
-_RUN = "a folder (of a run, a grid, a sweep), or an MLflow run as mlflow:ID"
-_STORE = (
-    "MLflow tracking URI for runs that are given as mlflow:ID; empty is MLFLOW_TRACKING_URI, or else "
-    "sqlite:///runs/mlflow.db."
-)
+_RUN = "the folder of a run, a grid or a sweep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +60,6 @@ class CompareConfig:
     out: str = setting(
         "", "Folder of the comparison; empty is runs/compare/<names>.", output="folder", holds="comparison"
     )
-    mlflow: str = mlflow_uri(_STORE)
-    score: bool = setting(
-        False, "Score the weights of all runs again on one split, with precision, recall and F1 by class."
-    )
-    split: str = setting("", "Split for score=true, which it implies; empty is data.eval_split of the first run.")
-    data: str = setting(
-        "", "Data set for score=true; empty is that of the runs, if they have the same.", path=True, needs="score|split"
-    )
-    batch: int = batch_size(64, "score=true: images per forward pass.", needs="score|split")
-    threads: int = cpu_threads(2, "score=true: decoding threads.", needs="score|split")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +69,10 @@ class RunReportConfig:
     run: str = setting(REQUIRED, f"The run: {_RUN}", path=True)
     out: str = setting(
         "",
-        "Folder of the report; empty is <run>/review, or runs/review/<name> for an MLflow run.",
+        "Folder of the report; empty is <run>/review.",
         output="folder",
         holds="report of a run",
     )
-    mlflow: str = mlflow_uri(_STORE)
 
 
 @dataclass(frozen=True, kw_only=True)

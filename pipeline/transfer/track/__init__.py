@@ -1,5 +1,5 @@
-"""Sends sweeps and grids to MLflow: a parent run with a summary figure, and a child run for each cell or run.
+"""Sends sweeps, grids and studies to MLflow: a parent run with figures, below which the runs of a grid and of a study are shown.
 
-children.py sends child runs; sweep_page.py and grid_page.py say what the pages of a VTAB sweep and of a fine-tuning grid show;
+parent_page.py is what they share; sweep_page.py and grid_page.py say what the pages of a VTAB sweep and of a fine-tuning grid show;
 figures.py draws accuracy by learning rate. Imports what transfer/ may import. Used by transfer/, study/ and launch/.
 """

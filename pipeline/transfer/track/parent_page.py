@@ -8,15 +8,17 @@ from types import TracebackType
 from typing import Self
 
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.monitor.mlflow.refusals import one_line, warn
-from pipeline.monitor.mlflow.state import run_id_of, sent_to
-from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.export import warn
+from pipeline.monitor.mlflow.connection import active_run, connect
+from pipeline.monitor.mlflow.refusals import one_line
+from pipeline.monitor.mlflow.state import sent_to
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, split_facts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.waits import waiting
 from pipeline.settings.run import DataConfig, TrackConfig
-from pipeline.transfer.track.children import PARENT_TAG
 
+# Tag by which MLflow shows a run below another.
+PARENT_TAG = "mlflow.parentRunId"
 # How long the first run waits for its parent, in seconds: a fresh store takes several.
 _WAIT = 60.0
 
@@ -84,10 +86,8 @@ class ParentPage:
         with waiting(f"MLflow at {shown} to have the run of {self.folder}", self._wait) as wait:
             self._wait = 1.0  # A store that is away is not waited for again.
             while wait.left > 0:
-                state = sent_to(self.folder, self.uri)
-                # The state is of this start once its parameters are sent; before, its run may have been deleted.
-                if state.run_id and state.has_parameters and self._is_active(state.run_id):
-                    self._parent = state.run_id
+                if run_id := self._tracker.run_id:
+                    self._parent = run_id
                     return self._parent
                 time.sleep(0.2)
         warn(f"MLflow at {shown} has not answered: the runs of {self.folder} are linked to it later.")
@@ -101,20 +101,14 @@ class ParentPage:
         """A run in this folder belongs to the parent, and is linked at the end if it is not yet."""
         self._folders[folder] = None
 
-    def _is_active(self, run_id: str) -> bool:
-        try:
-            return MlflowStore(self.uri).is_active(run_id)
-        except Exception:  # Whatever the server or its client raises: it is asked again.
-            return False
-
     def complete(self) -> None:
-        """Link runs that were sent before the parent was known, as those of an earlier version."""
+        """Link runs that were sent before the parent was known."""
         try:
-            sent = [folder for folder in self._folders if run_id_of(folder)]
+            sent = [run_id for folder in self._folders if (run_id := sent_to(folder, self.uri).run_id)]
             if sent and (parent := self.parent_run()):
-                store = MlflowStore(self.uri)
-                for folder in sent:
-                    if (run_id := sent_to(folder, self.uri).run_id) and store.is_active(run_id):
-                        store.client.set_tag(run_id, PARENT_TAG, parent)
+                client = connect(self.uri)
+                for run_id in sent:
+                    if active_run(client, run_id):
+                        client.set_tag(run_id, PARENT_TAG, parent)
         except Exception as error:  # Whatever the server or its client raises.
             warn(f"MLflow at {hide_passwords(self.uri)} did not link the runs of {self.folder} ({one_line(error)}).")

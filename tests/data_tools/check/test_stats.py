@@ -200,7 +200,9 @@ def test_the_command_sends_all_of_it_to_mlflow(
     assert run_.info.run_name == f"stats {dataset.path.name}"
     assert run_.data.tags["data_fingerprint"] == dataset.fingerprint
     assert run_.data.metrics == stats.metrics(found)
-    assert sorted(file.path for file in client.list_artifacts(run_.info.run_id)) == sorted([*FILES, "facts.json"])
+    assert sorted(file.path for file in client.list_artifacts(run_.info.run_id)) == sorted(
+        [*FILES, "metrics.jsonl", "page"]
+    )
     for name in FILES:
         sent = Path(client.download_artifacts(run_.info.run_id, name, str(tmp_path)))
         assert sent.read_bytes() == (out / name).read_bytes()

@@ -1,0 +1,92 @@
+"""Opens MLflow servers and databases by MLflow's public client. mlflow is imported only when it is used, because that takes seconds."""
+
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.base.errors import UserError
+from pipeline.base.files import create
+from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
+from pipeline.monitor.mlflow.view import VIEW_KEY, VIEW_TAG
+from pipeline.monitor.run_page import EXPERIMENT_TAGS
+
+T = TypeVar("T")
+
+
+def connect(uri: str) -> Any:
+    """An `MlflowClient`. Raises what MLflow raises, and UserError for a database in memory."""
+    database = sqlite_file(uri)
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # What sends tries again by itself, after it has looked what arrived. MLflow's client would repeat a request that was carried
+    # out although its answer was lost (504 of a web server before it): two runs.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    for name in ("alembic", "mlflow"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Tracebacks of forty lines at each try, which the sender says in one.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # One line for each retry, for hours.
+    # With MLFLOW_TRACKING_INSECURE_TLS, two lines for each request.
+    warnings.filterwarnings("once", message="Unverified HTTPS request")
+    from mlflow.tracking import MlflowClient
+
+    if database and not database.exists():
+        # MLflow makes its tables in some fifty steps. Processes that begin together would each make them, and a kill between two
+        # leaves a database that MLflow does not open again. So the file appears when it has all of them; the first one wins.
+        database.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=database.parent, prefix=".mlflow.") as folder:
+            MlflowClient(tracking_uri=sqlite_uri(Path(folder, "new.db"))).search_experiments(max_results=1)
+            create(database, Path(folder, "new.db").read_bytes())
+    return MlflowClient(tracking_uri=uri)
+
+
+def experiment_id(client: Any, name: str, artifact_location: str | None) -> str:
+    """ID of an experiment, which is created if it is missing, with its description and the project's view.
+
+    Raises UserError if it was deleted: MLflow keeps its name until `mlflow gc`.
+    """
+    from mlflow.exceptions import MlflowException
+
+    if (experiment := client.get_experiment_by_name(name)) is None:
+        try:
+            return str(client.create_experiment(name, artifact_location, EXPERIMENT_TAGS))
+        except MlflowException:  # Another run that began at the same time created it.
+            if (experiment := client.get_experiment_by_name(name)) is None:
+                raise
+    if experiment.lifecycle_stage != "active":
+        raise UserError(
+            f"has deleted experiment {name!r} (`mlflow experiments restore --experiment-id {experiment.experiment_id}` restores it; or "
+            "set track.experiment=...)"
+        )
+    return str(experiment.experiment_id)
+
+
+def page_of(uri: str, experiment: str) -> str:
+    """Path of an experiment's page on a server of this store: MLflow's page for model training, with this project's view."""
+    if (found := connect(uri).get_experiment_by_name(experiment)) is None:
+        return "/"
+    view = f"&viewStateShareKey={VIEW_KEY}" if VIEW_TAG in found.tags else ""
+    return f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning{view}"
+
+
+def active_run(client: Any, run_id: str) -> Any:
+    """An MLflow run; None if it does not exist or is deleted. A deleted run refuses everything."""
+    run = found_by(lambda: client.get_run(run_id)) if run_id else None
+    return run if run and run.info.lifecycle_stage == "active" else None
+
+
+def found_by(request: Callable[[], T]) -> T | None:
+    """The answer to a request; None if what it names does not exist. Raises other errors."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return request()
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
