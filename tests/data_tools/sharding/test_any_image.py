@@ -1,22 +1,26 @@
 """Data sets of images that are not three 8-bit colours: what is one sample, what its values mean, and what is left out."""
 
 import io
+import os
+import signal
 import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import imagecodecs
 import numpy as np
+import pyarrow as pa
 import pytest
 import tifffile
 from PIL import Image
-from raw_images import encoded, jpeg, settings, write_folder
+from raw_images import encoded, jpeg, noise, settings, write_folder
 
 from data_tools.check import stats, verify
 from data_tools.sharding import index, shard
-from data_tools.sharding.values import bin_values, bins_of
+from data_tools.sharding.values import FOLDER, ChannelCounts, count_values, counted_values, value_jobs, with_values
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
+from pipeline.data.dataset.exclusion import write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
@@ -104,7 +108,7 @@ def test_the_range_is_that_of_the_training_split(ray_cluster: int, tmp_path: Pat
     for channel in range(3):
         values = of_training[:, channel]
         low, high = np.quantile(values, [0.001, 0.999], method="inverted_cdf")
-        assert (abs(pixels.low[channel] - low), abs(pixels.high[channel] - high)) <= (1, 1)
+        assert (pixels.low[channel], pixels.high[channel]) == (low, high)
         scaled = (np.clip(values.astype(float), pixels.low[channel], pixels.high[channel]) - pixels.low[channel]) / (
             pixels.high[channel] - pixels.low[channel]
         )
@@ -116,6 +120,43 @@ def test_the_range_is_that_of_the_training_split(ray_cluster: int, tmp_path: Pat
     assert full["fingerprint"] == reopened.fingerprint != dataset.fingerprint
     stats.run(StatsConfig(data=str(dataset.path), values=["0", "4095"], sheet=0))
     assert open_dataset(dataset.path).pixels.high == (4095.0,) * 3
+
+
+def test_a_killed_measurement_goes_on_and_gives_the_same_numbers(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    written = arrays("uint16", 2, 25)
+    source = write_folder({f"{key}.npy": npy(values) for key, values in written.items()}, tmp_path / "raw")
+    whole = shard.run(settings(source, tmp_path / "out", samples_per_shard=2, values_images=0))
+    out = whole.path
+    everything = np.stack(list(written.values())).reshape(-1, 2)
+    low, high = np.quantile(everything, [0.001, 0.999], axis=0, method="inverted_cdf")
+    assert whole.pixels.low + whole.pixels.high == (*low, *high)
+    assert not (out / FOLDER).exists()
+    record_pixels(whole, replace(whole.pixels, low=(), high=(), mean=(), std=()))
+    (out / FOLDER).mkdir()
+    if not (process := os.fork()):
+        for job in value_jobs(open_dataset(out), "train", 0, out / FOLDER)[:5]:
+            count_values(job)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    parts = sorted((out / FOLDER).glob("*.npz"))
+    assert len(parts) == 5
+    parts[0].write_bytes(parts[0].read_bytes()[:-100])  # As after a failure of the disk.
+    capfd.readouterr()
+    again = {"data": str(out), "values": ["percentiles"], "values_images": 0, "sheet": 0}
+    for num_tasks in (2, 1):
+        stats.run(StatsConfig(**again, num_tasks=num_tasks))
+        assert open_dataset(out).info == whole.info
+        assert not (out / FOLDER).exists()
+        assert ("4 shards of 13" in capfd.readouterr().out) == (num_tasks == 2)
+    key = whole.table("train").keys([0])
+    write_list(whole, "dark", pa.table({"split": ["train"], "row": [0], "key": key, "reason": ["dark"]}))
+    stats.run(StatsConfig(**again))
+    assert open_dataset(out).fingerprint != whole.fingerprint
+    assert open_dataset(out).split("train").excluded_by == {"dark": 1}
+    stats.run(StatsConfig(**{**again, "values_images": 7}))
+    said = capfd.readouterr().out
+    assert "24 of 25 images" in said
+    assert "7 of 25 images" in said
 
 
 def test_values_that_were_not_measured_are_refused_in_training(ray_cluster: int, tmp_path: Path) -> None:
@@ -132,17 +173,32 @@ def test_values_that_were_not_measured_are_refused_in_training(ray_cluster: int,
     assert len(open_dataset(tmp_path / "out").split("train")) == 12
 
 
-@pytest.mark.parametrize("kind", ["float32", "float64", "int32", "uint32"])
-def test_bins_of_wide_types_keep_the_order_and_three_digits(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["bool", "int8", "uint16", "int16", "int32", "uint32", "int64", "float16", "float32", "float64"]
+)
+def test_counts_are_numpys(kind: str) -> None:
+    """Exactly where integers are below 2^21 and floats have 16 bits, else of values within 1/8192."""
     rng = np.random.default_rng(0)
-    values = np.concatenate([rng.normal(0, 10.0**n, 200) for n in range(0, 9, 2)])
-    values = np.abs(values).astype(kind) if kind == "uint32" else values.astype(kind)
-    bins = bins_of(values)
-    assert (np.diff(bins[np.argsort(values, kind="stable")]) >= 0).all()
-    middle = bin_values(Pixels(("x",), kind, (0.0,), (1.0,), (0.5,), (1.0,)))[bins]
-    assert np.abs(middle - values.astype(float)).max() <= 1e-3 * np.abs(values.astype(float)).max()
-    large = np.abs(values.astype(float)) > 1
-    assert (np.abs(middle - values)[large] <= 1.1e-3 * np.abs(values.astype(float))[large]).all()
+    images = [rng.normal(0, 10.0 ** (n % 5), (40, 30)) for n in range(9)]
+    images = [(np.abs(image) if kind[0] == "u" else image).astype(kind) for image in images]
+    for image in images if np.dtype(kind).kind == "f" else ():
+        image[0, :4] = np.finfo(kind).max, np.finfo(kind).min, 0.0, -0.0
+    counts = ChannelCounts()
+    for image in images:
+        counts.add(*counted_values(image.ravel()))
+    values = np.stack(images).astype(float)
+    found, of_each = counts.total()
+    if kind in ("float32", "float64"):
+        spread = np.repeat(found, of_each)
+        np.testing.assert_allclose(spread, np.sort(values.ravel()), rtol=1 / 8192)
+        assert np.isfinite(found).all()
+    else:
+        expected = np.unique(values, return_counts=True)
+        assert np.array_equal(found, expected[0])
+        assert np.array_equal(of_each, expected[1])
+        low, high = np.quantile(values, [0.001, 0.999], method="inverted_cdf")
+        pixels = with_values(Pixels(("x",), kind, (), (), (), ()), ["percentiles"], [(found, of_each)])
+        assert pixels.low + pixels.high == (low, max(high, low + 1))
 
 
 def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, tmp_path: Path, capfd) -> None:
@@ -274,6 +330,7 @@ def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: i
     assert dataset.pixels == RGB8
     assert "pixels" not in dataset.info
     assert len(stored(dataset)) == 21
+    (source / "cat/gray.jpg").write_bytes(encoded(noise(1, mode="L"), "JPEG"))
     ranged = shard.run(settings(source, tmp_path / "ranged", max_bad_share=0.1, values=["10", "200"]))
     assert (ranged.pixels.low, ranged.pixels.high, ranged.pixels.is_rgb8) == ((10.0,) * 3, (200.0,) * 3, True)
     reduced = shard.run(settings(source, tmp_path / "reduced", to_rgb8=True))
