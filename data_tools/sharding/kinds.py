@@ -6,7 +6,7 @@ Nothing is guessed: a source whose images differ, or whose files have several pa
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.images.stored import DecodeError, StoredImage
-from pipeline.data.loading.decode import alpha_and_pages, stored_image
+from pipeline.data.loading.decode import stored_image
 from pipeline.settings.commands.data import ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
@@ -91,7 +91,8 @@ def pixels_of(
     if not joined:
         num_photographs = sum(count for kind, count in kinds.items() if kind.is_photograph)
         if num_photographs >= _MOST * kinds.total() and not channels:
-            return RGB8  # Others are bad images, as are all if none could be read.
+            _note_others([kind for kind in kinds if not kind.is_photograph], kinds, examples, "8-bit photographs")
+            return RGB8  # Also if none could be read.
         kinds = Counter({kind: count for kind, count in kinds.items() if not kind.is_photograph or channels})
     num_channels = _num_channels(kinds, examples, pages) * max(len(joined), 1)
     names = tuple(channels) or tuple(joined) or _default_names(num_channels)
@@ -133,16 +134,30 @@ def _num_channels(kinds: Counter[_ImageKind], examples: dict[_ImageKind, str], p
                 f"{counted(kind.pages * kind.channels, 'channel')}), pages=samples ({kind.pages} images), pages=first or pages=middle (one "
                 "of them, the others are not used)."
             )
+    channels_of = {kind: kind.channels * (kind.pages if pages == "channels" else 1) for kind in kinds}
     counts = Counter[int]()
     for kind, count in kinds.items():
-        counts[kind.channels * (kind.pages if pages == "channels" else 1)] += count
+        counts[channels_of[kind]] += count
     num_channels, count = counts.most_common(1)[0]
     if count < _MOST * counts.total():
         raise UserError(
             f"images differ in their channels: {'; '.join(sorted(examples.values())[:4])}. Put those of one kind into a folder of their own, "
             "or reduce all to 8-bit RGB: to_rgb8=true"
         )
+    others = [kind for kind in kinds if channels_of[kind] != num_channels]
+    _note_others(others, kinds, examples, counted(num_channels, "channel"))
     return num_channels
+
+
+def _note_others(
+    others: list[_ImageKind], kinds: Counter[_ImageKind], examples: dict[_ImageKind, str], most: str
+) -> None:
+    """Print which images are bad ones, because most are of another kind."""
+    if others:
+        print(
+            f"note: of {kinds.total():,} images tried, {sum(kinds[kind] for kind in others):,} differ from most ({most}) and are bad images, such as "
+            f"{examples[others[0]]}"
+        )
 
 
 def _default_names(count: int) -> tuple[str, ...]:
@@ -234,11 +249,11 @@ def channel_hint(listing: Listing) -> str:
         found = [pattern.fullmatch(key) for key in keys[:_MOST_NAMES]]
         pairs = {(match["sample"], match["channel"]) for match in found if match}
         channels, samples = {channel for _, channel in pairs}, {sample for sample, _ in pairs}
-        # Nearly all files, nearly all channels of nearly all samples.
+        # Nearly all files, and most channels of each sample: plates may have different ones.
         if (
             len(pairs) == len(found)
             and 2 <= len(channels) <= 32
-            and len(pairs) > 0.9 * len(channels) * len(samples)
+            and len(pairs) > 0.7 * len(channels) * len(samples)
             and len(samples) > 1
         ):
             return (
@@ -340,21 +355,3 @@ def _to_rgb8(values: np.ndarray, stored: StoredImage) -> np.ndarray:
     low, high = FULL_RANGE[values.dtype.name]
     scaled = np.rint((values.astype(np.float64) - low) * (255 / (high - low))).astype(np.uint8)
     return scaled[..., 0] if stored.channels == 1 else np.ascontiguousarray(scaled[..., :3])
-
-
-def left_out(data: bytes, pixels: Pixels) -> list[str]:
-    """What training does not read of a file: "alpha", "pages" (all but one). Raises DecodeError."""
-    if data.startswith(b"\xff\xd8"):
-        return []
-    alpha, pages = alpha_and_pages(data)
-    uses_pages = not pixels.is_rgb8 and pages > 1 and stored_image(data).channels * pages == pixels.num_channels
-    return ["alpha"] * alpha + ["pages"] * (pages > 1 and not uses_pages)
-
-
-def describe_left_out(counts: Mapping[str, int]) -> list[str]:
-    """Lines to print about what training does not read."""
-    words = {"alpha": "an alpha channel", "pages": "pages beside the one that is used"}
-    return [
-        f"note: {counted(count, 'image')} with {words[what]}, which training does not read"
-        for what, count in counts.items()
-    ]

@@ -30,7 +30,7 @@ from data_tools.sharding.holdout import (
     hold_out,
     with_groups,
 )
-from data_tools.sharding.kinds import describe_left_out, join_channels, source_pixels, split_pages
+from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
@@ -50,6 +50,7 @@ from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import read_bytes, replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, name_inside, remove_tree
 from pipeline.data.storage.parquet import open_parquet
@@ -318,7 +319,7 @@ def _finish(
         source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
     rows = {name: plan.order[first:last] for name, (first, last) in zip(plan.names, plan.bounds, strict=True)}
     tables = (add_groups(read_rows(part_path(out, shard.name)), listing, rows[shard.name]) for shard in kept)
-    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names, pixels)
+    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names, pixels, unread)
 
 
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:

@@ -10,6 +10,7 @@ import json
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -126,8 +127,8 @@ def measure_values(
     print(f"values of {images:,} of {counted(dataset.info['samples'][split], 'image')} of split {split!r}{resumed}:")
     for number, channel in enumerate(pixels.channels):
         low, high = measured.low[number], measured.high[number]
-        there, total = totals[number]
-        beyond = total[(there < low) | (there > high)].sum() / total.sum()
+        there, occur = totals[number]
+        beyond = occur[(there < low) | (there > high)].sum() / occur.sum()
         gone = f", {missing[number]:,} missing" if missing[number] else ""
         print(
             f"  channel {channel}: {low:g} to {high:g} become 0 to 1 (mean {measured.mean[number]:.4f}, deviation "
@@ -195,9 +196,11 @@ def count_values(job: ValuesJob) -> ValueCounts:
                 of_channel = values[..., channel][there[..., channel]]
                 total.add(*counted_values(of_channel))
                 missing[channel] += values[..., channel].size - of_channel.size
-    arrays = {f"{name}{n}": array for n, of in enumerate(counts) for name, array in zip("vc", of.total(), strict=True)}
+    arrays: dict[str, Any] = {"missing": missing, "bad": json.dumps(bad)}
+    for channel, total in enumerate(counts):
+        arrays[f"values{channel}"], arrays[f"counts{channel}"] = total.total()
     with replacing(part) as file:
-        np.savez(file, missing=missing, bad=json.dumps(bad), **arrays)
+        np.savez(file, **arrays)
     return ValueCounts(counts, missing, bad)
 
 
@@ -205,7 +208,7 @@ def _load(part: AnyPath, pixels: Pixels) -> ValueCounts | None:
     """The result of an earlier start; None if its file is damaged."""
     try:
         with np.load(io.BytesIO(read_bytes(part))) as found:
-            counts = [ChannelCounts([(found[f"v{n}"], found[f"c{n}"])]) for n in range(pixels.num_channels)]
+            counts = [ChannelCounts([(found[f"values{n}"], found[f"counts{n}"])]) for n in range(pixels.num_channels)]
             return ValueCounts(counts, found["missing"].tolist(), json.loads(str(found["bad"])), made=False)
     except (zipfile.BadZipFile, ValueError, KeyError, EOFError):
         return None

@@ -14,7 +14,7 @@ import cv2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.sharding.kinds import encoded, joined, left_out
+from data_tools.sharding.kinds import encoded, joined
 from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Reader
 from data_tools.sources.images import shrink
@@ -25,7 +25,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard, file_sha256
-from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect
+from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect, left_out
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
 from pipeline.data.storage.content import content_hash
@@ -41,7 +41,7 @@ _MAX_PARTS = 1000
 _PLACE = ("path", "offset", "size", "packed", "page", "parts")
 _CHECKSUM = b"part_xxh128"
 # An image for the shard: the file, extension, width, height, whether a conversion has filled what could not be read, and what training does
-# not read of the source file (`kinds.left_out`).
+# not read of the source file (`decode.left_out`).
 _Image = tuple[bytes, str, int, int, bool, set[str]]
 
 
@@ -312,7 +312,7 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> _Image | 
             image = joined(files, job.pixels)
             if job.config.inspect == "decode":
                 decode(image[0], pixels=job.pixels)
-            return *image, False, {what for file in files for what in left_out(file, RGB8)}
+            return *image, False, {what for file in files for what in left_out(file, None)}
         return _image(reader.read(*of_file), page, job)
     except UserError:  # For example, the object store cannot be reached.
         raise

@@ -21,8 +21,9 @@ from pipeline.data.dataset.manifest import Dataset
 from pipeline.evaluate import predict
 from pipeline.evaluate.adhoc_split import open_adhoc_split
 from pipeline.evaluate.loaded_model import load_model
+from pipeline.explain import features
 from pipeline.settings import schema
-from pipeline.settings.commands.weights import PredictConfig
+from pipeline.settings.commands.weights import FeaturesConfig, PredictConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 8
@@ -121,6 +122,14 @@ def test_files_folders_and_tars_give_what_the_data_set_gives(weights: Path, data
     assert [(row["class"], row["probability"]) for row in of_tar] == expected
     mixed = run(weights, f"['{paths[5]}','{tar}','{paths[0]}']", "top=1")
     assert [row["probability"] for row in mixed] == [of_folder[str(paths[i])] for i in (5, 0, 1, 2, 3, 4, 5, 0)]
+
+
+def test_what_is_left_out_of_files_is_counted(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
+    for i, content in enumerate(files_of(data)[:BAD]):
+        Image.open(io.BytesIO(content)).convert("RGBA" if i else "RGB").save(tmp_path / f"{i}.png")
+    run(weights, tmp_path, "batch=2")
+    features.run(schema.load(FeaturesConfig, None, [f"weights={weights}", f"images={tmp_path}", "device=cpu", f"out={tmp_path / 'f.parquet'}"]))  # fmt: skip
+    assert capsys.readouterr().out.count("2 images with an alpha") == 2
 
 
 def test_labels_of_a_tar(tmp_path: Path) -> None:

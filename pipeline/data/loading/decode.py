@@ -17,6 +17,7 @@ from PIL import Image, ImageFile
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.words import counted
+from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import (
     MIRRORED,
     UPSIDE_DOWN,
@@ -74,7 +75,9 @@ _BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1"
 # How an unfinished download ends whose space was reserved before.
 _EMPTY_BLOCK = bytes(4096)
 _EXIF_ORIENTATION = 0x0112
-_EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
+_EXIF, _PROFILE, _START_OF_SCAN = b"Exif\0\0", b"ICC_PROFILE\0", b"\xda"
+# Colour primaries (ISO 23091-2) of sRGB, and unspecified.
+_SRGB_PRIMARIES = (1, 2)
 # JPEG: end-of-image marker. PNG: name and checksum of the last chunk.
 _JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 # Number of bytes searched for EXIF when the segments of a JPEG are malformed.
@@ -190,11 +193,40 @@ def stored_image(data: bytes) -> StoredImage:
     return StoredImage(ext, height, width, channels, "uint8", read, pages, alpha=alpha)
 
 
-def alpha_and_pages(data: bytes) -> tuple[bool, int]:
-    """(whether an image has alpha, its number of pages or frames), by its header. Raises DecodeError."""
-    if stored := _stored(data, _format(data)):
-        return stored.alpha, stored.pages
-    return with_pillow(data, _alpha_and_frames)
+def left_out(data: bytes, pixels: Pixels | None) -> list[str]:
+    """What `decode` leaves out of an image, by its header: names of `stored.LEFT_OUT`. pixels: None for those of the first page. Raises DecodeError."""
+    ext = _format(data)
+    if ext == "jpg":
+        return ["profile"] if has_other_colours(_jpeg_profile(data)) else []
+    if stored := _stored(data, ext):
+        return stored.left_out(pixels)
+    alpha, frames, profile = with_pillow(data, lambda image: (*_alpha_and_frames(image), image.info.get("icc_profile")))
+    in_boxes = ext in ("heic", "avif")
+    bits, is_other = _bits_and_colours_of_boxes(data) if in_boxes else (8, has_other_colours(profile))
+    facts = {"alpha": alpha, "pages": frames > 1, "bits": bits > 8, "profile": is_other}
+    return [what for what, is_so in facts.items() if is_so]
+
+
+def _jpeg_profile(data: bytes) -> bytes:
+    """The first part of a JPEG's colour profile, up to 64 KB; empty without one."""
+    end = _start_of_scan(data)
+    begin = data.find(_PROFILE, 0, end) + len(_PROFILE) + 2  # The numbers of the part and of all follow.
+    return (
+        data[begin : min(begin + int.from_bytes(data[begin : begin + 4], "big"), end)]
+        if begin > len(_PROFILE) + 1
+        else b""
+    )
+
+
+def _bits_and_colours_of_boxes(data: bytes) -> tuple[int, bool]:
+    """(most bits of a value, whether colours are not sRGB's) of a HEIC or AVIF, by the boxes `pixi` and `colr` of its items."""
+    end = data.find(b"mdat")
+    boxes = [place.end() for place in re.finditer(b"pixi", data[:end])]
+    bits = max((max(data[at + 5 : at + 5 + data[at + 4]], default=8) for at in boxes), default=8)
+    if (at := data.find(b"colrprof", 0, end)) >= 0:  # Counts before numbers.
+        return bits, has_other_colours(data[at + 8 : end])
+    at = data.find(b"colrnclx", 0, end)
+    return bits, at >= 0 and int.from_bytes(data[at + 8 : at + 10], "big") not in _SRGB_PRIMARIES
 
 
 def _alpha_and_frames(image: Image.Image) -> tuple[bool, int]:

@@ -2,16 +2,19 @@
 
 import io
 import struct
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import imagecodecs
 import numpy as np
 import pytest
+import tifffile
 from heic_files import HEIC
 from PIL import Image
 
-from pipeline.architecture.pixels import Pixels
-from pipeline.data.loading.decode import DecodeError, check_end, decode, decode_with_orientation, inspect
+from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.data.loading.decode import DecodeError, check_end, decode, decode_with_orientation, inspect, left_out
 
 Encode = Callable[..., bytes]
 # Three blocks of a colour that JPEG keeps within a few levels, so that all orientations can be distinguished.
@@ -375,3 +378,57 @@ def test_a_damaged_tiff_is_an_error_and_no_line_without_its_name(capfd: pytest.C
     with pytest.raises(DecodeError):
         decode(bytes(data))
     assert capfd.readouterr().err == ""
+
+
+def profile(space: bytes, primaries: dict[bytes, tuple[float, ...]]) -> bytes:
+    """An ICC profile of these primaries, and of no more than is needed to tell its colours."""
+    tags, content = b"", b""
+    for name, numbers in primaries.items():
+        tags += name + struct.pack(">2I", 132 + 12 * len(primaries) + len(content), 20)
+        content += b"XYZ \0\0\0\0" + struct.pack(">3i", *(round(65536 * number) for number in numbers))
+    body = space.rjust(16, b"\0").ljust(124, b"\0") + struct.pack(">I", len(primaries)) + tags + content
+    return struct.pack(">I", 4 + len(body)) + body
+
+
+# As the profiles of these names have them (adapted to D50).
+DISPLAY_P3 = {b"rXYZ": (0.5151, 0.2412, -0.0011), b"gXYZ": (0.2919, 0.6922, 0.0419), b"bXYZ": (0.1572, 0.0666, 0.7841)}
+SRGB = {b"rXYZ": (0.4361, 0.2225, 0.0139), b"gXYZ": (0.3851, 0.7169, 0.0971), b"bXYZ": (0.1431, 0.0606, 0.7141)}
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+def test_profiles_other_than_srgb_are_left_out(encode: Encode, noise: np.ndarray, format: str) -> None:
+    for space, primaries, expected in ((b"RGB ", DISPLAY_P3, ["profile"]), (b"RGB ", SRGB, []), (b"CMYK", {}, ["profile"]), (b"GRAY", {}, [])):  # fmt: skip
+        icc = profile(space, primaries)
+        assert left_out(encode(noise, format, icc_profile=icc), RGB8) == expected
+        assert left_out(encode(noise, format, icc_profile=icc[:140]), RGB8) == ["profile"] * (space != b"GRAY"), "cut"
+        if format == "JPEG":
+            ink = Image.fromarray(noise).convert("CMYK")
+            assert left_out(encode(ink, format, icc_profile=icc, exif=exif(6)), RGB8) == expected
+        if format == "TIFF":
+            file = io.BytesIO()
+            tifffile.imwrite(file, noise.astype(np.uint16), photometric="rgb", iccprofile=icc)
+            assert left_out(file.getvalue(), None) == expected
+        if format == "PNG":
+            png, content = imagecodecs.png_encode(noise.astype(np.uint16)), b"x\0\0" + zlib.compress(icc)
+            chunk = (
+                struct.pack(">I", len(content)) + b"iCCP" + content + struct.pack(">I", zlib.crc32(b"iCCP" + content))
+            )
+            assert left_out(png[:33] + chunk + png[33:], None) == expected
+
+
+def test_bits_bands_alpha_and_frames_are_left_out(encode: Encode, noise: np.ndarray) -> None:
+    assert left_out(HEIC["ten bits"], RGB8) == left_out(HEIC["ten bits, grey"], RGB8) == ["bits"]
+    assert left_out(HEIC["tiles"], RGB8) == left_out(HEIC["turned"], RGB8) == []
+    for bits in (8, 10, 12):
+        values = noise if bits == 8 else noise.astype(np.uint16) << (bits - 8)
+        assert left_out(imagecodecs.avif_encode(values, bitspersample=bits), RGB8) == ["bits"] * (bits > 8)
+    file = io.BytesIO()
+    np.save(file, np.zeros((20, 30, 5), np.uint16))
+    five = Pixels(tuple("abcde"), "uint16", (), (), (), ())
+    assert [left_out(file.getvalue(), pixels) for pixels in (RGB8, five, None)] == [["bits", "bands"], [], []]
+    transparent = Image.fromarray(noise)
+    transparent.putalpha(3)
+    for format in ("PNG", "WEBP", "AVIF", "TIFF"):
+        assert left_out(encode(transparent, format), RGB8) == ["alpha"]
+    frames = encode(Image.fromarray(noise), "GIF", save_all=True, append_images=[Image.fromarray(255 - noise)])
+    assert left_out(frames, RGB8) == ["pages"]

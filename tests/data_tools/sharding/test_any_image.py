@@ -333,15 +333,21 @@ def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: i
     (source / "cat/gray.jpg").write_bytes(encoded(noise(1, mode="L"), "JPEG"))
     ranged = shard.run(settings(source, tmp_path / "ranged", max_bad_share=0.1, values=["10", "200"]))
     assert (ranged.pixels.low, ranged.pixels.high, ranged.pixels.is_rgb8) == ((10.0,) * 3, (200.0,) * 3, True)
+    capfd.readouterr()
     reduced = shard.run(settings(source, tmp_path / "reduced", to_rgb8=True))
+    assert reduced.left_out == {"bits": 2}
     assert np.array_equal(stored(reduced)["dog/deep"], np.full((9, 9, 3), round(40_000 / 257), np.uint8))
     half = {f"dog/{i}.tif": tiff(np.zeros((9, 9, 4), np.uint16)) for i in range(15)}
     with pytest.raises(UserError, match="to_rgb8"):
         shard.run(settings(write_folder({**photographs, **half, **{f"dog/x{i}.npy": npy(np.zeros((5, 5), "f4")) for i in range(9)}}, tmp_path / "mixed"), tmp_path / "no"))  # fmt: skip
     alpha = {f"cat/{i}.png": encoded(Image.fromarray(np.full((8, 8, 4), i, np.uint8)), "PNG") for i in range(3)}
     capfd.readouterr()
-    shard.run(settings(write_folder(alpha, tmp_path / "alpha"), tmp_path / "flat"))
-    assert "3 images with an alpha channel" in capfd.readouterr().out
+    flat = shard.run(settings(write_folder(alpha, tmp_path / "alpha"), tmp_path / "flat"))
+    report = stats.run(StatsConfig(data=str(flat.path), sheet=0))
+    verified = verify.run(VerifyConfig(data=str(flat.path)))
+    print(*flat.split("train").notes())
+    assert capfd.readouterr().out.count("3 images with an alpha channel") == 4
+    assert report["left_out"] == verified["left_out"] == open_dataset(flat.path).left_out == {"alpha": 3}
 
 
 def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path, capfd) -> None:
@@ -362,7 +368,7 @@ def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path, c
     check(dataset, {key: values[..., :4] for key, values in written.items()})
     assert index.run(config).info == dataset.info
     report = verify.run(VerifyConfig(data=str(dataset.path)))
-    assert (report["is_whole"], report["left_out"]) == (True, {"alpha": 12})
+    assert (report["is_whole"], report["left_out"], dataset.left_out) == (True, {"alpha": 12}, {"alpha": 12})
 
 
 def test_gray_photographs_can_have_one_channel(ray_cluster: int, tmp_path: Path) -> None:
