@@ -133,12 +133,13 @@ def group_name(value: Any, where: str) -> str:
     return name
 
 
-def check_columns(there: list[str], wanted: dict[str, str], where: str) -> None:
-    """Raises UserError for a column that is missing, there twice or wanted twice. wanted: setting -> name of the column."""
-    for (one, name), (other, same) in itertools.combinations(wanted.items(), 2):
+def check_columns(there: list[str], wanted: list[tuple[str, str]], where: str) -> None:
+    """Raises UserError for a column that is missing, there twice or wanted twice. wanted: (setting, name of the column); without "" as name."""
+    wanted = [(setting, column) for setting, column in wanted if column]
+    for (one, name), (other, same) in itertools.combinations(wanted, 2):
         if name == same:
             raise UserError(f"{one} and {other} name the same column, {name!r}, of {where}.")
-    for setting, column in wanted.items():
+    for setting, column in wanted:
         if column not in there:
             raise UserError(f"{where} has no column {column!r} ({setting}). It has: {shortened(', '.join(there))}.")
         if (count := there.count(column)) > 1:

@@ -50,7 +50,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     "(splits.train=train splits.val=val)"
                 )
                 collector.notes += [] if unused in collector.notes else [unused]
-            check_columns(schema.names, {setting: name for setting, name in wanted.items() if name}, str(path))
+            check_columns(schema.names, list(wanted.items()), str(path))
             if column:
                 known = given or _class_label_names(schema, column, f"{path}, its metadata `huggingface`")
                 if labels is None:

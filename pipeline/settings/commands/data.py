@@ -32,7 +32,7 @@ def _channels() -> list[str]:
     return setting(
         list,
         "Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else c0, c1, ... Gray "
-        "photographs are RGB, and one channel with channels=gray.",
+        "photographs are RGB, and one channel with channels=gray. With one file per channel: those that are used; [1:dapi,3:gfp] renames.",
         distinct=True,
     )
 
@@ -127,6 +127,13 @@ class ShardConfig:
         "list: column of paths, relative to the list's folder, absolute, or URLs (s3://, gs://).",
         needs="layout=auto,list",
     )
+    channel_columns: list[str] = setting(
+        list,
+        "list: with one file per channel, the columns of their paths, instead of path_column; channels have the names of the columns. A row is "
+        "one image.",
+        distinct=True,
+        needs="layout=auto,list",
+    )
     label_column: str = setting(
         "label",
         "parquet, list: column of labels: names, numbers, or lists of them; empty is none.",
@@ -199,6 +206,10 @@ class ShardConfig:
         """Check what depends on several settings. Raises UserError."""
         check_values(self.values)
         _check_channels(self.channels)
+        if self.channel_columns and (self.channel_pattern or self.path_column != ShardConfig.path_column):
+            raise UserError(
+                "channel_columns, channel_pattern and path_column say which files make an image: use one of them."
+            )
         if self.channel_pattern:
             groups = re.compile(self.channel_pattern).groupindex
             if {"sample", "channel"} - groups.keys():

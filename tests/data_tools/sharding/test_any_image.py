@@ -7,6 +7,9 @@ from pathlib import Path
 
 import imagecodecs
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
 import pytest
 import tifffile
 from PIL import Image
@@ -200,6 +203,8 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
         {key: values[..., [2, 0]] for key, values in written.items()},
     )
     assert "12 files of other channels" in capfd.readouterr().out
+    renamed = shard.run(settings(source, tmp_path / "named", channel_pattern=pattern, channels=["2:dapi", "0"]))
+    assert renamed.pixels.channels == ("dapi", "0")
     for name in ("cat/00-ch1.tiff", "cat/02-ch1.tiff"):
         (source / name).unlink()
     with pytest.raises(UserError, match="no file for channel 1"):
@@ -208,6 +213,53 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
     check(dataset, {key: values for key, values in written.items() if key not in ("cat/00", "cat/02")})
     with pytest.raises(UserError, match="does not match"):
         shard.run(settings(source, tmp_path / "wrong", channel_pattern="(?P<sample>.*)_(?P<channel>.)"))
+
+
+@pytest.mark.parametrize("ext", ["csv", "tsv", "parquet"])
+def test_a_list_with_a_column_of_files_for_each_channel(ext: str, ray_cluster: int, tmp_path: Path, capfd) -> None:
+    written = {key.replace("/", "_"): values for key, values in arrays("int16", 3).items()}
+    columns = ("dapi", "gfp", "nuclei.2")
+    write_folder(
+        {
+            f"{name}/{key}.tif": tiff(values[..., n])
+            for key, values in written.items()
+            for n, name in enumerate(columns)
+        },
+        tmp_path / "raw",
+    )
+    table: dict[str, list[str]] = {name: [f"{name}/{key}.tif" for key in written] for name in columns}
+    table |= {"label": [key[:3] for key in written], "well": [key[-1] for key in written]}
+
+    def write(**changed: list[str]) -> str:
+        path = tmp_path / "raw" / f"cells.{ext}"
+        if ext == "parquet":
+            pq.write_table(pa.table(table | changed), path)
+        else:
+            options = pacsv.WriteOptions(delimiter="," if ext == "csv" else "\t")
+            pacsv.write_csv(pa.table(table | changed), path, options)
+        return str(path)
+
+    wanted = {"channel_columns": list(columns), "group_column": "well"}
+    dataset = shard.run(settings(Path(write()), tmp_path / "out", **wanted))
+    assert dataset.pixels.channels == columns
+    assert dataset.classes == ["cat", "dog"]
+    check(dataset, {f"dapi/{key}": values for key, values in written.items()})
+    groups = pa.concat_tables(dataset.table("train").read(["key", "group"])).to_pylist()
+    assert all(row["group"] == row["key"][-1] for row in groups)
+    renamed = {"channels": ["gfp:membrane", "dapi"], "group_pattern": "[0-9]$"}  # The key ends as the path does.
+    two = shard.run(settings(Path(write()), tmp_path / "two", channel_columns=list(columns), **renamed))
+    assert two.pixels.channels == ("membrane", "dapi")
+    check(two, {f"dapi/{key}": values[..., [1, 0]] for key, values in written.items()})
+    assert "12 files of other channels" in capfd.readouterr().out
+    lacking = write(gfp=["", *table["gfp"][1:]], dapi=[table["dapi"][0], "", *table["dapi"][2:]])
+    with pytest.raises(UserError, match="max_bad_share"):
+        shard.run(settings(Path(lacking), tmp_path / "budget", **wanted))
+    rest = shard.run(settings(Path(lacking), tmp_path / "lacking", **wanted, max_bad_share=0.2))
+    check(rest, {f"dapi/{key}": values for key, values in list(written.items())[2:]})
+    with pytest.raises(UserError, match=r"'cy5' \(channel_columns\)"):
+        shard.run(settings(Path(lacking), tmp_path / "no", channel_columns=["dapi", "cy5"]))
+    with pytest.raises(UserError, match="row 2"):
+        shard.run(settings(Path(write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})), tmp_path / "no", **wanted))  # fmt: skip
 
 
 def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster: int, tmp_path: Path) -> None:
