@@ -119,7 +119,7 @@ class ShardConfig:
     )
     image_column: str = setting(
         "image",
-        "parquet: column of encoded images, of type binary or struct<bytes, path>.",
+        "parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers, or tensors).",
         needs="layout=auto,parquet",
     )
     path_column: str = setting(

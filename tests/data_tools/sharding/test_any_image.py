@@ -18,7 +18,8 @@ from raw_images import encoded, jpeg, settings, write_folder
 from data_tools.check import stats, verify
 from data_tools.sharding import index, shard
 from data_tools.sharding.values import bin_values, bins_of
-from pipeline.architecture.pixels import RGB8, Pixels
+from data_tools.sources import Reader, list_source
+from pipeline.architecture.pixels import FULL_RANGE, RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
@@ -260,6 +261,74 @@ def test_a_list_with_a_column_of_files_for_each_channel(ext: str, ray_cluster: i
         shard.run(settings(Path(lacking), tmp_path / "no", channel_columns=["dapi", "cy5"]))
     with pytest.raises(UserError, match="row 2"):
         shard.run(settings(Path(write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})), tmp_path / "no", **wanted))  # fmt: skip
+
+
+def in_lists(array: np.ndarray, kinds: str) -> pa.Array:
+    """Rows of an array as nested lists, outermost first: l list, L large_list, f fixed_size_list."""
+    values = pa.array(array.reshape(-1))
+    for side, kind in zip(array.shape[:0:-1], reversed(kinds), strict=True):
+        offsets = np.arange(0, len(values) + 1, side)
+        values = (
+            pa.FixedSizeListArray.from_arrays(values, side)
+            if kind == "f"
+            else (pa.ListArray if kind == "l" else pa.LargeListArray).from_arrays(
+                pa.array(offsets, pa.int32() if kind == "l" else pa.int64()), values
+            )
+        )
+    return values
+
+
+@pytest.mark.parametrize("kind", [*FULL_RANGE, "float16", "float32", "float64"])
+def test_arrays_in_parquet(kind: str, tmp_path: Path) -> None:
+    low, high = FULL_RANGE.get(kind, (-1000, 1000))
+    values = [low, high, *range(52)] if kind != "bool" else [i % 2 for i in range(54)]
+    images = np.array(values, kind).reshape(3, 3, 6, 1).repeat(5, 3)  # Three images of (3, 6, 5).
+    if kind.startswith("float"):
+        images[0, 0, 0, :2] = np.nan, 1 / 3
+    flat = in_lists(images.reshape(3, -1), "L")
+    tensor = pa.fixed_shape_tensor(flat.type.value_type, [3, 6, 5])
+    columns = {
+        "lists": (in_lists(images, "lll"), images),  # As Hugging Face's Array3D.
+        "sizes": (in_lists(images, "fLf"), images),
+        "gray": (in_lists(images[..., 0], "ll"), images[..., 0]),
+        "ray": (flat, images),
+        "shapes": (
+            pa.StructArray.from_arrays([flat, pa.array([[6, 15], [3, 6, 5], [3, 30]])], ["data", "shape"]),
+            [images[0].reshape(6, 15), images[1], images[2].reshape(3, 30)],
+        ),
+    }
+    if kind != "bool":  # Arrow's tensors are of whole bytes.
+        columns["tensor"] = (pa.ExtensionArray.from_storage(tensor, in_lists(images.reshape(3, -1), "f")), images)
+    ray = {b"ARROW:extension:name": b"ray.data.arrow_tensor_v2", b"ARROW:extension:metadata": b"[3, 6, 5]"}
+    for name, (column, expected) in columns.items():
+        field = pa.field("image", column.type, metadata=ray if name == "ray" else None)
+        source = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table([column], schema=pa.schema([field])), source)
+        config = settings(source, tmp_path / "out")
+        listing = list_source(source, config, tmp_path / "staging")
+        place = listing.rows(np.arange(3))
+        with Reader() as reader:
+            for array, *of_row in zip(expected, place["path"], place["offset"], place["size"], strict=True):
+                found = np.load(io.BytesIO(reader.read(*of_row, packed=0)))
+                assert found.dtype == kind
+                assert np.array_equal(found, array, equal_nan=found.dtype.kind == "f"), name
+
+
+def test_a_data_set_of_arrays_in_parquet(ray_cluster: int, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 4096, (12, 9, 8)).astype(np.uint16)
+    rows = [*images.tolist(), None, [[1, 2], [3]], [[1, None], [3, 4]]]
+    table = pa.table({"image": pa.array(rows, pa.list_(pa.list_(pa.uint16()))), "label": [i % 2 for i in range(15)]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(UserError, match="max_bad_share"):
+        shard.run(settings(tmp_path / "train.parquet", tmp_path / "out"))
+    dataset = shard.run(settings(tmp_path / "train.parquet", tmp_path / "out2", max_bad_share=0.3))
+    check(dataset, {f"train/{row:06}": image[..., None] for row, image in enumerate(images)})
+    pq.write_table(pa.table({"image": in_lists(images.reshape(12, -1), "l")}), tmp_path / "flat.parquet")
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images.transpose(0, 2, 1))
+    pq.write_table(pa.table({"image": tensors}), tmp_path / "permuted.parquet")
+    for name in ("flat", "permuted"):
+        with pytest.raises(UserError, match="'image'"):
+            shard.run(settings(tmp_path / f"{name}.parquet", tmp_path / "no"))
 
 
 def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster: int, tmp_path: Path) -> None:
