@@ -100,7 +100,7 @@ class StoredImage:
         shape = (self.height, self.width, self.channels)
         are_missing = any(missing is not None for _, missing in pages)
         # As nodata, some files of GDAL have infinity.
-        if values.dtype.kind == "f" and not np.isinf(pixels.nodata or 0) and np.isinf(values).any():
+        if values.dtype.kind == "f" and (values[np.isinf(values)] != pixels.nodata).any():
             raise DecodeError(f"{self.describe()}: infinite values")
         return self._as_type(values, pixels), (
             np.concatenate([np.broadcast_to(one, shape) for one in of_pages], axis=2) if are_missing else None

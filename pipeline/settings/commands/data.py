@@ -1,6 +1,7 @@
 """The settings of jobs on data (`data_tools/`): sharding, indexing, verification, statistics, de-duplication."""
 
 import re
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +44,8 @@ def _check_channels(channels: list[str]) -> None:
 
 
 def _nodata() -> float | None:
-    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.", min=-1e39)
+    largest = sys.float_info.max  # GDAL's usual values are the lowest of float32 and float64.
+    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.", min=-largest, max=largest)
 
 
 def _values_images() -> int:

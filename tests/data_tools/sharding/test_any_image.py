@@ -17,14 +17,15 @@ from raw_images import encoded, jpeg, settings, write_folder
 
 from data_tools.check import stats, verify
 from data_tools.sharding import index, shard
-from data_tools.sharding.values import bin_values, bins_of
+from data_tools.sharding.values import bin_values, bins_of, is_value
 from data_tools.sources import Reader, list_source
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.settings.commands.data import IndexConfig, StatsConfig, VerifyConfig
+from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.settings.schema import build
 
 Arrays = dict[str, np.ndarray]
 
@@ -182,6 +183,17 @@ def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, t
     )
     assert dataset.pixels.nodata == 32767
     assert max(dataset.pixels.high) <= 300
+
+
+@pytest.mark.parametrize("kind", ["uint16", "float32", "float64"])
+def test_the_usual_values_of_missing_pixels_are_settings(kind: str) -> None:
+    lowest = float(np.finfo(kind if kind != "uint16" else "float32").min)
+    data = {"source": "raw", "out": "out", "nodata": repr(lowest)}
+    assert build(ShardConfig, data, "settings").nodata == lowest
+    image = np.array([[[55537], [lowest if kind != "uint16" else 0]]], kind)
+    gray = Pixels(("gray",), kind, (), (), (), (), lowest)
+    assert is_value(image, gray).sum() == (2 if kind == "uint16" else 1)
+    assert is_value(image, replace(gray, nodata=-9999.0)).all()  # Which would wrap to 55537 as uint16.
 
 
 def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> None:
