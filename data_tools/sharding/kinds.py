@@ -22,7 +22,7 @@ from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.images.stored import DecodeError, StoredImage
-from pipeline.data.loading.decode import alpha_and_pages, stored_image
+from pipeline.data.loading.decode import Header, stored_image
 from pipeline.settings.commands.data import ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
@@ -33,7 +33,8 @@ _MOST = 0.8
 _MOST_NAMES = 20_000
 # Formats of photographs: their pages are frames of an animation, of which the first is used.
 _ANIMATIONS = ("gif", "webp", "png", "avif", "heic")
-
+# A file made for the shard, its extension, width and height, and `left_out` of its source.
+Encoded = tuple[bytes, str, int, int, set[str]]
 
 # How names of files say which channel of a sample they are.
 _CHANNEL_NAMES = (
@@ -292,8 +293,8 @@ def split_pages(listing: Listing, config: ShardConfig) -> Listing:
     return replace(listing, table=sorted_by_key(table).combine_chunks())
 
 
-def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> tuple[bytes, str, int, int] | None:
-    """(file, extension, width, height) of an image that is not stored as it is: a page, or 8-bit RGB of other values. None for others.
+def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> Encoded | None:
+    """An image that is not stored as it is: a page, or 8-bit RGB of other values. None for others.
 
     page: the one that is the sample, or -1. Raises DecodeError.
     """
@@ -306,22 +307,24 @@ def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> tupl
     ):
         return None
     values, missing = stored.page(page if page >= 0 else stored.pages // 2 if config.pages == "middle" else 0)
+    unread = left_out(stored, pixels) - ({"pages"} if page >= 0 else set())
     if config.to_rgb8:
-        return png(_to_rgb8(values, stored)), "png", stored.width, stored.height
-    return to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height
+        return png(_to_rgb8(values, stored)), "png", stored.width, stored.height, unread
+    return to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height, unread
 
 
-def joined(files: list[bytes], pixels: Pixels) -> tuple[bytes, str, int, int]:
-    """(file, extension, width, height) of an image whose channels are these files, of one size and type. Raises DecodeError."""
-    pages = []
+def joined(files: list[bytes], pixels: Pixels) -> Encoded:
+    """An image whose channels are these files, of one size and type. Raises DecodeError."""
+    pages, unread = [], set[str]()
     for data in files:
         stored = stored_image(data)
         values, missing = stored.page(0)
         pages.append(_with_nodata(values, missing, pixels))
+        unread |= left_out(stored, RGB8)
     if len({(page.shape, page.dtype) for page in pages}) > 1:
         shown = ", ".join(f"{page.shape[1]} x {page.shape[0]} {page.dtype}" for page in pages)
         raise DecodeError(f"its channels differ in size or type: {shown}")
-    return to_tiff(np.concatenate(pages, axis=2)), "tiff", pages[0].shape[1], pages[0].shape[0]
+    return to_tiff(np.concatenate(pages, axis=2)), "tiff", pages[0].shape[1], pages[0].shape[0], unread
 
 
 def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:
@@ -356,13 +359,11 @@ def _to_rgb8(values: np.ndarray, stored: StoredImage) -> np.ndarray:
     return scaled[..., 0] if stored.channels == 1 else np.ascontiguousarray(scaled[..., :3])
 
 
-def left_out(data: bytes, pixels: Pixels) -> list[str]:
-    """What training does not read of a file: "alpha", "pages" (all but one). Raises DecodeError."""
-    if data.startswith(b"\xff\xd8"):
-        return []
-    alpha, pages = alpha_and_pages(data)
-    uses_pages = not pixels.is_rgb8 and pages > 1 and stored_image(data).channels * pages == pixels.num_channels
-    return ["alpha"] * alpha + ["pages"] * (pages > 1 and not uses_pages)
+def left_out(found: Header | StoredImage, pixels: Pixels) -> set[str]:
+    """What training does not read of a file: "alpha", "pages" (all but one)."""
+    uses_pages = not pixels.is_rgb8 and found.channels * found.pages == pixels.num_channels
+    what = {"alpha": found.alpha, "pages": found.pages > 1 and not uses_pages}
+    return {name for name, is_left_out in what.items() if is_left_out}
 
 
 def describe_left_out(counts: Mapping[str, int]) -> list[str]:

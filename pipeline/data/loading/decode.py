@@ -10,6 +10,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -82,17 +83,31 @@ _EXIF_SEARCH_BYTES = 65536
 # Pillow's limit against decompression bombs, applied to libjpeg-turbo too: a small header can claim 12 GB of pixels.
 _MAX_PIXELS = 2 * 89_478_485
 _STRIP_PIXELS = 2**20
-# Formats that Pillow reads, too, if they have 8 bits; and those that it alone reads, with 8-bit PNG and PNM.
+# Formats that Pillow reads, too, if they have 8 bits; and those that it alone reads, beside 8-bit PNG and PNM.
 _ALSO_PILLOWS = ("jp2", "j2k")
 _PNG_16_BITS = b"\x10"  # Byte 24 of a PNG.
 _PHOTOGRAPHS = ("jpg", "gif", "bmp", "webp", "heic", "avif")
-_PILLOWS = (*_PHOTOGRAPHS, "png", "pbm", "pgm", "ppm")
 # Photometric interpretation of a TIFF -> samples of a pixel without extra ones: gray, RGB, palette, CMYK, YCbCr, Lab.
 _TIFF_COLOURS = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3, 8: 3}
 # Modes in which Pillow reads a TIFF of print colours or a palette, which pipeline/data/images does not read.
 _COLOURS_OF_PILLOW = ("P", "PA", "CMYK", "LAB", "YCbCr")
 # libjpeg errors after which pixels are missing. After others (extraneous bytes, unknown markers, CMYK) Pillow decides.
 _SPOILT = ("premature end", "bad huffman code")
+
+
+class Header(NamedTuple):
+    """What an image file holds.
+
+    ext: by content. width, height: as stored, before EXIF rotation (HEIC: after its own). channels: of a page, without alpha; 3 of a JPEG.
+    alpha: whether there is alpha. pages: images of this size, such as the frames of an animation.
+    """
+
+    ext: str
+    width: int
+    height: int
+    channels: int = 3
+    alpha: bool = False
+    pages: int = 1
 
 
 def decode(
@@ -139,13 +154,16 @@ def decode_with_orientation(data: bytes) -> tuple[np.ndarray, int]:
     return (decode(data), exif_orientation(data)) if ext == "jpg" else _whole(data, ext)
 
 
-def _whole(data: bytes, ext: str) -> tuple[np.ndarray, int]:
-    """(uint8 (H, W, 3) upright, EXIF orientation by which it was turned) of any 8-bit image. Raises DecodeError for others."""
+def _whole(data: bytes, ext: str, stored: StoredImage | None = None) -> tuple[np.ndarray, int]:
+    """(uint8 (H, W, 3) upright, EXIF orientation by which it was turned) of any 8-bit image. Raises DecodeError for others.
+
+    stored: what `_stored` returned, if it was called before.
+    """
     if ext == "tiff":  # First by Pillow, which reads those of 8 bits in half the time.
         with contextlib.suppress(DecodeError):
             values, orientation = with_pillow(data, _tiff_to_rgb)
             return upright(values, orientation), orientation
-    stored = _stored(data, ext)
+    stored = stored or _stored(data, ext)
     if stored is None or (stored.ext in _ALSO_PILLOWS and _is_8_bit(stored)):
         try:
             values, orientation = with_pillow(data, _to_rgb)
@@ -181,31 +199,26 @@ def stored_image(data: bytes) -> StoredImage:
     ext = _format(data)
     if stored := _stored(data, ext):
         return stored
-    channels, alpha, pages, size, orientation = with_pillow(data, _photograph)
-    height, width = size[::-1] if orientation >= 5 else size
+    found, orientation = with_pillow(data, lambda image: (_header(image, ext), _orientation(image)))
+    sides = (found.width, found.height) if orientation >= 5 else (found.height, found.width)
 
     def read(number: int) -> Page:
-        return decode(data)[..., :channels], None
+        return decode(data)[..., : found.channels], None
 
-    return StoredImage(ext, height, width, channels, "uint8", read, pages, alpha=alpha)
-
-
-def alpha_and_pages(data: bytes) -> tuple[bool, int]:
-    """(whether an image has alpha, its number of pages or frames), by its header. Raises DecodeError."""
-    if stored := _stored(data, _format(data)):
-        return stored.alpha, stored.pages
-    return with_pillow(data, _alpha_and_frames)
+    return StoredImage(ext, *sides, found.channels, "uint8", read, found.pages, alpha=found.alpha)
 
 
-def _alpha_and_frames(image: Image.Image) -> tuple[bool, int]:
-    alpha = image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info
-    return alpha, 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-
-
-def _photograph(image: Image.Image) -> tuple[int, bool, int, tuple[int, int], int]:
-    """(channels without alpha, whether there is alpha, frames, (height, width) as stored, EXIF orientation) by a header."""
+def _header(
+    image: Image.Image, ext: str, to_rgb: Callable[[Image.Image], tuple[np.ndarray, int]] | None = None
+) -> Header:
+    """Of a photograph that Pillow has opened. to_rgb: decodes it as well."""
     channels = 1 if image.mode in ("1", "L", "LA") else 3
-    return channels, *_alpha_and_frames(image), (image.height, image.width), _orientation(image)
+    alpha = image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info
+    pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    found = Header(ext, image.width, image.height, channels, alpha, pages)
+    if to_rgb:
+        to_rgb(image)
+    return found
 
 
 def exif_orientation(jpeg: bytes) -> int:
@@ -213,19 +226,31 @@ def exif_orientation(jpeg: bytes) -> int:
     return with_pillow(jpeg, _orientation) if _may_have_exif(jpeg) else 1
 
 
-def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> tuple[str, int, int]:
-    """(file extension by content, width, height) of an image as stored, before EXIF rotation (HEIC: after its own). Raises DecodeError.
+def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> Header:
+    """The header of an image of any kind. Raises DecodeError.
 
-    decode_all: decode the whole image, to detect truncated and damaged files; else only the header is read (see `check_end`).
+    decode_all: decode the whole image as well, as `decode` does, to detect truncated and damaged files; else see `check_end`. Files of
+    most formats are opened once for both.
     """
     ext = _format(data)
-    size = _jpeg_size(data) if ext == "jpg" else None
-    if size is None:
-        stored = None if ext in _PILLOWS else _stored(data, ext)
-        size = (stored.height, stored.width) if stored else with_pillow(data, lambda image: (image.height, image.width))
-    if decode_all:
+    as_rgb8 = decode_all and pixels.is_rgb8
+    if ext == "jpg" and (size := _jpeg_size(data)):
+        if decode_all:
+            decode(data, pixels=pixels)
+        return Header(ext, size[1], size[0])
+    if as_rgb8 and ext == "tiff":  # As in `_whole`.
+        with contextlib.suppress(DecodeError):
+            found = with_pillow(data, lambda image: _header(image, ext, _tiff_to_rgb))
+            if found.pages == 1:  # Of others, tifffile knows which belong together.
+                return found
+    if stored := _stored(data, ext):
+        if decode_all:
+            _ = _whole(data, ext, stored) if as_rgb8 else stored.values(pixels)
+        return Header(ext, stored.width, stored.height, stored.channels, stored.alpha, stored.pages)
+    found = with_pillow(data, lambda image: _header(image, ext, _to_rgb if as_rgb8 else None))
+    if decode_all and not as_rgb8:
         decode(data, pixels=pixels)
-    return ext, size[1], size[0]
+    return found
 
 
 def check_end(data: bytes, ext: str) -> None:
