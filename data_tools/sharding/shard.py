@@ -143,7 +143,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
-        of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing, config.group_pattern)]
+        of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing)]
         for note in [*of_groups, *odd]:
             print(note)
 
