@@ -117,10 +117,7 @@ def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:
         feature = feature.get("feature") or feature
     if not isinstance(feature, dict) or feature.get("names") is None:
         return []
-    names = json_record.convert(feature["names"], list[str], where, f"info.features.{column}.names")
-    if len(set(names)) != len(names):
-        raise UserError(f"{where}: info.features.{column}.names has a name twice. Give other names: label_names=FILE.")
-    return names
+    return json_record.convert(feature["names"], list[str], where, f"info.features.{column}.names")
 
 
 def holds_images(field: pa.Field) -> bool:

@@ -181,7 +181,7 @@ def _read(path: AnyPath, config: ShardConfig, there: list[str], named: dict[str,
     if path.suffix != ".parquet" and (lacking := [name for name in of_paths if name not in there]):
         _refuse_header(there, lacking[0], setting, path)
     check_columns(there, [*((setting, name) for name in of_paths), *named.items()], str(path))
-    columns = [*of_paths, *filter(None, named.values())]
+    columns = list(dict.fromkeys([*of_paths, *filter(None, named.values())]))
     with _reading(path):
         if path.suffix == ".parquet":
             table = open_parquet(path).read(columns=columns).select(columns)
