@@ -271,23 +271,9 @@ def test_a_list_with_a_column_of_files_for_each_channel(ext: str, ray_cluster: i
     check(rest, {f"dapi/{key}": values for key, values in list(written.items())[2:]})
     with pytest.raises(UserError, match=r"'cy5' \(channel_columns\)"):
         shard.run(settings(Path(lacking), tmp_path / "no", channel_columns=["dapi", "cy5"]))
+    bare = write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})
     with pytest.raises(UserError, match="row 2"):
-        shard.run(settings(Path(write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})), tmp_path / "no", **wanted))  # fmt: skip
-
-
-def in_lists(array: np.ndarray, kinds: str) -> pa.Array:
-    """Rows of an array as nested lists, outermost first: l list, L large_list, f fixed_size_list."""
-    values = pa.array(array.reshape(-1))
-    for side, kind in zip(array.shape[:0:-1], reversed(kinds), strict=True):
-        offsets = np.arange(0, len(values) + 1, side)
-        values = (
-            pa.FixedSizeListArray.from_arrays(values, side)
-            if kind == "f"
-            else (pa.ListArray if kind == "l" else pa.LargeListArray).from_arrays(
-                pa.array(offsets, pa.int32() if kind == "l" else pa.int64()), values
-            )
-        )
-    return values
+        shard.run(settings(Path(bare), tmp_path / "no", **wanted))
 
 
 @pytest.mark.parametrize("kind", [*FULL_RANGE, "float16", "float32", "float64"])
@@ -297,12 +283,11 @@ def test_arrays_in_parquet(kind: str, tmp_path: Path) -> None:
     images = np.array(values, kind).reshape(3, 3, 6, 1).repeat(5, 3)  # Three images of (3, 6, 5).
     if kind.startswith("float"):
         images[0, 0, 0, :2] = np.nan, 1 / 3
-    flat = in_lists(images.reshape(3, -1), "L")
-    tensor = pa.fixed_shape_tensor(flat.type.value_type, [3, 6, 5])
+    value = pa.from_numpy_dtype(kind)
+    flat = pa.array(list(images.reshape(3, -1)), pa.large_list(value))
     columns = {
-        "lists": (in_lists(images, "lll"), images),  # As Hugging Face's Array3D.
-        "sizes": (in_lists(images, "fLf"), images),
-        "gray": (in_lists(images[..., 0], "ll"), images[..., 0]),
+        "lists": (pa.array(images.tolist(), pa.list_(pa.list_(pa.list_(value)))), images),  # As Hugging Face's Array3D.
+        "sizes": (pa.array(images.tolist(), pa.list_(pa.large_list(pa.list_(value, 5)), 3)), images),
         "ray": (flat, images),
         "shapes": (
             pa.StructArray.from_arrays([flat, pa.array([[6, 15], [3, 6, 5], [3, 30]])], ["data", "shape"]),
@@ -310,7 +295,7 @@ def test_arrays_in_parquet(kind: str, tmp_path: Path) -> None:
         ),
     }
     if kind != "bool":  # Arrow's tensors are of whole bytes.
-        columns["tensor"] = (pa.ExtensionArray.from_storage(tensor, in_lists(images.reshape(3, -1), "f")), images)
+        columns["tensor"] = (pa.FixedShapeTensorArray.from_numpy_ndarray(images), images)
     ray = {b"ARROW:extension:name": b"ray.data.arrow_tensor_v2", b"ARROW:extension:metadata": b"[3, 6, 5]"}
     for name, (column, expected) in columns.items():
         field = pa.field("image", column.type, metadata=ray if name == "ray" else None)
@@ -335,7 +320,7 @@ def test_a_data_set_of_arrays_in_parquet(ray_cluster: int, tmp_path: Path) -> No
         shard.run(settings(tmp_path / "train.parquet", tmp_path / "out"))
     dataset = shard.run(settings(tmp_path / "train.parquet", tmp_path / "out2", max_bad_share=0.3))
     check(dataset, {f"train/{row:06}": image[..., None] for row, image in enumerate(images)})
-    pq.write_table(pa.table({"image": in_lists(images.reshape(12, -1), "l")}), tmp_path / "flat.parquet")
+    pq.write_table(pa.table({"image": list(images.reshape(12, -1))}), tmp_path / "flat.parquet")
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images.transpose(0, 2, 1))
     pq.write_table(pa.table({"image": tensors}), tmp_path / "permuted.parquet")
     for name in ("flat", "permuted"):
