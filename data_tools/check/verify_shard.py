@@ -236,14 +236,14 @@ def _check_rows(
         if job.decode is None or key in job.decode:
             decoded += 1
             try:
-                is_now = inspect(data, decode_all=True, pixels=job.pixels)
-                unread.update(left_out(data, job.pixels))
+                header = inspect(data, decode_all=True, pixels=job.pixels)
+                unread.update(left_out(header, job.pixels))
             except DecodeError as error:
                 findings.add("undecodable", str(error), row, key)
                 continue
-            if is_now != tuple(properties):
+            if header[:3] != tuple(properties):
                 said = "{} {} x {}"
-                findings.add("properties", f"{said.format(*is_now)}, not {said.format(*properties)}", row, key)
+                findings.add("properties", f"{said.format(*header)}, not {said.format(*properties)}", row, key)
     return decoded, unread
 
 

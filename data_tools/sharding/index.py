@@ -269,10 +269,10 @@ def _scan(
                 data = file.read(sample.size)
                 digest.update(data)
                 hashed = sample.offset + sample.size
-                ext, width, height = inspect(data, job.whole, job.pixels)
+                header = inspect(data, job.whole, job.pixels)
                 if not job.whole:
-                    check_end(data, ext)
-                unread.update(left_out(data, job.pixels))
+                    check_end(data, header.ext)
+                unread.update(left_out(header, job.pixels))
             except ValueError as error:
                 skipped.append((*where, str(error)))
                 continue
@@ -284,10 +284,10 @@ def _scan(
                 "key": sample.key,
                 "offset": sample.offset,
                 "size": sample.size,
-                "ext": ext,
+                "ext": header.ext,
                 "labels": sorted(set(sample.labels)),
-                "width": width,
-                "height": height,
+                "width": header.width,
+                "height": header.height,
                 "xxh128": content_hash(data),
             }
             for column, value in row.items():

@@ -72,6 +72,7 @@ _DECISIVE_IF_SET = (
     "group_pattern",
     "channels",
     "channel_pattern",
+    "channel_columns",
     "pages",
     "to_rgb8",
     "nodata",
@@ -126,7 +127,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     try:
         remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
-        listing = split_pages(join_channels(with_groups(listing, config.group_pattern), config), config)
+        listing = split_pages(with_groups(join_channels(listing, config), config.group_pattern), config)
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
@@ -143,7 +144,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
-        of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing, config.group_pattern)]
+        of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing)]
         for note in [*of_groups, *odd]:
             print(note)
 

@@ -217,7 +217,7 @@ def _load(part: AnyPath, pixels: Pixels) -> ValueCounts | None:
 def is_value(values: np.ndarray, pixels: Pixels) -> np.ndarray:
     """Which values are neither NaN nor nodata, bool (H, W, C)."""
     there = ~np.isnan(values) if values.dtype.kind == "f" else np.ones(values.shape, bool)
-    return there if pixels.nodata is None else there & (values != values.dtype.type(pixels.nodata))
+    return there if pixels.nodata is None else there & (values != pixels.nodata)
 
 
 def counted_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

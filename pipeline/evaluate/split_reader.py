@@ -41,7 +41,7 @@ class SplitReader:
     pixels: Pixels = RGB8
     views: tuple[Views, ...] = ()
     seed: int = 0
-    left_out: dict[int, list[str]] = field(default_factory=dict)
+    left_out: dict[int, set[str]] = field(default_factory=dict)
 
     @contextmanager
     def open(

@@ -182,7 +182,7 @@ def _draw_images(
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_read = max(config.num_drawn, config.num_averaged if "distance" in drawings else 0)
-    view, unread = eval_view(loaded.view, loaded.image_size, _read_as(loaded, pictures.split)), dict[int, list[str]]()
+    view, unread = eval_view(loaded.view, loaded.image_size, _read_as(loaded, pictures.split)), dict[int, set[str]]()
     if pictures.split.left_out is None and "predictions" not in drawings:  # Predicting says it.
         view = noting_left_out(view, unread)
     rows, pixels = _read(config, pictures.split, order[:num_read], view)

@@ -68,19 +68,6 @@ class StoredImage:
             f"{self.ext.upper()}, {self.width} x {self.height}, {counted(self.channels, 'channel')} {self.type}{pages}"
         )
 
-    def left_out(self, pixels: Pixels | None) -> list[str]:
-        """What a data set of these pixels does not hold of it, names of LEFT_OUT. pixels: None for those of the first page."""
-        of_rgb8 = pixels is not None and pixels.is_rgb8
-        uses_pages = pixels is not None and not of_rgb8 and self.channels * self.pages == pixels.num_channels
-        facts = {
-            "alpha": self.alpha,
-            "pages": self.pages > 1 and not uses_pages,
-            "bits": of_rgb8 and self.type not in ("uint8", "bool"),
-            "bands": of_rgb8 and self.channels > 3,
-            "profile": self.profile,
-        }
-        return [what for what, is_so in facts.items() if is_so]
-
     def page(self, number: int) -> Page:
         """A page in the file's type. Raises DecodeError."""
         try:
@@ -123,7 +110,7 @@ class StoredImage:
         shape = (self.height, self.width, self.channels)
         are_missing = any(missing is not None for _, missing in pages)
         # As nodata, some files of GDAL have infinity.
-        if values.dtype.kind == "f" and not np.isinf(pixels.nodata or 0) and np.isinf(values).any():
+        if values.dtype.kind == "f" and (values[np.isinf(values)] != pixels.nodata).any():
             raise DecodeError(f"{self.describe()}: infinite values")
         return self._as_type(values, pixels), (
             np.concatenate([np.broadcast_to(one, shape) for one in of_pages], axis=2) if are_missing else None

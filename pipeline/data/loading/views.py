@@ -14,7 +14,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading import augment
-from pipeline.data.loading.decode import decode, left_out
+from pipeline.data.loading.decode import decode, inspect, left_out
 from pipeline.data.loading.jpeg_region import Region
 from pipeline.data.loading.values import batch_values
 from pipeline.settings.quantities import ImageSize
@@ -127,12 +127,12 @@ def shown_view(config: AugmentConfig, image_size: ImageSize | int, pixels: Pixel
     return eval_view(config, image_size, pixels, times=-(-SHOWN_SIDE // max(ImageSize.parse(image_size))))
 
 
-def noting_left_out(writer: ViewWriter, found: dict[int, list[str]]) -> ViewWriter:
+def noting_left_out(writer: ViewWriter, found: dict[int, set[str]]) -> ViewWriter:
     """The writer, which also notes for each row what decoding leaves out of the image (`decode.left_out`)."""
 
     def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
         writer.write(data, outs, epoch, row)
-        found[row] = left_out(data, writer.pixels)
+        found[row] = left_out(inspect(data, decode_all=False), writer.pixels)
 
     return replace(writer, write=write)
 

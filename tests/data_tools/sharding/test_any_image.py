@@ -10,6 +10,8 @@ from pathlib import Path
 import imagecodecs
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
 import pytest
 import tifffile
 from PIL import Image
@@ -17,14 +19,24 @@ from raw_images import encoded, jpeg, noise, settings, write_folder
 
 from data_tools.check import stats, verify
 from data_tools.sharding import index, shard
-from data_tools.sharding.values import FOLDER, ChannelCounts, count_values, counted_values, value_jobs, with_values
-from pipeline.architecture.pixels import RGB8, Pixels
+from data_tools.sharding.values import (
+    FOLDER,
+    ChannelCounts,
+    count_values,
+    counted_values,
+    is_value,
+    value_jobs,
+    with_values,
+)
+from data_tools.sources import Reader, list_source
+from pipeline.architecture.pixels import FULL_RANGE, RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.settings.commands.data import IndexConfig, StatsConfig, VerifyConfig
+from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.settings.schema import build
 
 Arrays = dict[str, np.ndarray]
 
@@ -236,6 +248,17 @@ def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, t
     assert max(dataset.pixels.high) <= 300
 
 
+@pytest.mark.parametrize("kind", ["uint16", "float32", "float64"])
+def test_the_usual_values_of_missing_pixels_are_settings(kind: str) -> None:
+    lowest = float(np.finfo(kind if kind != "uint16" else "float32").min)
+    data = {"source": "raw", "out": "out", "nodata": repr(lowest)}
+    assert build(ShardConfig, data, "settings").nodata == lowest
+    image = np.array([[[55537], [lowest if kind != "uint16" else 0]]], kind)
+    gray = Pixels(("gray",), kind, (), (), (), (), lowest)
+    assert is_value(image, gray).sum() == (2 if kind == "uint16" else 1)
+    assert is_value(image, replace(gray, nodata=-9999.0)).all()  # Which would wrap to 55537 as uint16.
+
+
 def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> None:
     written = arrays("uint16", 3)
     files = {
@@ -256,6 +279,8 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
         {key: values[..., [2, 0]] for key, values in written.items()},
     )
     assert "12 files of other channels" in capfd.readouterr().out
+    renamed = shard.run(settings(source, tmp_path / "named", channel_pattern=pattern, channels=["2:dapi", "0"]))
+    assert renamed.pixels.channels == ("dapi", "0")
     for name in ("cat/00-ch1.tiff", "cat/02-ch1.tiff"):
         (source / name).unlink()
     with pytest.raises(UserError, match="no file for channel 1"):
@@ -264,6 +289,106 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
     check(dataset, {key: values for key, values in written.items() if key not in ("cat/00", "cat/02")})
     with pytest.raises(UserError, match="does not match"):
         shard.run(settings(source, tmp_path / "wrong", channel_pattern="(?P<sample>.*)_(?P<channel>.)"))
+
+
+@pytest.mark.parametrize("ext", ["csv", "tsv", "parquet"])
+def test_a_list_with_a_column_of_files_for_each_channel(ext: str, ray_cluster: int, tmp_path: Path, capfd) -> None:
+    written = {key.replace("/", "_"): values for key, values in arrays("int16", 3).items()}
+    columns = ("dapi", "gfp", "nuclei.2")
+    write_folder(
+        {
+            f"{name}/{key}.tif": tiff(values[..., n])
+            for key, values in written.items()
+            for n, name in enumerate(columns)
+        },
+        tmp_path / "raw",
+    )
+    table: dict[str, list[str]] = {name: [f"{name}/{key}.tif" for key in written] for name in columns}
+    table |= {"label": [key[:3] for key in written], "well": [key[-1] for key in written]}
+
+    def write(**changed: list[str]) -> str:
+        path = tmp_path / "raw" / f"cells.{ext}"
+        if ext == "parquet":
+            pq.write_table(pa.table(table | changed), path)
+        else:
+            options = pacsv.WriteOptions(delimiter="," if ext == "csv" else "\t")
+            pacsv.write_csv(pa.table(table | changed), path, options)
+        return str(path)
+
+    wanted = {"channel_columns": list(columns), "group_column": "well"}
+    dataset = shard.run(settings(Path(write()), tmp_path / "out", **wanted))
+    assert dataset.pixels.channels == columns
+    assert dataset.classes == ["cat", "dog"]
+    check(dataset, {f"dapi/{key}": values for key, values in written.items()})
+    groups = pa.concat_tables(dataset.table("train").read(["key", "group"])).to_pylist()
+    assert all(row["group"] == row["key"][-1] for row in groups)
+    renamed = {"channels": ["gfp:membrane", "dapi"], "group_pattern": "[0-9]$"}  # The key ends as the path does.
+    two = shard.run(settings(Path(write()), tmp_path / "two", channel_columns=list(columns), **renamed))
+    assert two.pixels.channels == ("membrane", "dapi")
+    check(two, {f"dapi/{key}": values[..., [1, 0]] for key, values in written.items()})
+    assert "12 files of other channels" in capfd.readouterr().out
+    lacking = write(gfp=["", *table["gfp"][1:]], dapi=[table["dapi"][0], "", *table["dapi"][2:]])
+    with pytest.raises(UserError, match="max_bad_share"):
+        shard.run(settings(Path(lacking), tmp_path / "budget", **wanted))
+    rest = shard.run(settings(Path(lacking), tmp_path / "lacking", **wanted, max_bad_share=0.2))
+    check(rest, {f"dapi/{key}": values for key, values in list(written.items())[2:]})
+    with pytest.raises(UserError, match=r"'cy5' \(channel_columns\)"):
+        shard.run(settings(Path(lacking), tmp_path / "no", channel_columns=["dapi", "cy5"]))
+    bare = write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})
+    with pytest.raises(UserError, match="row 2"):
+        shard.run(settings(Path(bare), tmp_path / "no", **wanted))
+
+
+@pytest.mark.parametrize("kind", [*FULL_RANGE, "float16", "float32", "float64"])
+def test_arrays_in_parquet(kind: str, tmp_path: Path) -> None:
+    low, high = FULL_RANGE.get(kind, (-1000, 1000))
+    values = [low, high, *range(52)] if kind != "bool" else [i % 2 for i in range(54)]
+    images = np.array(values, kind).reshape(3, 3, 6, 1).repeat(5, 3)  # Three images of (3, 6, 5).
+    if kind.startswith("float"):
+        images[0, 0, 0, :2] = np.nan, 1 / 3
+    value = pa.from_numpy_dtype(kind)
+    flat = pa.array(list(images.reshape(3, -1)), pa.large_list(value))
+    columns = {
+        "lists": (pa.array(images.tolist(), pa.list_(pa.list_(pa.list_(value)))), images),  # As Hugging Face's Array3D.
+        "sizes": (pa.array(images.tolist(), pa.list_(pa.large_list(pa.list_(value, 5)), 3)), images),
+        "ray": (flat, images),
+        "shapes": (
+            pa.StructArray.from_arrays([flat, pa.array([[6, 15], [3, 6, 5], [3, 30]])], ["data", "shape"]),
+            [images[0].reshape(6, 15), images[1], images[2].reshape(3, 30)],
+        ),
+    }
+    if kind != "bool":  # Arrow's tensors are of whole bytes.
+        columns["tensor"] = (pa.FixedShapeTensorArray.from_numpy_ndarray(images), images)
+    ray = {b"ARROW:extension:name": b"ray.data.arrow_tensor_v2", b"ARROW:extension:metadata": b"[3, 6, 5]"}
+    for name, (column, expected) in columns.items():
+        field = pa.field("image", column.type, metadata=ray if name == "ray" else None)
+        source = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table([column], schema=pa.schema([field])), source)
+        config = settings(source, tmp_path / "out")
+        listing = list_source(source, config, tmp_path / "staging")
+        place = listing.rows(np.arange(3))
+        with Reader() as reader:
+            for array, *of_row in zip(expected, place["path"], place["offset"], place["size"], strict=True):
+                found = np.load(io.BytesIO(reader.read(*of_row, packed=0)))
+                assert found.dtype == kind
+                assert np.array_equal(found, array, equal_nan=found.dtype.kind == "f"), name
+
+
+def test_a_data_set_of_arrays_in_parquet(ray_cluster: int, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 4096, (12, 9, 8)).astype(np.uint16)
+    rows = [*images.tolist(), None, [[1, 2], [3]], [[1, None], [3, 4]]]
+    table = pa.table({"image": pa.array(rows, pa.list_(pa.list_(pa.uint16()))), "label": [i % 2 for i in range(15)]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(UserError, match="max_bad_share"):
+        shard.run(settings(tmp_path / "train.parquet", tmp_path / "out"))
+    dataset = shard.run(settings(tmp_path / "train.parquet", tmp_path / "out2", max_bad_share=0.3))
+    check(dataset, {f"train/{row:06}": image[..., None] for row, image in enumerate(images)})
+    pq.write_table(pa.table({"image": list(images.reshape(12, -1))}), tmp_path / "flat.parquet")
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images.transpose(0, 2, 1))
+    pq.write_table(pa.table({"image": tensors}), tmp_path / "permuted.parquet")
+    for name in ("flat", "permuted"):
+        with pytest.raises(UserError, match="'image'"):
+            shard.run(settings(tmp_path / f"{name}.parquet", tmp_path / "no"))
 
 
 def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster: int, tmp_path: Path) -> None:
