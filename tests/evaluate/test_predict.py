@@ -165,44 +165,6 @@ def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dat
     assert {row["class"] for row in named} == {"one", "two", "three"}
 
 
-def test_names_taken_from_the_data_set_are_said(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
-    """Of an .npz, say: every class of a data set with another order would have the name of another one."""
-    nameless = save(tmp_path / "nameless.pt")
-    (tmp_path / "names.txt").write_text("\n".join(CLASSES))
-    note = "has no class names: its classes are taken to be those of"
-    for path, more, is_said in (
-        (nameless, [], True),
-        (nameless, [f"class_names={tmp_path / 'names.txt'}"], False),
-        (weights, [], False),
-    ):
-        run(path, data.path, *more)
-        assert (
-            f"{path} {note} {data.path}, in the same order. Other names: class_names=FILE\n"
-            in (said := capsys.readouterr().out)
-        ) == is_said
-        assert (note in said) == is_said
-    (tmp_path / "1.png").write_bytes(files_of(data)[0])
-    run(nameless, tmp_path / "1.png")  # Its classes are numbers.
-    assert note not in capsys.readouterr().out
-
-
-def test_names_that_replace_those_of_the_weights_are_said(data: Dataset, tmp_path: Path, capsys) -> None:
-    named = save(tmp_path / "named.pt", classes=CLASSES, class_names=[f"the {name}" for name in CLASSES])
-    file = tmp_path / "names.txt"
-    for names, said in (
-        (CLASSES, ""),
-        ([f"the {name}" for name in CLASSES], ""),
-        (
-            [CLASSES[0], "x", "y"],
-            f"2 of 3 names differ from those of {named}: class 1 is shown as 'x', not 'the {CLASSES[1]}'\n",
-        ),
-    ):
-        file.write_text("\n".join(names))
-        run(named, data.path, f"class_names={file}")
-        printed = capsys.readouterr().out
-        assert (f"class_names = {file}: {said}" in printed) if said else "differ from" not in printed
-
-
 def test_true_classes_are_those_of_the_same_name(weights: Path, make_dataset, tmp_path: Path) -> None:
     """Of a set of a mixture, say, which has some of the weights' classes in another order."""
     part = make_dataset({"val": [[1], [0], []]}, [CLASSES[2], CLASSES[0]])
